@@ -1,0 +1,455 @@
+"""Patterns: which query may read which key, as an algebra of a few atoms.
+
+Query i and key j are positions from 0. Atoms combine with `|` into their union, `causal=True` keeps j <= i:
+
+    Local(before, after)   j in i - before .. i + after, both ends included; Local(w) is Local(w, w)
+    Dilated(window, gap)   j = i + gap·m for |m| <= window: 2·window + 1 keys that span gap·window on each side
+    Strided(l)             (i - j) mod l = 0
+    Block(l)               i and j in the same block of l; Block(l, before, after) adds neighbouring blocks
+    Summary(l, c)          j among the last c of its block of l; `shift` moves to the c columns before those, so that
+                           heads may summarise different sub-blocks
+    Global(tokens)         the first `tokens` positions are read by all and read all
+    Random(blocks, block_size, seed)
+                           each block of queries reads `blocks` distinct blocks of keys, drawn by a counter-based hash
+    Dense()                every pair
+
+The sets of the Sparse Transformer (arXiv:1904.10509) are Local(l, 0) with Strided(l), and Block(l) with Summary(l, c).
+A pattern never looks at T, except Random without `causal`, which draws among the blocks that exist: hence `length`.
+"""
+# ruff: noqa: ARG002 (every atom is asked with the same arguments, whether it needs them or not)
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Block",
+    "Dense",
+    "Dilated",
+    "Global",
+    "Local",
+    "Pattern",
+    "Random",
+    "Reach",
+    "Strided",
+    "Summary",
+    "Union",
+    "from_json",
+    "reach",
+]
+
+Length = int | Tensor | None
+
+
+class Pattern(ABC):
+    """A set of pairs (query, key). Patterns are values: they compare, hash, and print as the code that makes them."""
+
+    @property
+    def atoms(self) -> "tuple[Pattern, ...]":
+        return (self,)
+
+    @abstractmethod
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        """Membership of the pair, before `causal` removes j > i."""
+
+    @abstractmethod
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        """Candidate keys of queries i [n] -> [n, m]; `keys` drops those outside 0 .. S - 1 and, causal, after i."""
+
+    def mask(self, i: Tensor, j: Tensor, *, causal: bool = False, length: Length = None) -> Tensor:
+        """Whether query i may read key j, elementwise on indices that broadcast; `length`: how many keys exist."""
+        inside = self._mask(i, j, causal, length)
+        return inside & (j <= i) if causal else inside
+
+    def keys(self, i: Tensor, S: int, *, causal: bool = False) -> Tensor:
+        """The keys of queries i [n], one row each, in no promised order: [n, m] with -1 where a row has fewer.
+
+        Of a union the atoms stand side by side, and a key that two of them name stands twice.
+        """
+        j = self._keys(i, S, causal)
+        keep = (j >= 0) & (j < S)
+        return torch.where(keep & (j <= i[:, None]) if causal else keep, j, -1)
+
+    def dense(
+        self, T: int, S: int | None = None, *, causal: bool = False, device: torch.device | None = None
+    ) -> Tensor:
+        """The 0/1 matrix, bool [T, S], of T queries and S keys (S = T unless said)."""
+        i, j = torch.arange(T, device=device), torch.arange(T if S is None else S, device=device)
+        return self.mask(i[:, None], j[None], causal=causal, length=len(j)).expand(len(i), len(j)).contiguous()
+
+    def pairs(self, T: int, S: int | None = None, *, causal: bool = False) -> int:
+        """How many pairs `dense` would hold, counted at the cost of the pattern and without that matrix."""
+        S = T if S is None else S
+        if any(isinstance(atom, Dense) for atom in self.atoms):
+            corner = min(T, S)
+            return corner * (corner + 1) // 2 + (T - corner) * S if causal else T * S
+        # a row of a global token is full, whatever else is in the union
+        full = 0 if causal else min(T, max((a.tokens for a in self.atoms if isinstance(a, Global)), default=0))
+        total = full * S
+        for at, atom in enumerate(self.atoms):
+            width = max(1, atom.keys(torch.tensor([max(T - 1, 0)]), S, causal=causal).shape[1])
+            rows = max(1, 2**22 // width)
+            for start in range(full, T, rows):
+                i = torch.arange(start, min(start + rows, T))
+                j = atom.keys(i, S, causal=causal)
+                new = j >= 0
+                for earlier in self.atoms[:at]:
+                    new &= ~earlier.mask(i[:, None], j, causal=causal, length=S)
+                total += int(new.sum())
+        return total
+
+    def draw(self, T: int, path: str | Path, *, causal: bool = False, title: str | None = None) -> None:
+        """Write a picture of `dense(T)`, queries down and keys across."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        axes = figure.subplots()
+        axes.imshow(self.dense(T, causal=causal).numpy(), cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
+        axes.set(title=title or repr(self), xlabel="key", ylabel="query")
+        figure.savefig(path, dpi=160)
+
+    def to_json(self) -> str:
+        return json.dumps([{"atom": type(atom).__name__, **asdict(atom)} for atom in self.atoms])  # type: ignore[call-overload]
+
+    @staticmethod
+    def from_json(text: str) -> "Pattern":
+        return from_json(text)
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        atoms = tuple(dict.fromkeys(self.atoms + other.atoms))
+        return atoms[0] if len(atoms) == 1 else Union(atoms)
+
+    def __repr__(self) -> str:
+        values = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        defaults = [f.default for f in fields(self)]  # type: ignore[arg-type]
+        while values and defaults[-1] is not MISSING and values[-1] == defaults[-1]:
+            values.pop(), defaults.pop()
+        return f"{type(self).__name__}({', '.join(map(repr, values))})"
+
+
+def _at_least(pattern: Pattern, **least: int) -> None:
+    for name, low in least.items():
+        value = getattr(pattern, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{type(pattern).__name__}: {name} must be an integer >= {low}, got {value!r}")
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Local(Pattern):
+    """The keys i - before .. i + after: before + 1 + after of them."""
+
+    before: int
+    after: int
+
+    def __init__(self, before: int, after: int | None = None) -> None:
+        object.__setattr__(self, "before", before)
+        object.__setattr__(self, "after", before if after is None else after)
+        _at_least(self, before=0, after=0)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        return (j >= i - self.before) & (j <= i + self.after)
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        before = min(self.before, int(i.max()))  # a window wider than the sequence costs no more than the sequence
+        return i[:, None] + torch.arange(-before, (0 if causal else min(self.after, S)) + 1, device=i.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(Pattern):
+    """The keys i + gap·m for |m| <= window."""
+
+    window: int
+    gap: int
+
+    def __post_init__(self) -> None:
+        _at_least(self, window=0, gap=1)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        span = self.gap * self.window
+        return (j >= i - span) & (j <= i + span) & ((i - j) % self.gap == 0)
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        before, after = (min(self.window, far // self.gap) for far in (int(i.max()), 0 if causal else S))
+        return i[:, None] + self.gap * torch.arange(-before, after + 1, device=i.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(Pattern):
+    """The keys a multiple of l away."""
+
+    l: int  # noqa: E741, the paper's letter
+
+    def __post_init__(self) -> None:
+        _at_least(self, l=1)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        return (i - j) % self.l == 0
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        return i[:, None] % self.l + self.l * torch.arange(-(-S // self.l), device=i.device)
+
+
+@dataclass(frozen=True, repr=False)
+class Block(Pattern):
+    """The keys of the query's own block of l, and of `before` blocks before and `after` blocks after it."""
+
+    l: int  # noqa: E741
+    before: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, l=1, before=0, after=0)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        row, column = i // self.l, j // self.l
+        return (column >= row - self.before) & (column <= row + self.after)
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        offsets = torch.arange(-self.before * self.l, (1 + (0 if causal else self.after)) * self.l, device=i.device)
+        return i[:, None] // self.l * self.l + offsets
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Pattern):
+    """The last c columns of every block of l; shifted: those with l - c·(shift + 1) <= j mod l < l - c·shift."""
+
+    l: int  # noqa: E741
+    c: int
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, l=1, c=1, shift=0)
+        if self.c * (self.shift + 1) > self.l:
+            raise ValueError(f"{self!r}: c·(shift + 1) must be at most l, got {self.c * (self.shift + 1)} > {self.l}")
+
+    def columns(self, S: int, device: torch.device | None = None) -> Tensor:
+        """The columns below S, ascending: int64 [about S·c/l]."""
+        j = torch.arange(-(-S // self.l), device=device)[:, None] * self.l + self.l - self.c * (self.shift + 1)
+        j = (j + torch.arange(self.c, device=device)).flatten()
+        return j[j < S]
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        place = j % self.l + 0 * i
+        return (place >= self.l - self.c * (self.shift + 1)) & (place < self.l - self.c * self.shift)
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        return self.columns(S, i.device).expand(len(i), -1)
+
+
+@dataclass(frozen=True, repr=False)
+class Global(Pattern):
+    """The first `tokens` positions: columns that all read, rows that read all. Causal leaves the columns."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _at_least(self, tokens=1)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        return (i < self.tokens) | (j < self.tokens)
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        rows = not causal and bool((i < self.tokens).any())
+        j = torch.arange(S if rows else min(self.tokens, S), device=i.device).expand(len(i), -1)
+        return torch.where((i[:, None] < self.tokens) | (j < self.tokens), j, -1)
+
+
+@dataclass(frozen=True, repr=False)
+class Random(Pattern):
+    """Each block of queries reads `blocks` distinct blocks of keys, or all there are to draw from if those are fewer.
+
+    The draw depends on (seed, head, block of queries) and on nothing drawn before it. Causal: from the blocks before
+    the query's own, whatever T is. Otherwise: from all blocks of the sequence, so it follows the number of keys.
+    Nothing is drawn fewer than `apart` blocks away (apart=2 leaves out the own block and its neighbours), nor among
+    the `first` blocks, nor, without `causal`, among the `last`: what a window and global tokens read already.
+    """
+
+    blocks: int
+    block_size: int
+    seed: int = 0
+    head: int = 0
+    apart: int = 0
+    first: int = 0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, blocks=1, block_size=1, seed=0, head=0, apart=0, first=0, last=0)
+
+    def table(self, row: Tensor, *, causal: bool = False, length: Length = None) -> Tensor:
+        """The key blocks of query blocks `row` [...] -> [..., blocks], -1 where there are fewer.
+
+        `length` (keys, not blocks; an integer or a tensor that broadcasts with row) is needed without `causal`.
+        """
+        row = row.to(torch.int64)
+        if causal:
+            stop, gap_start, gap = row - max(self.apart, 1) + 1, row, torch.zeros_like(row)
+        elif length is None:
+            raise ValueError("Random without causal draws among the blocks that exist: pass length, the number of keys")
+        else:
+            stop = torch.zeros_like(row) + (length + self.block_size - 1) // self.block_size - self.last
+            gap_start = torch.minimum((row - self.apart + 1).clamp(min=self.first), stop)
+            gap_stop = torch.minimum((row + self.apart).clamp(min=self.first), stop)
+            gap = (gap_stop - gap_start).clamp(min=0)
+        row = row + torch.zeros_like(stop)
+        choices = (stop - self.first - gap).clamp(min=0)
+        wanted = choices.clamp(max=self.blocks)
+        ranks: list[Tensor] = []
+        # Floyd's sampling: the n-th draw falls on 0 .. top, and a repeat becomes top, which no earlier draw could reach
+        for n in range(self.blocks):
+            top = choices - wanted + n
+            rank = _hash(self.seed, self.head, row, n) * (top + 1) >> 32
+            repeated = torch.zeros_like(rank, dtype=torch.bool)
+            for other in ranks:
+                repeated = repeated | (other == rank)
+            ranks.append(torch.where(n < wanted, torch.where(repeated, top, rank), -1))
+        drawn = torch.stack(ranks, -1)
+        block = drawn + self.first
+        block = block + gap[..., None] * (block >= gap_start[..., None])
+        return torch.where(drawn >= 0, block, -1)
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        table, column = self.table(i // self.block_size, causal=causal, length=length), j // self.block_size
+        inside = table[..., 0] == column
+        for n in range(1, self.blocks):
+            inside = inside | (table[..., n] == column)
+        return inside
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        table = self.table(i // self.block_size, causal=causal, length=S)[..., None]  # [n, blocks, 1]
+        j = table * self.block_size + torch.arange(self.block_size, device=i.device)
+        return torch.where(table >= 0, j, -1).flatten(1)
+
+
+@dataclass(frozen=True, repr=False)
+class Dense(Pattern):
+    """Every pair."""
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        return i + j >= 0
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        return torch.arange(S, device=i.device).expand(len(i), -1)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Union(Pattern):
+    """What any of the parts allows: made by `|`, flat, each atom once, equal in whatever order it was written."""
+
+    parts: tuple[Pattern, ...]
+
+    @property
+    def atoms(self) -> tuple[Pattern, ...]:
+        return self.parts
+
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+        inside = self.parts[0]._mask(i, j, causal, length)
+        for part in self.parts[1:]:
+            inside = inside | part._mask(i, j, causal, length)
+        return inside
+
+    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+        return torch.cat([part._keys(i, S, causal) for part in self.parts], 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Union) and frozenset(self.parts) == frozenset(other.parts)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.parts))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+ATOMS: dict[str, type[Pattern]] = {
+    "Local": Local,
+    "Dilated": Dilated,
+    "Strided": Strided,
+    "Block": Block,
+    "Summary": Summary,
+    "Global": Global,
+    "Random": Random,
+    "Dense": Dense,
+}
+
+
+def from_json(text: str) -> Pattern:
+    """The pattern that `Pattern.to_json` wrote."""
+    pattern: Pattern | None = None
+    for entry in json.loads(text):
+        name = entry.pop("atom", None)
+        if name not in ATOMS:
+            raise ValueError(f"atom {name!r} is not one of {', '.join(ATOMS)}")
+        atom = ATOMS[name](**entry)
+        pattern = atom if pattern is None else pattern | atom
+    if pattern is None:
+        raise ValueError("a pattern needs at least one atom, got an empty list")
+    return pattern
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys a causal decoder must still hold: those that the query now, or any later one, may read.
+
+    `everything` keeps all keys. Otherwise a key is held while it is among the last `window` before the query (whose own
+    key comes on top), among the first `pinned`, in an open block, given as (length, blocks before it), or in a summary.
+    """
+
+    everything: bool = False
+    window: int = 0
+    pinned: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
+    summaries: tuple[Summary, ...] = ()
+
+    def holds(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether key j must be held when the query at position i comes, elementwise."""
+        held = (j >= i - self.window) | (j < self.pinned)
+        for size, before in self.blocks:
+            held = held | (j // size >= i // size - before)
+        for summary in self.summaries:
+            held = held | summary.mask(i, j)
+        return (held | self.everything) & (j <= i)
+
+    def size(self, T: int) -> int:
+        """How many keys are held at most while T positions are decoded."""
+        if self.everything:
+            return T
+        recent = max(self.window + 1, *((before + 1) * size for size, before in self.blocks), 0)
+        j = torch.arange(max(T - recent, 0))
+        return min(T, recent) + int(self.holds(torch.tensor(T + recent), j).sum())
+
+
+def reach(pattern: Pattern | Sequence[Pattern]) -> Reach:
+    """What a decoder must hold for a pattern, or for the patterns of several heads together, used with causal=True."""
+    atoms = [atom for one in ([pattern] if isinstance(pattern, Pattern) else pattern) for atom in one.atoms]
+    windows = [a.before if isinstance(a, Local) else a.gap * a.window for a in atoms if isinstance(a, Local | Dilated)]
+    return Reach(
+        # a stride comes back to every key, and a later block may draw any earlier one
+        everything=any(isinstance(a, Strided | Random | Dense) for a in atoms),
+        window=max(windows, default=0),
+        pinned=max((a.tokens for a in atoms if isinstance(a, Global)), default=0),
+        blocks=tuple(sorted({(a.l, a.before) for a in atoms if isinstance(a, Block)})),
+        summaries=tuple(sorted({a for a in atoms if isinstance(a, Summary)}, key=lambda a: (a.l, a.c, a.shift))),
+    )
+
+
+def _hash(seed: int, head: int, row: Tensor, draw: int) -> Tensor:
+    """32 well-mixed bits of four counters, held in int64: the same on every device, and for a row by itself."""
+    h = _mix(torch.zeros_like(row) + (seed & 0xFFFFFFFF))
+    for counter in (seed >> 32, head, row, draw):
+        h = _mix(h ^ (counter & 0xFFFFFFFF))
+    return h
+
+
+def _mix(h: Tensor) -> Tensor:
+    # a multiply-xorshift permutation of 32 bits (Wellons' lowbias32), offset so that zero does not map to itself
+    h = (h + 0x9E3779B9) & 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return h ^ (h >> 16)
