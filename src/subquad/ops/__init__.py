@@ -1,5 +1,21 @@
 """Shared computations: functions of (q, k, v) on [B, T, H, D], usable in anybody's model."""
 
+from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.similarity import similarity_attention
 
-__all__ = ["Block", "Dense", "Dilated", "Global", "Local", "Pattern", "Random", "Strided", "Summary"]
+__all__ = [
+    "Block",
+    "Dense",
+    "Dilated",
+    "Global",
+    "LinearState",
+    "Local",
+    "Pattern",
+    "Random",
+    "Strided",
+    "Summary",
+    "linear_attention",
+    "linear_attention_step",
+    "similarity_attention",
+]
