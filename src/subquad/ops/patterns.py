@@ -67,13 +67,17 @@ class Pattern(ABC):
         return inside & (j <= i) if causal else inside
 
     def keys(self, i: Tensor, S: int, *, causal: bool = False) -> Tensor:
-        """The keys of queries i [n], one row each, in no promised order: [n, m] with -1 where a row has fewer.
-
-        Of a union the atoms stand side by side, and a key that two of them name stands twice.
-        """
-        j = self._keys(i, S, causal)
-        keep = (j >= 0) & (j < S)
-        return torch.where(keep & (j <= i[:, None]) if causal else keep, j, -1)
+        """The keys of queries i [n], each once and in no promised order: [n, m], with -1 where a row has fewer."""
+        rows, found = i[:, None], []
+        for at, atom in enumerate(self.atoms):
+            j = atom._keys(i, S, causal)
+            new = (j >= 0) & (j < S)
+            if causal:
+                new = new & (j <= rows)
+            for earlier in self.atoms[:at]:
+                new = new & ~earlier.mask(rows, j, causal=causal, length=S)
+            found.append(torch.where(new, j, -1))
+        return torch.cat(found, 1)
 
     def dense(
         self, T: int, S: int | None = None, *, causal: bool = False, device: torch.device | None = None
@@ -90,18 +94,10 @@ class Pattern(ABC):
             return corner * (corner + 1) // 2 + (T - corner) * S if causal else T * S
         # a row of a global token is full, whatever else is in the union
         full = 0 if causal else min(T, max((a.tokens for a in self.atoms if isinstance(a, Global)), default=0))
-        total = full * S
-        for at, atom in enumerate(self.atoms):
-            width = max(1, atom.keys(torch.tensor([max(T - 1, 0)]), S, causal=causal).shape[1])
-            rows = max(1, 2**22 // width)
-            for start in range(full, T, rows):
-                i = torch.arange(start, min(start + rows, T))
-                j = atom.keys(i, S, causal=causal)
-                new = j >= 0
-                for earlier in self.atoms[:at]:
-                    new &= ~earlier.mask(i[:, None], j, causal=causal, length=S)
-                total += int(new.sum())
-        return total
+        width = self.keys(torch.tensor([T]), S, causal=causal).shape[1]
+        rows = max(1, 2**22 // max(1, width))
+        chunks = (torch.arange(start, min(start + rows, T)) for start in range(full, T, rows))
+        return full * S + sum(int((self.keys(i, S, causal=causal) >= 0).sum()) for i in chunks)
 
     def draw(self, T: int, path: str | Path, *, causal: bool = False, title: str | None = None) -> None:
         """Write a picture of `dense(T)`, queries down and keys across."""
@@ -157,8 +153,10 @@ class Local(Pattern):
         return (j >= i - self.before) & (j <= i + self.after)
 
     def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
-        before = min(self.before, int(i.max()))  # a window wider than the sequence costs no more than the sequence
-        return i[:, None] + torch.arange(-before, (0 if causal else min(self.after, S)) + 1, device=i.device)
+        after = 0 if causal else self.after
+        first = (i - self.before).clamp(min=0)[:, None]
+        j = first + torch.arange(min(self.before + 1 + after, S), device=i.device)
+        return torch.where(j <= i[:, None] + after, j, -1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,8 +174,10 @@ class Dilated(Pattern):
         return (j >= i - span) & (j <= i + span) & ((i - j) % self.gap == 0)
 
     def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
-        before, after = (min(self.window, far // self.gap) for far in (int(i.max()), 0 if causal else S))
-        return i[:, None] + self.gap * torch.arange(-before, after + 1, device=i.device)
+        after = 0 if causal else self.window
+        first = (i - self.gap * (i // self.gap).clamp(max=self.window))[:, None]
+        j = first + self.gap * torch.arange(min(self.window + 1 + after, -(-S // self.gap)), device=i.device)
+        return torch.where(j <= i[:, None] + self.gap * after, j, -1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -355,7 +355,7 @@ class Union(Pattern):
         return inside
 
     def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
-        return torch.cat([part._keys(i, S, causal) for part in self.parts], 1)
+        return self.keys(i, S, causal=causal)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Union) and frozenset(self.parts) == frozenset(other.parts)
@@ -397,8 +397,8 @@ def from_json(text: str) -> Pattern:
 class Reach:
     """Which keys a causal decoder must still hold: those that the query now, or any later one, may read.
 
-    `everything` keeps all keys. Otherwise a key is held while it is among the last `window` before the query (whose own
-    key comes on top), among the first `pinned`, in an open block, given as (length, blocks before it), or in a summary.
+    `everything` keeps all keys. Otherwise a key is held while it is among the last `window` (the query's own counted),
+    among the first `pinned`, in an open block, given as (length, blocks before it), or in a summary.
     """
 
     everything: bool = False
@@ -409,7 +409,7 @@ class Reach:
 
     def holds(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether key j must be held when the query at position i comes, elementwise."""
-        held = (j >= i - self.window) | (j < self.pinned)
+        held = (j > i - self.window) | (j < self.pinned)
         for size, before in self.blocks:
             held = held | (j // size >= i // size - before)
         for summary in self.summaries:
@@ -420,7 +420,7 @@ class Reach:
         """How many keys are held at most while T positions are decoded."""
         if self.everything:
             return T
-        recent = max(self.window + 1, *((before + 1) * size for size, before in self.blocks), 0)
+        recent = max(self.window, *((before + 1) * size for size, before in self.blocks), 0)
         j = torch.arange(max(T - recent, 0))
         return min(T, recent) + int(self.holds(torch.tensor(T + recent), j).sum())
 
@@ -428,11 +428,11 @@ class Reach:
 def reach(pattern: Pattern | Sequence[Pattern]) -> Reach:
     """What a decoder must hold for a pattern, or for the patterns of several heads together, used with causal=True."""
     atoms = [atom for one in ([pattern] if isinstance(pattern, Pattern) else pattern) for atom in one.atoms]
-    windows = [a.before if isinstance(a, Local) else a.gap * a.window for a in atoms if isinstance(a, Local | Dilated)]
+    spans = [a.before if isinstance(a, Local) else a.gap * a.window for a in atoms if isinstance(a, Local | Dilated)]
     return Reach(
         # a stride comes back to every key, and a later block may draw any earlier one
         everything=any(isinstance(a, Strided | Random | Dense) for a in atoms),
-        window=max(windows, default=0),
+        window=1 + max(spans, default=-1),
         pinned=max((a.tokens for a in atoms if isinstance(a, Global)), default=0),
         blocks=tuple(sorted({(a.l, a.before) for a in atoms if isinstance(a, Block)})),
         summaries=tuple(sorted({a for a in atoms if isinstance(a, Summary)}, key=lambda a: (a.l, a.c, a.shift))),
