@@ -1,0 +1,15 @@
+"""subquad: the efficient transformers of the literature under one contract.
+
+    mix = subquad.build("linear", dim=256, heads=8, causal=True)
+    y = mix(x)                                  # [B, T, 256] in parallel
+    y, state = mix.prefill(prompt)              # or as a recurrence
+    y_t, state = mix.step(x_t, state)
+"""
+
+from subquad import ops
+from subquad.mechanisms import MECHANISMS, build
+from subquad.mechanisms.base import Mixer, Traits
+
+__version__ = "0.1.0"
+
+__all__ = ["MECHANISMS", "Mixer", "Traits", "build", "ops"]

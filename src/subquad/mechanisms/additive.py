@@ -1,0 +1,139 @@
+"""Additive attention: a small network scores every pair of a query and a key.
+
+Paper       Bahdanau, Cho, Bengio 2014, "Neural Machine Translation by Jointly Learning to Align and Translate",
+            arXiv:1409.0473, §3.1 and appendix A.1.2
+Definition  eₜₛ = vᵀtanh(W xₜ + U cₛ),  aₜ = softmax(eₜ),  oₜ = Σₛ aₜₛ hₛ, per head; s ≤ t when causal
+            W[x; c] of the lecture notes equals W x + U c, so U c is computed once and cached
+Cost        train O(T²·hidden·H) time, O(T·(D + hidden·H)) memory; decode O(T·hidden·H) a token; state T·(hidden·H + D)
+Departures  several heads, and values hₛ = V cₛ with an output projection, as in the mechanisms that came later
+Verified    tests/mechanisms/test_additive.py: against a scalar loop over the paper's formula, 1e-12
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Mixer, Traits, at_least, keep
+from subquad.ops.cache import append
+
+PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, C, H, hidden], U c
+    v: Tensor  # [B, C, H, V]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    hidden: int | None = None  # width of the scoring network per head; None: dim/heads
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden is not None:
+            at_least(self, hidden=1)
+
+
+class Additive(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
+    family = "exact"
+    exponent = 2.0
+    equivariant = True
+    unused = Mixer.unused | {"rotary"}
+    small = ({}, {"hidden": 3})
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.hidden = options.hidden or options.dim // options.heads
+        self.query = nn.Linear(options.dim, options.heads * self.hidden)  # W
+        self.key = nn.Linear(options.dim, options.heads * self.hidden, bias=False)  # U; one bias inside tanh is enough
+        self.value = nn.Linear(options.dim, options.dim)
+        self.score = nn.Parameter(torch.empty(options.heads, self.hidden).uniform_(-1, 1) / self.hidden**0.5)  # v
+        self.out = nn.Linear(options.dim, options.dim)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        counts = self._key_counts(q, k, lengths if context is None else context_lengths)
+        return self.out(self._attend(q, k, v, counts).flatten(-2))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        weights = self._weights(q, k, lengths if context is None else context_lengths)
+        return self.out(torch.einsum("bhts,bshv->bthv", weights, v).flatten(-2))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._project(x)
+        return self._weights(q, k, None)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads, size = self.options.heads, capacity or 64
+        return State(
+            self._like.new_zeros(batch, size, heads, self.hidden),
+            self._like.new_zeros(batch, size, heads, self.options.dim // heads),
+            torch.zeros(batch, dtype=torch.int64, device=self._like.device),
+        )
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        state = state if state is not None else self._init_state(*x.shape[:2])
+        q, k, v = self._project(x)
+        new = State(
+            append(state.k, k, state.position),
+            append(state.v, v, state.position),
+            self._advance(state.position, x, lengths),
+        )
+        counts = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
+        return self.out(self._attend(q, new.k.to(q.dtype), new.v.to(q.dtype), counts).flatten(-2)), new
+
+    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        context = x if context is None else context
+        projected = (self.query(x), self.key(context), self.value(context))
+        return tuple(t.unflatten(-1, (self.options.heads, -1)) for t in projected)
+
+    def _key_counts(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        """How many keys, from the first, each query sees: [B, T]; at least one, so that no softmax is over nothing."""
+        (batch, size), device = q.shape[:2], q.device
+        if self.options.causal:
+            return torch.arange(1, size + 1, device=device).expand(batch, size)
+        if lengths is None:
+            return torch.full((batch, size), k.shape[1], device=device)
+        return lengths.clamp(min=1)[:, None].expand(batch, size)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
+        """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
+        rows = max(1, PAIRS // max(1, k.numel()))
+        if rows >= q.shape[1]:
+            return self._attend_rows(q, k, v, counts)
+        parts = [
+            checkpoint(self._attend_rows, part, k, v, count, use_reentrant=False)
+            for part, count in zip(q.split(rows, 1), counts.split(rows, 1), strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
+        pairs = torch.tanh(q[:, :, None] + k[:, None])  # [B, T, S, H, hidden]
+        scores = torch.einsum("btshm,hm->bhts", pairs, self.score.to(pairs.dtype))
+        hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None, :, None]  # [B, 1, T, S]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = nn.functional.dropout(weights, self.options.dropout, self.training)
+        return torch.einsum("bhts,bshv->bthv", weights, v)
+
+    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
+        if self.options.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        mask = None if lengths is None else keep(lengths.clamp(min=1), k.shape[1])
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+        return scores.softmax(-1)

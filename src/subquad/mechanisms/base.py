@@ -1,0 +1,375 @@
+"""The contract of a mechanism: what goes in, what comes out, what raises.
+
+Legend for shapes, here and in every mechanism:
+    B batch, T queries, S keys, H heads, K key width, V value width, D model width, M features, C chunk or capacity,
+    N blocks. Tensors for heads are [B, T, H, ·].
+
+A mechanism is a token mixer with its own projections. It subclasses `Mixer` and writes the underscored methods, which
+receive checked arguments with padding already set to zero; `Mixer` holds everything that is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from subquad.ops.rotary import rotate
+
+StateKind = Literal["constant", "window", "growing"]
+State = Any  # a NamedTuple of tensors, batch first, one of them `position` [B]; each mechanism has its own
+
+
+class Traits(NamedTuple):
+    """What a mechanism can do (on the class) or does (on an instance)."""
+
+    causal: bool = False
+    bidirectional: bool = True
+    cross: bool = False
+    state: StateKind | None = None
+    fixed_length: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The base options; a mechanism adds its own in a frozen subclass."""
+
+    dim: int
+    heads: int = 1
+    causal: bool = False
+    dropout: float = 0.0  # of attention weights, in training
+    rotary: bool = False
+    layer: int = 0  # index in the stack, for interleaving and sharing
+    seed: int = 0
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, dim=1, heads=1, layer=0, seed=0)
+        if self.max_length is not None:
+            at_least(self, max_length=1)
+        if not 0 <= self.dropout < 1:
+            refuse("dropout", self.dropout, "a probability in [0, 1)")
+        for name in ("causal", "rotary"):
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, getattr(self, name), "True or False")
+
+
+def refuse(name: str, value: object, accepted: str) -> None:
+    """Raise the one form that every error about a value has."""
+    raise ValueError(f"{name}={value!r} cannot work: accepted is {accepted}")
+
+
+def at_least(options: object, **bounds: int) -> None:
+    """Refuse options that are not integers of at least their bound."""
+    for name, bound in bounds.items():
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+            refuse(name, value, f"an integer of at least {bound}")
+
+
+def one_of(options: object, **choices: Iterable[str]) -> None:
+    """Refuse options that are not among their choices."""
+    for name, accepted in choices.items():
+        if getattr(options, name) not in tuple(accepted):
+            refuse(name, getattr(options, name), " or ".join(f'"{choice}"' for choice in accepted))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for a misspelt name, or nothing."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def keep(lengths: Tensor | None, size: int) -> Tensor | None:
+    """True where a right-padded row has a token: [B] -> [B, size]."""
+    if lengths is None:
+        return None
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+class Heads(nn.Module):
+    """The projections of multi-head attention: x -> q, k, v per head, and back."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.qkv = nn.Linear(dim, 3 * dim)  # one product instead of three
+        self.out = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, D/H]."""
+        if context is None:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+        else:
+            weight, bias = self.qkv.weight, self.qkv.bias
+            q = nn.functional.linear(x, weight[: self.dim], bias[: self.dim])
+            k, v = nn.functional.linear(context, weight[self.dim :], bias[self.dim :]).chunk(2, dim=-1)
+        return tuple(t.unflatten(-1, (self.heads, -1)) for t in (q, k, v))
+
+    def merge(self, o: Tensor) -> Tensor:
+        """[B, T, H, D/H] -> [B, T, D]"""
+        return self.out(o.flatten(-2))
+
+
+class Mixer(nn.Module):
+    """Base of all mechanisms: `forward`, `prefill`, `step`, `reference`, `pattern` over checked input."""
+
+    options_type: ClassVar[type[Options]] = Options
+    state_type: ClassVar[type | None] = None
+    traits: Traits = Traits()
+    family: ClassVar[str]  # as the lecture notes sort them
+    exponent: ClassVar[float]  # training time grows as T to this power
+    memory: ClassVar[float] = 1.0  # and training memory as T to this one
+    equivariant: ClassVar[bool] = False  # bidirectional, without positions: permuting the tokens permutes the output
+    unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options without meaning here
+    small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options at which forty tokens already show it at work
+
+    _like: Tensor
+
+    def __init__(self, options: Options):
+        super().__init__()
+        self.options = options
+        self._refuse_impossible()
+        possible = type(self).traits
+        causal = options.causal
+        self.traits = possible._replace(
+            causal=causal,
+            bidirectional=not causal,
+            cross=possible.cross and not causal,
+            state=possible.state if causal else None,
+        )
+        # parameter-free mechanisms follow .to() as well, and their states are made where they are
+        self.register_buffer("_like", torch.empty(0), persistent=False)
+
+    def _refuse_impossible(self) -> None:
+        options, cls = self.options, type(self)
+        name = cls.__name__
+        for field in dataclasses.fields(Options):
+            if field.name in cls.unused - {"heads", "dim"} and getattr(options, field.name) != field.default:
+                value = getattr(options, field.name)
+                raise ValueError(f"{field.name}={value!r} has no meaning for {name}: leave it at {field.default!r}")
+        if options.causal and not cls.traits.causal:
+            raise ValueError(f"causal=True cannot work: {name} has no causal form ({cls._why_not_causal})")
+        if not options.causal and not cls.traits.bidirectional:
+            raise ValueError(f"causal=False cannot work: {name} is causal only; pass causal=True")
+        if cls.traits.fixed_length and options.max_length is None:
+            raise ValueError(
+                f"max_length=None cannot work: {name} learns a shape of fixed length; pass the longest T you need"
+            )
+        if "heads" not in cls.unused and options.dim % options.heads:
+            raise ValueError(f"heads={options.heads} cannot work: it must divide dim={options.dim}")
+        if options.rotary and (options.dim // options.heads) % 2:
+            raise ValueError(f"rotary=True cannot work: dim/heads={options.dim // options.heads} must be even")
+
+    _why_not_causal: ClassVar[str] = "its paper defines none"
+
+    # What a mechanism writes
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        """The fast path. Rows beyond `lengths` may hold anything: `forward` sets them to zero."""
+        raise NotImplementedError
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        """The definition, dense; shares parameters and projections with the fast path and nothing else."""
+        raise NotImplementedError
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        """Who attends to whom, [B, H, T, T]."""
+        raise NotImplementedError
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        raise NotImplementedError
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        """The prompt in parallel; `state` is None at the start of a sequence."""
+        raise NotImplementedError
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token, [B, D]. A prompt of length 1, unless the mechanism knows better."""
+        y, state = self._prefill(x[:, None], None, state)
+        return y[:, 0], state
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
+
+    # What everybody calls
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the tokens of x [B, T, D]. `lengths` [B]: right padding. `context` [B, S, D]: attend to it, not to x."""
+        return self._padded(self._forward, x, lengths, context, context_lengths)
+
+    def reference(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        context: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """What `forward` must equal: the paper's definition, dense and slow."""
+        return self._padded(self._reference, x, lengths, context, context_lengths)
+
+    def pattern(self, x: Tensor) -> Tensor:
+        """Weights of who attends to whom, [B, H, T, T], for pictures."""
+        self._check_tokens(x, "x")
+        return self._pattern(x)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> State:
+        """The state before the first token. `capacity`: positions a growing state holds without reallocating."""
+        self._check_stateful("init_state")
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            refuse("batch", batch, "an integer of at least 1")
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
+            refuse("capacity", capacity, "None or an integer of at least 1")
+        return self._init_state(batch, capacity)
+
+    def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
+        """A prompt in parallel, ragged or not, from nothing or from a state: y, and the state after each row's end."""
+        self._check_stateful("prefill")
+        self._check_tokens(x, "x")
+        lengths = self._check_lengths(lengths, x, "lengths")
+        if state is not None:
+            self._check_state(state, x.shape[0])
+        mask = keep(lengths, x.shape[1])
+        y, state = self._prefill(_zero_padding(x, mask), lengths, state)
+        return _zero_padding(y, mask), state
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone."""
+        self._check_stateful("step")
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            raise ValueError(f"x has shape {_shape(x)}: step takes one token, [B, {self.options.dim}]")
+        self._check_tokens(x[:, None], "x")
+        self._check_state(state, x.shape[0])
+        return self._step(x, state)
+
+    # Shared by mechanisms
+
+    def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotary positions on q and k if asked for; rows start at `position` [B] (0 if None)."""
+        if not self.options.rotary:
+            return q, k
+        positions = torch.arange(q.shape[1], device=q.device)
+        if position is not None:
+            positions = position[:, None] + positions
+        return rotate(q, positions), rotate(k, positions)
+
+    def _generator(self) -> torch.Generator:
+        """The generator of this layer's draws: reproducible from `seed`, different in each layer."""
+        return torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.options.layer)
+
+    def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The positions after a prompt x [B, T, D]."""
+        return position + (x.shape[1] if lengths is None else lengths)
+
+    def extra_repr(self) -> str:
+        changed = (
+            f"{field.name}={getattr(self.options, field.name)!r}"
+            for field in dataclasses.fields(self.options)
+            if getattr(self.options, field.name) != field.default
+        )
+        return ", ".join(changed)
+
+    # Checks
+
+    def _padded(
+        self, mix: Any, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        self._check_tokens(x, "x")
+        lengths = self._check_lengths(lengths, x, "lengths")
+        if context is None:
+            if context_lengths is not None:
+                raise ValueError("context_lengths came without context: pass both or neither")
+        else:
+            context, context_lengths = self._check_context(x, context, context_lengths)
+        mask = keep(lengths, x.shape[1])
+        y = _zero_padding(mix(_zero_padding(x, mask), lengths, context, context_lengths), mask)
+        if context_lengths is not None:  # nothing to attend to: zeros, as for a row of length 0
+            y = y.masked_fill((context_lengths == 0)[:, None, None], 0)
+        return y
+
+    def _check_tokens(self, x: Tensor, name: str) -> None:
+        dim = self.options.dim
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != dim:
+            raise ValueError(f"{name} has shape {_shape(x)}: accepted is [batch, T, {dim}]")
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            raise ValueError(f"{name} has shape {_shape(x)}: at least one row and one token are needed")
+        if x.dtype != self._like.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
+        if x.device != self._like.device:
+            raise ValueError(f"{name} is on {x.device}: this module is on {self._like.device}")
+        limit = self.options.max_length
+        if limit is not None and type(self).traits.fixed_length and x.shape[1] > limit:
+            raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
+
+    def _check_context(self, x: Tensor, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.options.causal:
+            raise ValueError("context was given to a causal module: cross-attention needs causal=False")
+        if not self.traits.cross:
+            raise ValueError(f"context was given, but {type(self).__name__} has no cross-attention")
+        if self.options.rotary:
+            raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
+        self._check_tokens(context, "context")
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context has batch {context.shape[0]}: x has batch {x.shape[0]}")
+        lengths = self._check_lengths(lengths, context, "context_lengths")
+        return _zero_padding(context, keep(lengths, context.shape[1])), lengths
+
+    def _check_lengths(self, lengths: Tensor | None, x: Tensor, name: str) -> Tensor | None:
+        if lengths is None:
+            return None
+        batch, size = x.shape[:2]
+        if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
+            raise ValueError(f"{name} has shape {_shape(lengths)}: accepted is one integer a row, [{batch}]")
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+            raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
+        # Reading the values waits for the device; a compiled or captured program must not
+        if not torch.compiler.is_compiling() and not (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            low, high = (int(v) for v in torch.stack((lengths.min(), lengths.max())).tolist())
+            if low < 0 or high > size:
+                raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
+        return lengths.to(x.device, torch.int64)
+
+    def _check_stateful(self, method: str) -> None:
+        if self.traits.state is None:
+            name = type(self).__name__
+            why = (
+                "built with causal=False"
+                if type(self).traits.state and not self.options.causal
+                else "without a recurrent form"
+            )
+            raise NotImplementedError(f"{method}: {name} is {why}, so there is no state; recompute with forward")
+
+    def _check_state(self, state: State, batch: int) -> None:
+        cls = type(self)
+        if cls.state_type is not None and not isinstance(state, cls.state_type):
+            raise ValueError(
+                f"state is a {type(state).__name__}: accepted is the {cls.__name__} state of init_state or prefill"
+            )
+        wrong = {tuple(t.shape[:1]) for t in state} - {(batch,)}
+        if wrong:
+            raise ValueError(f"state has batch {wrong.pop()[0]}: x has batch {batch}")
+        if state.position.device != self._like.device:
+            raise ValueError(f"state is on {state.position.device}: this module is on {self._like.device}")
+
+
+def _shape(x: object) -> object:
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)

@@ -1,0 +1,42 @@
+"""What a mechanism says of itself: the fixed fields of its module's docstring, for the command line and the docs."""
+
+import inspect
+import re
+import sys
+import textwrap
+from typing import NamedTuple
+
+from subquad.mechanisms.base import Mixer
+
+FIELDS = ("Paper", "Definition", "Cost", "Departures", "Verified")
+
+
+class Card(NamedTuple):
+    title: str
+    paper: str
+    definition: str
+    cost: str
+    departures: str
+    verified: str
+
+    @property
+    def source(self) -> str:
+        """The arXiv or OpenReview identifier, else the first author and year."""
+        known = re.search(r"arXiv:(\d{4}\.\d{4,5})|OpenReview:(\w+)", self.paper)
+        if known:
+            return str(known[1] or known[2])
+        return self.paper.split(",")[0]
+
+
+def card(cls: type[Mixer]) -> Card:
+    """Parse the docstring of the module that defines the mechanism."""
+    doc = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+    head = re.compile(rf"^({'|'.join(FIELDS)})\s+", re.MULTILINE)
+    pieces = head.split(doc)
+    found = {
+        name: textwrap.dedent(" " * 12 + text).strip() for name, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    }
+    missing = [name for name in FIELDS if name not in found]
+    if missing:
+        raise ValueError(f"the docstring of {cls.__module__} lacks {', '.join(missing)}: see CONTRIBUTING")
+    return Card(pieces[0].strip(), *(found[name] for name in FIELDS))

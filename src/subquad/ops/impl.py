@@ -1,0 +1,32 @@
+"""Which implementation of an op runs: the torch path, everywhere, or the Triton path, on a GPU."""
+
+import importlib.util
+import os
+from typing import Literal
+
+from torch import Tensor
+
+Impl = Literal["auto", "torch", "triton"]
+
+
+def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Literal["torch", "triton"]:
+    """Resolve `impl` for tensors like `x`; `unsupported` says what the Triton path of `op` cannot do with this call.
+
+    `auto` takes what works. An explicit choice is honoured or refused, never replaced.
+    """
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f'impl={impl!r} for {op}: accepted are "auto", "torch", "triton"')
+    if impl == "torch":
+        return "torch"
+    reason = unsupported
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed"
+    elif impl == "auto" and x.device.type != "cuda":
+        return "torch"  # the interpreter is for tests, so it is only entered by name
+    elif x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        reason = f"the tensors are on {x.device.type}, and Triton runs on cuda (on a CPU only with TRITON_INTERPRET=1)"
+    if reason is None:
+        return "triton"
+    if impl == "triton":
+        raise ValueError(f'impl="triton" for {op}: {reason}; use impl="auto" or "torch"')
+    return "torch"

@@ -1,0 +1,241 @@
+"""Every law over every mechanism, causal and not, at options where forty tokens already show the approximation."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import subquad
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.base import Mixer, Options
+from subquad.mechanisms.card import card
+from tests.mechanisms import laws
+from tests.mechanisms.laws import DIM, HEADS, Case, T, tokens
+
+few = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+def over(found: Any) -> Callable[[Any], Any]:
+    found = list(found)
+    return pytest.mark.parametrize("case", [case for _, case in found], ids=[name for name, _ in found])
+
+
+def strict(found: Any) -> list[tuple[str, Case]]:
+    return [(name, case) for name, case in found if case.options.get("strict_causal", True)]
+
+
+def defaults(**wanted: bool) -> list[tuple[str, Case]]:
+    """One case a mechanism and direction, for laws about the default options."""
+    return [(name[:-2], case) for name, case in laws.cases(**wanted) if name.endswith("-0")]
+
+
+@over(laws.cases())
+def test_1_forward_equals_reference(case: Case) -> None:
+    laws.forward_equals_reference(case)
+
+
+@over(laws.cases())
+def test_1_gradient_is_the_slope(case: Case) -> None:
+    laws.gradient_is_the_slope(case)
+
+
+@over(laws.cases(cross=True))
+def test_1_cross_attention_equals_reference(case: Case) -> None:
+    laws.cross_equals_reference(case)
+
+
+@over(strict(laws.cases(causal=True)))
+def test_2_strictly_causal(case: Case) -> None:
+    laws.strictly_causal(case)
+
+
+@over(strict(case for case in laws.cases(causal=True) if case[1].cls.traits.state))
+@given(
+    splits=st.lists(st.sampled_from([1, 1, 1, 2, 3, 5, 9, 14]), min_size=4, max_size=12),
+    first=st.lists(st.integers(1, 25), min_size=3, max_size=3),
+)
+@few
+def test_3_recurrence_equals_forward(case: Case, splits: list[int], first: list[int]) -> None:
+    laws.recurrence_equals_forward(case, splits, first)
+
+
+@over(strict(case for case in laws.cases(causal=True) if case[1].cls.traits.state))
+def test_3_state_is_a_value(case: Case) -> None:
+    laws.state_is_a_value(case)
+
+
+@over(laws.cases())
+@given(lengths=st.lists(st.integers(0, T), min_size=4, max_size=4))
+@few
+def test_4_padding_is_invisible(case: Case, lengths: list[int]) -> None:
+    laws.padding_is_invisible(case, lengths)
+
+
+@over(laws.cases())
+def test_4_empty_rows_have_finite_gradients(case: Case) -> None:
+    laws.empty_rows_have_finite_gradients(case)
+
+
+@over(laws.cases())
+def test_4_rows_are_independent(case: Case) -> None:
+    laws.rows_are_independent(case)
+
+
+@over(laws.cases())
+def test_5_evaluation_is_deterministic(case: Case) -> None:
+    laws.evaluation_is_deterministic(case)
+
+
+@over((name, case) for name, case in defaults() if case.cls.memory < 2)
+def test_7_nothing_is_square(case: Case) -> None:
+    laws.nothing_is_square(case)
+
+
+@over(defaults())
+def test_7_cost_grows_as_documented(case: Case) -> None:
+    laws.cost_grows_as_documented(case)
+
+
+@over(laws.cases())
+def test_8_one_token_works(case: Case) -> None:
+    laws.one_token_works(case)
+
+
+@over(laws.cases())
+def test_8_large_half_precision_is_finite(case: Case) -> None:
+    laws.large_half_precision_is_finite(case)
+
+
+@over((name, case) for name, case in laws.cases(bidirectional=True) if case.cls.equivariant)
+def test_9_permutation_equivariant(case: Case) -> None:
+    laws.permutation_equivariant(case)
+
+
+@over(laws.cases())
+def test_pattern_is_a_picture(case: Case) -> None:
+    laws.pattern_is_a_picture(case)
+
+
+@over(defaults())
+def test_8_bad_input_raises_and_names_the_argument(case: Case) -> None:
+    mix = case.build()
+    x = tokens(2, 9, DIM)
+
+    def raises(match: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match=match):
+            call()
+
+    raises(r"x .*\[2, 9\]", lambda: mix(x[..., 0]))
+    raises("x .*24", lambda: mix(x[..., :24]))
+    raises("x .*0", lambda: mix(x[:, :0]))
+    raises("x .*float32", lambda: mix(x.float()))
+    raises("x .*int64", lambda: mix(x.long()))
+    raises("lengths .*10", lambda: mix(x, lengths=torch.tensor([9, 10])))
+    raises("lengths .*-1", lambda: mix(x, lengths=torch.tensor([9, -1])))
+    raises("lengths .*3", lambda: mix(x, lengths=torch.tensor([9, 9, 9])))
+    raises("lengths .*float", lambda: mix(x, lengths=torch.tensor([9.0, 9.0])))
+    raises("lengths", lambda: mix(x, lengths=[9, 9]))
+    raises("context_lengths", lambda: mix(x, context_lengths=torch.tensor([9, 9])))
+    if mix.traits.cross:
+        raises("context .*24", lambda: mix(x, context=x[..., :24]))
+        raises("context .*1", lambda: mix(x, context=x[:1]))
+        raises("context .*float32", lambda: mix(x, context=x.float()))
+        raises("context_lengths .*10", lambda: mix(x, context=x, context_lengths=torch.tensor([9, 10])))
+    else:
+        raises("context", lambda: mix(x, context=x))
+    if case.cls.traits.fixed_length:
+        raises("max_length", lambda: mix(tokens(1, T + 7, DIM)))
+    if mix.traits.state is None:
+        for call in (lambda: mix.init_state(2), lambda: mix.prefill(x), lambda: mix.step(x[:, 0], None)):
+            with pytest.raises(NotImplementedError, match=case.cls.__name__):
+                call()
+        return
+    state = mix.init_state(2)
+    raises("x .*step", lambda: mix.step(x, state))
+    raises("state .*3", lambda: mix.step(x[:, 0], mix.init_state(3)))
+    raises("state .*3", lambda: mix.prefill(x, state=mix.init_state(3)))
+    raises("state", lambda: mix.step(x[:, 0], tuple(state)))
+    raises("batch", lambda: mix.init_state(0))
+    raises("capacity", lambda: mix.init_state(1, capacity=0))
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_options(name: str) -> None:
+    cls = MECHANISMS[name]
+    base: dict[str, Any] = {"dim": DIM, "heads": HEADS, "causal": not cls.traits.bidirectional}
+    if cls.traits.fixed_length:
+        with pytest.raises(ValueError, match="max_length"):
+            subquad.build(name, **base)
+        base["max_length"] = 16
+    mix = subquad.build(name, **base)
+    assert isinstance(mix, Mixer)
+    assert dataclasses.is_dataclass(mix.options)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mix.options.dim = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="did you mean 'heads'"):
+        subquad.build(name, **base, head=2)
+    with pytest.raises(ValueError, match="dim=-1"):
+        subquad.build(name, **{**base, "dim": -1})
+    with pytest.raises(ValueError, match="heads"):
+        subquad.build(name, **{**base, "heads": 0})
+    if "heads" not in cls.unused:
+        with pytest.raises(ValueError, match="heads=5"):
+            subquad.build(name, **{**base, "heads": 5})
+    other = {"causal": not base["causal"], "dropout": 0.5, "rotary": True, "max_length": 16}
+    meaningless = set(cls.unused)
+    if not cls.traits.causal:
+        meaningless.add("causal")
+    for option in meaningless & set(other):
+        with pytest.raises(ValueError, match=option):
+            subquad.build(name, **{**base, option: other[option]})
+    for option in set(other) - meaningless - {"causal"}:
+        subquad.build(name, **{**base, option: other[option]})
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_one_name_everywhere(name: str) -> None:
+    cls = MECHANISMS[name]
+    assert cls.__module__ == f"subquad.mechanisms.{name}"
+    assert all(card(cls))
+    assert {field.name for field in dataclasses.fields(Options)} <= {
+        field.name for field in dataclasses.fields(cls.options_type)
+    }
+    directions = {case.options["causal"] for found, case in laws.cases() if found.startswith(f"{name}-")}
+    assert directions == {c for c, can in ((True, cls.traits.causal), (False, cls.traits.bidirectional)) if can}
+    for number in range(len(cls.small)):
+        assert any(found.startswith(f"{name}-") and found.endswith(f"-{number}") for found, _ in laws.cases())
+
+
+def test_unknown_mechanism_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'linear'"):
+        subquad.build("linaer", dim=8)
+
+
+@over((n, c) for n, c in defaults() if "rotary" not in c.cls.unused)
+def test_rotary_changes_the_result_and_keeps_the_laws(case: Case) -> None:
+    rotary = Case(case.cls, {**case.options, "rotary": True})
+    x = tokens(2, T, DIM)
+    assert not torch.allclose(rotary.build()(x), case.build()(x))
+    laws.forward_equals_reference(rotary)
+    laws.padding_is_invisible(rotary, [T, 13, 0, 1])
+    if rotary.options["causal"]:
+        laws.strictly_causal(rotary)
+        if rotary.cls.traits.state:
+            laws.recurrence_equals_forward(rotary, [1, 4, 1, 1, 7], [5, 11, 1])
+
+
+@over((n, c) for n, c in defaults() if "dropout" not in c.cls.unused)
+def test_dropout_only_in_training(case: Case) -> None:
+    mix = case.build(dropout=0.5)
+    x = tokens(2, T, DIM)
+    assert torch.equal(mix(x), case.build()(x))
+    mix.train()
+    torch.manual_seed(0)
+    y = mix(x)
+    assert not torch.allclose(mix(x), y)
+    assert math.isfinite(float(y.detach().sum()))
