@@ -1,0 +1,175 @@
+"""The laws can fail: each bug planted here is caught by the law named beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import Mixer
+from subquad.mechanisms.linear import Linear, State
+from subquad.mechanisms.softmax import Softmax
+from tests.mechanisms import laws
+from tests.mechanisms.laws import DIM, HEADS, Case
+
+
+class MaskOffByOne(Softmax):
+    """The fast path sees one token of the future."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        if causal:
+            mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(1)
+        return super()._attend(q, k, v, mask)
+
+
+class LeakedScale(Linear):
+    """Fast path and reference both divide by a maximum over all positions, the future included."""
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        q, k, v = super()._project(x, context, position)
+        return q, k, v / v.abs().amax(1, keepdim=True)
+
+
+class GrowsWithLength(Softmax):
+    """A choice that depends on T: earlier outputs change when the sequence grows."""
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        q, k, v = super()._project(x, context, position)
+        return q * (1 + x.shape[1] // 32), k, v
+
+
+class PaddingForgotten(Softmax):
+    """Padded keys are visible, in the fast path and in the reference."""
+
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return super()._forward(x, None, context, context_lengths)
+
+    def _reference(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return super()._reference(x, None, context, context_lengths)
+
+
+class ContextPaddingForgotten(Softmax):
+    """Padded keys of a context are visible."""
+
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return super()._forward(x, lengths, context, None)
+
+
+class StateOffByOne(Linear):
+    """A step reads the state before its own key was added."""
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        _, new = super()._step(x, state)
+        q = self._project(x[:, None], position=state.position)[0]
+        n = torch.einsum("bhk,bhkv->bhv", self.map.apply(q[:, 0]), state.s)
+        d = torch.einsum("bhk,bhk->bh", self.map.apply(q[:, 0]), state.z)
+        return self.heads.merge(n / (d[..., None] + self.options.eps)), new
+
+
+class PositionStuck(Softmax):
+    """Positions do not advance over a ragged prompt: they count padding."""
+
+    def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return position + x.shape[1]
+
+
+class StateEdited(Linear):
+    """The step writes into the state it was given."""
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, new = super()._step(x, state)
+        state.s.copy_(new.s)
+        return y, new
+
+
+class GradientLost(Linear):
+    """Values are detached in the fast path and in the reference alike."""
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        q, k, v = super()._project(x, context, position)
+        return q, k, v.detach()
+
+
+class GradientLostInFastPath(Linear):
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return super()._forward(x.detach(), lengths, context, context_lengths)
+
+
+class RowsMixed(Linear):
+    """Centred over the batch."""
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        return super()._project(x - x.mean(0, keepdim=True), context, position)
+
+
+class NoisyEvaluation(Linear):
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return super()._forward(x + 1e-3 * torch.randn_like(x), lengths, context, context_lengths)
+
+
+class UnsavedDraw(Linear):
+    """A random matrix that is no buffer: lost when the module is saved."""
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        matrix = torch.randn(DIM, DIM, generator=self._generator()).to(x)
+        return super()._project(x @ matrix, context, position)
+
+
+class EmptyRowsPoison(Softmax):
+    """A softmax over nothing for rows of length 0."""
+
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        q, k, v = self._project(x, context)
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        if lengths is not None:
+            hidden = torch.arange(x.shape[1]) >= lengths[:, None]
+            scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+        return self._merge(torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v))
+
+
+class Square(Linear):
+    """The fast path is the reference."""
+
+    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
+        return self._reference(x, lengths, context, context_lengths)
+
+
+class OrderMatters(Linear):
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> Any:
+        ramp = torch.linspace(0, 1, x.shape[1]).to(x)[:, None]
+        return super()._project(x + ramp, context, position)
+
+
+CAUGHT: list[tuple[type[Mixer], bool, Callable[[Case], None]]] = [
+    (MaskOffByOne, True, laws.forward_equals_reference),
+    (MaskOffByOne, True, laws.strictly_causal),
+    (LeakedScale, True, laws.strictly_causal),
+    (GrowsWithLength, True, laws.strictly_causal),
+    (PaddingForgotten, False, lambda case: laws.padding_is_invisible(case, [41, 20, 3])),
+    (ContextPaddingForgotten, False, laws.cross_equals_reference),
+    (StateOffByOne, True, lambda case: laws.recurrence_equals_forward(case, [1, 1], [5, 3])),
+    (StateOffByOne, True, laws.state_is_a_value),
+    (StateOffByOne, True, laws.one_token_works),
+    (PositionStuck, True, lambda case: laws.recurrence_equals_forward(case, [1, 1], [5, 3])),
+    (StateEdited, True, lambda case: laws.recurrence_equals_forward(case, [1, 1], [5, 3])),
+    (GradientLost, True, laws.gradient_is_the_slope),
+    (GradientLostInFastPath, True, laws.forward_equals_reference),
+    (RowsMixed, False, laws.rows_are_independent),
+    (NoisyEvaluation, False, laws.evaluation_is_deterministic),
+    (UnsavedDraw, False, laws.evaluation_is_deterministic),
+    (EmptyRowsPoison, False, laws.empty_rows_have_finite_gradients),
+    (Square, False, laws.nothing_is_square),
+    (Square, True, laws.cost_grows_as_documented),
+    (OrderMatters, False, laws.permutation_equivariant),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "causal", "law"), CAUGHT, ids=[f"{c.__name__}-{n}" for n, (c, _, _) in enumerate(CAUGHT)]
+)
+def test_planted_bug_is_caught(cls: type[Mixer], causal: bool, law: Callable[[Case], None]) -> None:
+    options = {"dim": DIM, "heads": HEADS, "causal": causal}
+    law(Case(cls.__mro__[1], options))  # the law holds without the bug
+    with pytest.raises(AssertionError):
+        law(Case(cls, options))
