@@ -3,6 +3,7 @@
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.similarity import similarity_attention
+from subquad.ops.sparse import attend_cached, sparse_attention
 
 __all__ = [
     "Block",
@@ -15,7 +16,9 @@ __all__ = [
     "Random",
     "Strided",
     "Summary",
+    "attend_cached",
     "linear_attention",
     "linear_attention_step",
     "similarity_attention",
+    "sparse_attention",
 ]

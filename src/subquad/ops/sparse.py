@@ -1,0 +1,590 @@
+"""Exact softmax over a pattern, at the cost of the pattern.
+
+A union of atoms is cut into disjoint parts, and each part is dense attention once its tokens are re-addressed:
+
+    Local, Block          a tile of queries against the run of keys that it can reach
+    Strided, Dilated      the tokens of one residue, r, r + l, r + 2l, ..., stand side by side: a stride becomes dense
+    Summary, Global       the columns are gathered; causal, a tile reads a prefix of them
+    Global, not causal    the rows are gathered, and read every key
+    Random                a block of queries against the blocks it drew
+
+The parts are disjoint because a part keeps a pair only if no earlier atom of the union holds it; that predicate is
+evaluated on the positions inside a tile, so it is exact for any union. Parts that share a tile of queries share one
+softmax, the others are merged by their log-sum-exp. The backward recomputes each tile from the merged log-sum-exp.
+Nothing of size [T, T] is made, and memory is linear in T.
+"""
+# ruff: noqa: ARG001 (the operators and their shape-only twins take the same arguments, whether they need them or not)
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import inf
+from typing import Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.ops.impl import choose
+from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary, from_json
+
+__all__ = ["attend_cached", "sparse_attention"]
+
+TILE = 128  # queries of a tile
+STRAIGHT = (Global, Local, Block, Summary, Dense)  # atoms whose tiles hold consecutive queries
+BUDGET = 2**22  # elements of gathered keys, and of scores of one head, that are alive at once
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    causal: bool = ...,
+    lengths: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: str = ...,
+) -> Tensor: ...
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    causal: bool = ...,
+    lengths: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    impl: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    causal: bool = False,
+    lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale·q·kᵀ) v over the pairs of `pattern`: q [B, T, H, D], k and v [B, S, Hkv, D] -> [B, T, H, D].
+
+    `pattern` is one pattern, or one per query head. H is a multiple of Hkv, and neighbouring query heads share a key
+    head. `causal` keeps j <= i and needs S = T; otherwise S may differ, with rows and columns counted from 0.
+    `lengths` [B] is right padding: keys from `lengths` on (or from `key_lengths`, if they have their own) are
+    invisible, and outputs from `lengths` on are zero. A query with no visible key gives zeros.
+    `return_lse` adds log Σ exp(scale·q·k) [B, T, H], -inf where nothing is visible; it has a gradient too.
+    """
+    _check(q, k, v, causal, lengths, key_lengths)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    chosen = choose(impl, "sparse_attention", q, _unsupported(q))
+    if key_lengths is None:
+        key_lengths = lengths
+    parts: list[tuple[Tensor, Tensor]] = []
+    groups = _groups(pattern if isinstance(pattern, Pattern) else tuple(pattern), q.shape[2], k.shape[2])
+    for text, own, kv in groups:
+        qs, ks, vs = _heads(q, own), _heads(k, kv), _heads(v, kv)
+        parts.append(
+            torch.ops.subquad.sparse(qs, ks, vs, lengths, key_lengths, text, causal, scale, return_lse, chosen)
+        )
+    o, lse = parts[0]
+    if len(parts) > 1:
+        order = [h for _, own, _ in groups for h in own]
+        back = torch.tensor([order.index(h) for h in range(len(order))], device=q.device)
+        o = torch.cat([part[0] for part in parts], 2).index_select(2, back)
+        lse = torch.cat([part[1] for part in parts], 2).index_select(2, back)
+    return (o, lse) if return_lse else o
+
+
+def attend_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    position: Tensor,
+    key_positions: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Decoding: queries at `position` read the cached keys of a causal pattern, wherever in the cache they lie.
+
+    q [B, H, D] with position [B], or q [B, T, H, D] with position [B, T]; k and v [B, C, Hkv, D]; key_positions [B, C],
+    -1 for an empty slot. Returns the shape of q.
+    """
+    one = q.ndim == 3
+    if one:
+        q, position = q[:, None], position[:, None]
+    B, T, H, D = q.shape
+    i, j = position[:, :, None], key_positions[:, None]  # [B, T, 1], [B, 1, C]
+    heads = [pattern] if isinstance(pattern, Pattern) else list(pattern)
+    if len(heads) not in (1, H):
+        raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(heads)}")
+    masks = {p: p.mask(i, j, causal=True) & (j >= 0) for p in heads}
+    seen = torch.stack([masks[p] for p in heads], 1)[:, :, None]  # [B, 1 or H, 1, T, C]
+    share = H // k.shape[2]
+    seen = seen if len(heads) == 1 else seen.view(B, k.shape[2], share, T, -1)
+    s = torch.einsum("btgsd,bcgd->bgstc", q.reshape(B, T, -1, share, D), k)
+    s = (s.to(_wide(q)) * (D**-0.5 if scale is None else scale)).masked_fill(~seen, -inf)
+    p = torch.exp(s - s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min))
+    p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
+    o = torch.einsum("bgstc,bcgd->btgsd", p.to(v.dtype), v).reshape(B, T, H, D)
+    return o[:, 0] if one else o
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, key_lengths: Tensor | None) -> None:
+    if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}: q must be [B, T, H, D], and k and v [B, S, Hkv, D]")
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: T and S must be at least 1, and H a multiple of Hkv")
+    if q.dtype != k.dtype or q.dtype != v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q, k, v must have one floating type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(f"causal=True needs as many keys as queries, got T={q.shape[1]}, S={k.shape[1]}")
+    if causal and key_lengths is not None:
+        raise ValueError("key_lengths is for cross-attention; with causal=True use lengths")
+    for name, n in (("lengths", lengths), ("key_lengths", key_lengths)):
+        if n is not None and (n.shape != q.shape[:1] or n.dtype.is_floating_point or n.dtype == torch.bool):
+            raise ValueError(f"{name} must be integers of shape [B] = [{q.shape[0]}], got {n.dtype} {tuple(n.shape)}")
+
+
+def _unsupported(q: Tensor) -> str | None:
+    """What the Triton path cannot do with this call."""
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it computes float32, bfloat16 and float16, not {q.dtype}"
+    if q.shape[3] > 256:
+        return f"it holds heads of at most 256, got D={q.shape[3]}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _groups(
+    pattern: Pattern | tuple[Pattern, ...], H: int, Hkv: int
+) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+    """Heads of equal pattern are computed together: the pattern as JSON, its query heads, the key heads they read."""
+    heads = (pattern,) * H if isinstance(pattern, Pattern) else pattern
+    if len(heads) != H or not all(isinstance(p, Pattern) for p in heads):
+        raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {pattern!r}")
+    groups = []
+    share = H // Hkv
+    for one in dict.fromkeys(heads):
+        own = tuple(h for h, p in enumerate(heads) if p == one)
+        # whole groups of query heads keep sharing their key head; a group that patterns split is written out
+        shared = tuple(h // share for h in own[::share])
+        whole = own == tuple(h for g in shared for h in range(g * share, (g + 1) * share))
+        groups.append((one.to_json(), own, shared if whole else tuple(h // share for h in own)))
+    return tuple(groups)
+
+
+def _heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    if len(heads) == x.shape[2]:
+        return x
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        return x[:, :, heads[0] : heads[-1] + 1]
+    return x.index_select(2, torch.tensor(heads, device=x.device))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@lru_cache(maxsize=256)
+def plan(pattern: str, causal: bool) -> tuple[Pattern, ...]:
+    """The atoms of a pattern (as JSON) in the order in which an earlier one excludes a later one, none of them idle."""
+    windows: list[Local] = []
+    others: list[Pattern] = []
+    for atom in from_json(pattern).atoms:
+        if isinstance(atom, Dense) or (isinstance(atom, Strided) and atom.l == 1):
+            return (Dense(),)
+        if isinstance(atom, Local):
+            windows.append(atom)
+        elif isinstance(atom, Dilated) and (atom.gap == 1 or atom.window == 0):
+            windows.append(Local(atom.window))
+        elif isinstance(atom, Block) and atom.l == 1:
+            windows.append(Local(atom.before, atom.after))
+        elif isinstance(atom, Summary) and atom.c == atom.l:
+            return (Dense(),)
+        else:
+            others.append(atom)
+    if windows:  # every window holds j = i, so a union of them is a window
+        others.append(Local(max(w.before for w in windows), 0 if causal else max(w.after for w in windows)))
+    columns = [a for a in others if isinstance(a, Global)]
+    if columns:
+        others = [a for a in others if not isinstance(a, Global)] + [Global(max(a.tokens for a in columns))]
+    # the cheapest to evaluate first, since later parts evaluate it too; a random table, the dearest, last
+    rank = (Global, Local, Block, Dilated, Strided, Summary, Random)
+    return tuple(sorted(set(others), key=lambda a: (rank.index(type(a)), repr(a))))
+
+
+class Tiles(NamedTuple):
+    """Dense pieces of the attention: N tiles of m queries with n keys each. Positions outside 0 .. T - 1 are idle."""
+
+    queries: Tensor  # [N, m]
+    keys: Tensor  # [N, n], or [B, N, n] where rows of the batch drew different random blocks
+    mask: Tensor  # bool [1 or B, N, m, n]
+
+
+class Job(NamedTuple):
+    """What the tiles of one call are cut from."""
+
+    atoms: tuple[Pattern, ...]
+    T: int
+    S: int
+    causal: bool
+    lengths: Tensor | None  # [B], of the keys; None where the causal limit hides the padding anyway
+    per_key: int  # elements that one gathered key takes of the budget
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """Leading queries that read everything: they have tiles of their own, and no part in any other."""
+        first = self.atoms[0]
+        return min(first.tokens, self.T) if isinstance(first, Global) and not self.causal else 0
+
+    def arange(self, *bounds: int) -> Tensor:
+        return torch.arange(*bounds, device=self.device, dtype=torch.int32)
+
+    def alive(self, queries: Tensor) -> Tensor:
+        """The positions of `queries` that other tiles than those of the leading rows compute; T for the rest."""
+        return torch.where((queries >= self.rows) & (queries < self.T), queries, self.T)
+
+    def seen(self, atom: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which pairs of a tile are this atom's and no earlier atom's: bool [1 or B, N, m, n]."""
+        i, j = queries[..., :, None], (keys if keys.ndim == 3 else keys[None])[..., None, :]
+        length = self.S if self.lengths is None else self.lengths[:, None, None, None]
+        seen = atom.mask(i, j, length=length, causal=self.causal) & (j >= 0) & (j < length)
+        for earlier in self.atoms[: self.atoms.index(atom)]:
+            seen = seen & ~earlier.mask(i, j, length=length, causal=self.causal)
+        return seen
+
+
+def _tiles(job: Job) -> Iterator[Tiles]:
+    """Every visible pair of the pattern in exactly one tile."""
+    if job.rows:
+        yield from _straight(job._replace(atoms=(Dense(),), T=job.rows), job.T)
+    if any(isinstance(a, STRAIGHT) for a in job.atoms):
+        yield from _straight(job, job.T)
+    for atom in job.atoms:
+        if isinstance(atom, Strided | Dilated):
+            yield from _lattice(job, atom)
+        elif isinstance(atom, Random):
+            yield from _random(job, atom)
+
+
+def _straight(job: Job, idle: int) -> Iterator[Tiles]:
+    """Tiles of consecutive queries: each atom gives a run of columns, and the runs stand side by side."""
+    atoms = [a for a in job.atoms if isinstance(a, STRAIGHT)]
+    sizes = [a.l for a in atoms if isinstance(a, Block) and 32 <= a.l <= 2 * TILE]
+    m = min(sizes[0] if sizes else TILE, max(job.T - job.rows, 1))
+    base = job.arange(job.rows // m * m, job.T, m)  # a tile that is a block of the pattern reaches one block less
+    at = 0
+    while at < len(base):
+        # a causal prefix grows from tile to tile: a chunk holds at most an eighth of the tiles, all as wide as its last
+        count = min(len(base) - at, max(1, len(base) // 8))
+        while True:
+            a = base[at : at + count]
+            runs = [_run(job, atom, a, m) for atom in atoms]
+            width = sum(run.shape[1] for run in runs)
+            fits = max(1, BUDGET // max(1, width * max(job.per_key, m)))
+            if count <= fits:
+                break
+            count = fits
+        queries = job.alive(a[:, None] + job.arange(m))
+        if width:
+            seen = [job.seen(atom, queries, run) for atom, run in zip(atoms, runs, strict=True)]
+            yield Tiles(torch.where(queries < job.T, queries, idle), torch.cat(runs, 1), torch.cat(seen, 3))
+        at += count
+
+
+def _run(job: Job, atom: Pattern, a: Tensor, m: int) -> Tensor:
+    """The columns that queries a .. a + m - 1 may reach through `atom`: [N, n], S where a tile has fewer."""
+    end = a + m
+    if isinstance(atom, Local):
+        lo, hi = a - atom.before, end + atom.after
+    elif isinstance(atom, Block):
+        lo, hi = (a // atom.l - atom.before) * atom.l, ((end - 1) // atom.l + atom.after + 1) * atom.l
+    elif isinstance(atom, Global):
+        lo, hi = torch.zeros_like(a), torch.full_like(a, atom.tokens)
+    else:
+        lo, hi = torch.zeros_like(a), torch.full_like(a, job.S)
+    if job.causal:
+        hi = torch.minimum(hi, end)
+    lo, hi = lo.clamp(min=0), hi.clamp(max=job.S)
+    if isinstance(atom, Summary):
+        columns = atom.columns(job.S, a.device).to(torch.int32)
+        return columns[: int(torch.searchsorted(columns, hi.max()))].expand(len(a), -1)
+    if isinstance(job.atoms[0], Global) and atom is not job.atoms[0]:
+        lo = lo.clamp(min=job.atoms[0].tokens)
+    j = lo[:, None] + job.arange(max(int((hi - lo).max()), 0))
+    return torch.where(j < hi[:, None], j, job.S)
+
+
+def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
+    """Tiles of queries r, r + l, r + 2l, ...: in these coordinates a stride is dense and a dilation a band."""
+    step = atom.l if isinstance(atom, Strided) else atom.gap
+    points, key_points = -(-job.T // step), -(-job.S // step)
+    m = min(TILE, points)
+    residues = job.arange(min(step, job.T))[:, None]
+    for a in range(0, points, m):
+        lo, hi = 0, key_points
+        if isinstance(atom, Dilated):
+            lo, hi = max(a - atom.window, 0), min(a + m + atom.window, key_points)
+        if job.causal:
+            hi = min(hi, a + m)
+        if hi <= lo:
+            continue
+        queries, keys = job.alive(residues + step * job.arange(a, a + m)), residues + step * job.arange(lo, hi)
+        chunk = max(1, BUDGET // ((hi - lo) * max(job.per_key, m)))
+        for i, j in zip(queries.split(chunk), keys.split(chunk), strict=True):
+            yield Tiles(i, j, job.seen(atom, i, j))
+
+
+def _random(job: Job, atom: Random) -> Iterator[Tiles]:
+    """Tiles of one block of queries against the blocks that it drew."""
+    m = atom.block_size
+    chunk = max(1, BUDGET // (atom.blocks * m * max(job.per_key, m)))
+    for row in job.arange(job.rows // m, -(-job.T // m)).split(chunk):
+        length = job.S if job.lengths is None else job.lengths[:, None]
+        table = atom.table(row if job.lengths is None else row[None], causal=job.causal, length=length)[..., None]
+        keys = torch.where(table >= 0, table * m + job.arange(m), -1).flatten(-2).to(torch.int32)
+        queries = job.alive(row[:, None] * m + job.arange(m))
+        yield Tiles(queries, keys, job.seen(atom, queries, keys))
+
+
+def _gather(x: Tensor, at: Tensor, heads: int) -> Tensor:
+    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; idle positions read any row."""
+    B, S, H, D = x.shape
+    flat = (at.clamp(0, S - 1) + torch.arange(B, device=x.device)[:, None, None] * S).flatten()
+    rows = x.reshape(B * S, H * D).index_select(0, flat).view(-1, at.shape[-1], H, D)  # [B·N, n, Hkv, D]
+    if heads != H:
+        rows = rows.repeat_interleave(heads // H, 2)
+    return rows.transpose(1, 2)
+
+
+def _scatter(into: Tensor, at: Tensor, rows: Tensor) -> None:
+    """Adds rows [B·N, H, n, D] to `into` [B, S, Hkv, D] at positions `at`; rows at idle positions are zero."""
+    B, S, H, D = into.shape
+    flat = (at.clamp(0, S - 1) + torch.arange(B, device=into.device)[:, None, None] * S).flatten()
+    rows = rows.transpose(1, 2)  # [B·N, n, H, D]
+    if rows.shape[2] != H:
+        rows = rows.unflatten(2, (H, -1)).sum(3)
+    into.view(B * S, H * D).index_add_(0, flat, rows.reshape(-1, H * D).to(into.dtype))
+
+
+def _clear(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Zeros in the padding, whose content may be anything: 0·inf is not 0."""
+    if lengths is None:
+        return x
+    padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]  # [B, T]
+    return x.masked_fill(padding[..., None, None], 0)
+
+
+def _bias(mask: Tensor, B: int, dtype: torch.dtype) -> Tensor:
+    mask = mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m, n]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention of tiles [B·N, H, m, D], and its log-sum-exp; a row that sees nothing gives 0 and any lse."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=scale
+        )
+    s = torch.matmul(q.to(_wide(q)) * scale, k.to(_wide(q)).mT) + bias
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - lse.clamp(min=torch.finfo(s.dtype).min)[..., None])
+    return torch.matmul(p, v.to(p.dtype)).to(q.dtype), lse
+
+
+def _attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients through tiles whose softmax, o and lse are those of the whole union."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, False, attn_mask=bias, scale=scale
+        )
+    do, q, k, v, o = (x.to(_wide(x)) for x in (do, q, k, v, o))
+    p = torch.exp(torch.matmul(q * scale, k.mT) + bias - lse[..., None])
+    ds = p * (torch.matmul(do, v.mT) - (do * o).sum(-1, keepdim=True)) * scale
+    return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, do)
+
+
+def _torch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    (B, T, H, D), S = q.shape, k.shape[1]
+    q, k, v = _clear(q, lengths), _clear(k, key_lengths), _clear(v, key_lengths)
+    # one row more than there are queries takes what the idle rows of tiles compute
+    o = q.new_zeros(B, T + 1, H, D, dtype=_wide(q))
+    lse = q.new_full((B, T + 1, H), -inf, dtype=_wide(q))
+    visible = None if causal else key_lengths  # causal, a query within its length sees only keys within it
+    for at, keys, mask in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
+        kt = _gather(k, keys, H)
+        part, part_lse = _attend(_gather(q, at, H), kt, _gather(v, keys, H), _bias(mask, B, q.dtype), scale)
+        seen = mask.any(-1).expand(B, -1, -1).reshape(B, -1, 1)  # [B, N·m, 1]
+        part_lse = part_lse.transpose(1, 2).reshape(B, -1, H).masked_fill(~seen, -inf)
+        part = part.transpose(1, 2).reshape(B, -1, H, D).to(o.dtype)
+        flat = at.flatten().long()
+        old = lse.index_select(1, flat)
+        both = torch.logaddexp(old, part_lse)
+        safe = both.masked_fill(both == -inf, 0)
+        part = part * torch.exp(part_lse - safe)[..., None]
+        part += o.index_select(1, flat) * torch.exp(old - safe)[..., None]
+        o.index_copy_(1, flat, part)
+        lse.index_copy_(1, flat, both)
+    o, lse = o[:, :T], lse[:, :T]
+    if lengths is not None:
+        o = _clear(o, lengths)
+        lse = lse.masked_fill((torch.arange(T, device=q.device) >= lengths[:, None])[..., None], -inf)
+    return o.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def _torch_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (B, T, H, D), S = q.shape, k.shape[1]
+    do, q, k, v = _clear(do, lengths), _clear(q, lengths), _clear(k, key_lengths), _clear(v, key_lengths)
+    visible = None if causal else key_lengths
+    # a row that sees nothing, padding included, must not exponentiate -inf - -inf
+    lse = lse.masked_fill(lse == -inf, inf)
+    if dlse is not None:
+        # d lse/d s = p, as if v had one more column, of ones, whose output has gradient dlse and value 0
+        q, k, o = (F.pad(x, (0, 1)) for x in (q, k, o))
+        v = F.pad(v, (0, 1), value=1.0)
+        do = torch.cat([do, dlse.masked_fill(lse == inf, 0).to(do.dtype)[..., None]], -1)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (q, k, v))
+    for at, keys, mask in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
+        qt, kt, vt = _gather(q, at, H), _gather(k, keys, H), _gather(v, keys, H)
+        idle = (at >= T).expand(B, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m]
+        lt = _gather(lse[..., None], at, H)[..., 0].masked_fill(idle, inf)
+        dqt, dkt, dvt = _attend_backward(
+            _gather(do, at, H), qt, kt, vt, _gather(o, at, H), lt.contiguous(), _bias(mask, B, q.dtype), scale
+        )
+        _scatter(dq, at, dqt)
+        _scatter(dk, keys, dkt)
+        _scatter(dv, keys, dvt)
+    dq, dk, dv = (g[..., :D].to(q.dtype).contiguous() for g in (dq, dk, dv))
+    return dq, dk, dv
+
+
+@torch.library.custom_op("subquad::sparse", mutates_args=())
+def _sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    if impl == "triton":
+        from subquad.ops import sparse_triton
+
+        return sparse_triton.forward(q, k, v, lengths, key_lengths, pattern, causal, scale)
+    return _torch_forward(q, k, v, lengths, key_lengths, pattern, causal, scale)
+
+
+@_sparse.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+
+
+@torch.library.custom_op("subquad::sparse_backward", mutates_args=())
+def _sparse_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if impl == "triton":
+        from subquad.ops import sparse_triton
+
+        return sparse_triton.backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, causal, scale)
+    return _torch_backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, causal, scale)
+
+
+@_sparse_backward.register_fake
+def _(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, lengths, key_lengths, pattern, causal, scale, return_lse, impl = inputs
+    ctx.save_for_backward(q, k, v, *output, lengths, key_lengths)
+    ctx.options = pattern, causal, scale, impl
+    ctx.return_lse = return_lse
+
+
+def _backward(ctx, do: Tensor, dlse: Tensor):  # type: ignore[no-untyped-def]
+    q, k, v, o, lse, lengths, key_lengths = ctx.saved_tensors
+    grads = torch.ops.subquad.sparse_backward(
+        do, dlse if ctx.return_lse else None, q, k, v, o, lse, lengths, key_lengths, *ctx.options
+    )
+    return *grads, None, None, None, None, None, None, None
+
+
+_sparse.register_autograd(_backward, setup_context=_setup)
