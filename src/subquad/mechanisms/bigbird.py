@@ -1,0 +1,196 @@
+"""BigBird: a window of blocks, global tokens, and random blocks, which together keep the reach of full attention.
+
+Paper       Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences", arXiv:2007.14062, §2 and appendix D
+Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over the blocks beside t's own and that one, `random` blocks that are drawn
+            for t's block and head, and the global tokens, which in turn read everything:
+            itc  the first `block` positions and the last `block` of the row
+            etc  `block` learned tokens g before the sequence; they read first, g' = g + W o(g), and are read as g'
+            causal: s ≤ t, two blocks of window, random blocks from the past; no global rows and no global last block;
+            learned tokens have no past to read, so they are read as g
+Cost        train O(T·block·(5 + random)·D) time, O(T·D) memory; decode O(block·(3 + random)·D) a token; state 2·T·D: a
+            later block may draw any earlier one
+Departures  the last global block is the row's last `block` positions, whatever T is, so that padding changes nothing;
+            learned tokens live inside a layer (in the paper they pass through all of them), hence read before they are
+            read. Never dense in silence: short inputs and causal ones take the same path
+Verified    tests/mechanisms/test_bigbird.py: full attention when every block is covered, 1e-12; the blocks that each
+            row reads, one by one
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms import patterned
+from subquad.mechanisms.base import Traits, at_least, keep, one_of
+from subquad.mechanisms.patterned import Patterned
+from subquad.ops.patterns import Block, Dense, Global, Pattern, Random
+from subquad.ops.rotary import rotate
+from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse_cache import SparseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(patterned.Options):
+    block: int = 64
+    random: int = 3  # random blocks per block of queries and head
+    construction: Literal["itc", "etc"] = "itc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, block=1, random=0)
+        one_of(self, construction=("itc", "etc"))
+
+
+class Bigbird(Patterned):
+    options_type = Options
+    traits = Traits(causal=True, bidirectional=True, state="growing")
+    exponent = 1.0
+    small = ({"block": 3, "random": 2}, {"block": 3, "random": 2, "construction": "etc"}, {"block": 4, "random": 0})
+    options: Options
+    draw: Tensor
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        if options.construction == "etc":
+            self.tokens = nn.Parameter(torch.randn(options.block, options.dim))
+        self.register_buffer("draw", torch.tensor(self._seed))
+        self.register_load_state_dict_post_hook(_follow_the_loaded_draw)
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw the random blocks anew."""
+        self.draw.fill_(self._seed if generator is None else torch.randint(2**62, (), generator=generator))
+        self._follow(self._patterns(int(self.draw)))
+
+    @property
+    def _seed(self) -> int:
+        return self.options.seed * 1_000_003 + self.options.layer
+
+    def _patterns(self, seed: int | None = None) -> Sequence[Pattern]:
+        """Over the sequence as the op sees it: behind the learned tokens, or, not causal, behind its own last block."""
+        block, causal = self.options.block, self.options.causal
+        in_front = 1 if causal or self.options.construction == "etc" else 2  # global blocks
+        pattern = Block(block, 1, 0 if causal else 1) | Global(in_front * block)
+        if not self.options.random:
+            return [pattern] * self.options.heads
+        drawn = Random(self.options.random, block, self._seed if seed is None else seed, apart=2, first=in_front)
+        return [pattern | replace(drawn, head=head) for head in range(self.options.heads)]
+
+    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+        block = self.options.block
+        row, column = i // block, j // block
+        read = (row - column).abs() <= 1
+        read = read | (j < block)
+        if self.options.construction == "itc" and not self.options.causal:
+            read = read | (i < block) | (i >= lengths - block) | (j >= lengths - block)
+            row, column = row + 1, column + 1  # draws are counted from the last block, which goes first
+        heads = [read.expand(len(lengths), 1, *read.shape[-2:]) for _ in range(self.options.heads)]
+        for head, pattern in enumerate(self.patterns):
+            for drawn in pattern.atoms:
+                if isinstance(drawn, Random):
+                    table = drawn.table(row, causal=self.options.causal, length=lengths)  # [..., T, 1, random]
+                    heads[head] = heads[head] | (table == column[..., None]).any(-1)
+        return torch.cat(heads, 1)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        if self.options.construction == "etc":
+            tokens = self._read(x, lengths)
+            return super()._forward(torch.cat((tokens, x), 1), self._longer(lengths), None, None)[:, len(self.tokens) :]
+        if self.options.causal:
+            return super()._forward(x, lengths, None, None)
+        there, back = self._last_block_first(x, lengths)
+        q, k, v = self.heads.split(_take(x, there))
+        if self.options.rotary:
+            q, k = rotate(q, there), rotate(k, there)
+        return _take(self.heads.merge(self._attend(q, k, v, lengths)), back)
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        if self.options.construction == "itc":
+            return super()._reference(x, lengths, None, None)
+        tokens = self._read_dense(x, lengths)
+        return super()._reference(torch.cat((tokens, x), 1), self._longer(lengths), None, None)[:, len(self.tokens) :]
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        """Of etc the tokens of x alone: what a row lacks to 1 is on the learned tokens."""
+        if self.options.construction == "itc":
+            return super()._pattern(x)
+        size = len(self.tokens)
+        return super()._pattern(torch.cat((self._read_dense(x, None), x), 1))[:, :, size:, size:]
+
+    def _init_state(self, batch: int, capacity: int | None) -> SparseState:
+        if self.options.construction == "itc":
+            return super()._init_state(batch, capacity)
+        state = super()._init_state(batch, (capacity or 64) + len(self.tokens))
+        return self._count(super()._prefill(self.tokens.expand(batch, -1, -1), None, state)[1], -1)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
+        if self.options.construction == "itc":
+            return super()._prefill(x, lengths, state)
+        if state is not None:
+            y, state = super()._prefill(x, lengths, self._count(state, 1))
+        else:
+            tokens = self.tokens.expand(len(x), -1, -1)
+            y, state = super()._prefill(torch.cat((tokens, x), 1), self._longer(lengths), None)
+            y = y[:, len(self.tokens) :]
+        return y, self._count(state, -1)
+
+    def _count(self, state: SparseState, sign: int) -> SparseState:
+        """The op counts the learned tokens too; the state that callers see does not."""
+        return state._replace(position=state.position + sign * len(self.tokens))
+
+    def _longer(self, lengths: Tensor | None) -> Tensor | None:
+        return None if lengths is None else lengths + len(self.tokens)
+
+    def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """g': what the learned tokens are after reading themselves and the sequence, [B, block, D]."""
+        tokens = self.tokens.expand(len(x), -1, -1)
+        if self.options.causal:
+            return tokens
+        q, k, v = self._project_read(tokens, x)
+        o = sparse_attention(
+            q, k, v, Dense(), key_lengths=self._longer(lengths), scale=self.scale, impl=self.options.impl
+        )
+        assert isinstance(o, Tensor)
+        return tokens + self.heads.merge(o)
+
+    def _read_dense(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        tokens = self.tokens.expand(len(x), -1, -1)
+        if self.options.causal:
+            return tokens
+        q, k, v = self._project_read(tokens, x)
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        visible = keep(self._longer(lengths), k.shape[1])
+        if visible is not None:
+            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        return tokens + self.heads.merge(torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v))
+
+    def _project_read(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(tokens, torch.cat((tokens, x), 1))
+        if self.options.rotary:
+            positions = torch.arange(k.shape[1], device=x.device)
+            q, k = rotate(q, positions[: q.shape[1]]), rotate(k, positions)
+        return q, k, v
+
+    def _last_block_first(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] that move each row's last block to its front, where global tokens are, and those back."""
+        at = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        stop = at.new_full((len(x), 1), x.shape[1]) if lengths is None else lengths[:, None]
+        last = stop.clamp(max=self.options.block)
+        there = torch.where(at < last, at + stop - last, at - last)
+        back = torch.where(at < stop - last, at + last, at - stop + last)
+        return tuple(torch.where(at < stop, to, at) for to in (there, back))  # type: ignore[return-value]
+
+
+def _take(x: Tensor, at: Tensor) -> Tensor:
+    return x.gather(1, at[..., None].expand_as(x))
+
+
+def _follow_the_loaded_draw(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, Bigbird)
+    module._follow(module._patterns(int(module.draw)))

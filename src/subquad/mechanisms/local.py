@@ -1,0 +1,43 @@
+"""Local attention: every token reads a window around itself.
+
+Paper       Luong et al. 2015, arXiv:1508.04025, §3.2 (a window around a position); as self-attention the sliding window
+            of Longformer, arXiv:2004.05150, §3.1
+Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over |t - s| ≤ window; t - window ≤ s ≤ t when causal
+Cost        train O(T·window·D) time, O(T·D) memory; decode O(window·D) a token; state 2·(window + 1)·D
+Departures  the window slides with the token and is not cut at block borders; `window` counts one side, as Longformer's
+Verified    tests/mechanisms/test_local.py: a scalar loop over the definition, 1e-12; |i - j| < 9 as FT's window of 17
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from subquad.mechanisms import patterned
+from subquad.mechanisms.base import at_least
+from subquad.mechanisms.patterned import Patterned
+from subquad.ops.patterns import Local as Window
+from subquad.ops.patterns import Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(patterned.Options):
+    window: int = 128  # tokens on each side; when causal, before
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, window=0)
+
+
+class Local(Patterned):
+    options_type = Options
+    exponent = 1.0
+    small = ({"window": 5},)
+    options: Options
+
+    def _patterns(self) -> Sequence[Pattern]:
+        window = self.options.window
+        return [Window(window, 0 if self.options.causal else window)] * self.options.heads
+
+    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+        return (i - j).abs() <= self.options.window

@@ -1,0 +1,125 @@
+"""Longformer: a sliding window, dilated on some heads, and a few global tokens that read and are read by all.
+
+Paper       Beltagy et al. 2020, "Longformer: The Long-Document Transformer", arXiv:2004.05150, §3.1
+Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over s = t + gₕ·m, |m| ≤ window, and the first `global_tokens` positions;
+            gₕ is the dilation of head h. A global row t reads every s, with projections q', k', v' of its own, which
+            start as copies of q, k, v; other rows reach global tokens with q, k, v, each key once.
+            causal: s ≤ t, and global rows, which read nothing but their past anyway, are rows like the others
+Cost        train O(T·(window + global_tokens)·D) time, O(T·D) memory; decode O((window·max gₕ + global_tokens)·D) a
+            token; state 2·(window·max gₕ + 1 + global_tokens)·D: a ring, and the global tokens pinned
+Departures  global tokens are the first ones, as the classification token is; the causal form has no q', k', v'
+Verified    tests/mechanisms/test_longformer.py: a scalar loop over the definition, 1e-12; window ≥ T is full attention;
+            all tokens global with copied projections is full attention
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms import patterned
+from subquad.mechanisms.base import at_least, keep, refuse
+from subquad.mechanisms.patterned import Patterned
+from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
+from subquad.ops.rotary import rotate
+from subquad.ops.sparse import sparse_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(patterned.Options):
+    window: int = 256  # keys on each side; when causal, before
+    dilation: int | tuple[int, ...] = 1  # the gap between keys of the window, for all heads or one for each
+    global_tokens: int = 1  # the first so many positions; 0 for none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, window=0, global_tokens=0)
+        gaps = self.gaps
+        if len(gaps) != self.heads or any(isinstance(g, bool) or not isinstance(g, int) or g < 1 for g in gaps):
+            refuse("dilation", self.dilation, f"an integer of at least 1, or {self.heads} of them, one for each head")
+
+    @property
+    def gaps(self) -> tuple[int, ...]:
+        return self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * self.heads
+
+
+class Longformer(Patterned):
+    options_type = Options
+    exponent = 1.0
+    small = (
+        {"window": 4, "global_tokens": 2},
+        {"window": 3, "dilation": (1, 1, 2, 4), "global_tokens": 1},
+        {"window": 5, "global_tokens": 0},
+    )
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.global_rows = options.global_tokens > 0 and not options.causal
+        if self.global_rows:
+            dim = options.dim
+            self.global_q, self.global_kv = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
+            local = self.heads.qkv.state_dict()
+            self.global_q.load_state_dict({name: p[:dim] for name, p in local.items()})
+            self.global_kv.load_state_dict({name: p[dim:] for name, p in local.items()})
+
+    def _patterns(self) -> Sequence[Pattern]:
+        window, tokens, causal = self.options.window, self.options.global_tokens, self.options.causal
+        patterns: list[Pattern] = []
+        for gap in self.options.gaps:
+            sliding = Local(window, 0 if causal else window) if gap == 1 else Dilated(window, gap)
+            patterns.append(sliding | Global(tokens) if tokens else sliding)
+        return patterns
+
+    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+        gap = torch.tensor(self.options.gaps, device=i.device)[:, None, None]  # [H, 1, 1]
+        sliding = ((i - j) % gap == 0) & ((i - j).abs() <= gap * self.options.window)
+        return sliding | (j < self.options.global_tokens)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        o = self._attend(*self._project(x), lengths)
+        if self.global_rows:
+            q, k, v = self._project_global(x)
+            rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
+            assert isinstance(rows, Tensor)
+            o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
+        return self.heads.merge(o)
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x)
+        o = torch.einsum("bhts,bshv->bthv", self._weights(q, k, lengths), v)
+        if self.global_rows:
+            v = self._project_global(x)[2]
+            rows = torch.einsum("bhts,bshv->bthv", self._global_weights(x, lengths), v)
+            o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
+        return self.heads.merge(o)
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        weights = super()._pattern(x)
+        if not self.global_rows:
+            return weights
+        rows = self._global_weights(x, None)
+        return torch.cat((rows, weights[:, :, rows.shape[2] :]), 2)
+
+    def _global_weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """[B, H, global_tokens, T]"""
+        q, k, _ = self._project_global(x)
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        visible = None if lengths is None else keep(lengths.clamp(min=1), x.shape[1])
+        if visible is not None:
+            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        return scores.softmax(-1)
+
+    def _project_global(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q' of the global tokens, k' and v' of all."""
+        k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
+        q = self.global_q(x[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
+        if self.options.rotary:
+            positions = torch.arange(x.shape[1], device=x.device)
+            q, k = rotate(q, positions[: q.shape[1]]), rotate(k, positions)
+        return q, k, v

@@ -1,0 +1,127 @@
+"""What local, strided, fixed, longformer and bigbird share: each is exact softmax over a pattern, which it names.
+
+Everything about patterns is in `subquad.ops.patterns`, about computing them in `subquad.ops.sparse`, and about decoding
+them in `subquad.ops.sparse_cache`. A mechanism writes its pattern twice: as atoms, for the fast path, and as a formula
+over positions i and j, for the reference.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits
+from subquad.ops.impl import Impl
+from subquad.ops.patterns import Pattern
+from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse_cache import SparseCache, SparseState
+
+Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    impl: Impl = "auto"
+
+
+class Patterned(Mixer):
+    """Exact softmax over one pattern per head."""
+
+    state_type = SparseState
+    traits = Traits(causal=True, bidirectional=True, state="window")
+    family = "patterns"
+    unused = Mixer.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+        self.scale = (options.dim // options.heads) ** -0.5
+        self._follow(self._patterns())
+
+    def _follow(self, patterns: Sequence[Pattern]) -> None:
+        self.patterns = tuple(patterns)
+        if self.options.causal:
+            self.cache = SparseCache(self.patterns)
+            self.traits = self.traits._replace(state="growing" if self.cache.growing else "window")
+
+    def _patterns(self) -> Sequence[Pattern]:
+        """One pattern per head."""
+        raise NotImplementedError
+
+    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+        """The definition: whether position i [T, 1] reads j [1, T], up to [B, H, T, T]; rows have lengths [B, 1, 1, 1].
+
+        Causality and padding are taken care of.
+        """
+        raise NotImplementedError
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        return self.heads.merge(self._attend(*self._project(x), lengths))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", self._weights(q, k, lengths), v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._project(x)
+        return self._weights(q, k, None)
+
+    def _init_state(self, batch: int, capacity: int | None) -> SparseState:
+        heads = self.options.heads
+        return self.cache.empty(batch, heads, self.options.dim // heads, capacity or 64, self._like)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
+        if state is not None:
+            q, k, v = self._project(x, state.position)
+            o, state = self.cache.attend(q, k, v, state, lengths, self.scale)
+        else:
+            q, k, v = self._project(x)
+            o, state = self._attend(q, k, v), Patterned._init_state(self, *x.shape[:2])
+            state = self.cache.extend(state, k, v, lengths)
+        return self.heads.merge(o), state
+
+    def _project(self, x: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x)
+        return *self._rotate(q, k, position), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
+        patterns, options = self.patterns, self.options
+        o = sparse_attention(
+            q, k, v, patterns, causal=options.causal, lengths=lengths, scale=self.scale, impl=options.impl
+        )
+        assert isinstance(o, Tensor)
+        return o
+
+    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        size = q.shape[1]
+        i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)[None]
+        rows = torch.full((1,), size, device=q.device) if lengths is None else lengths
+        rows = rows[:, None, None, None]
+        allowed = self._allowed(i, j, rows) & (j < rows)
+        if self.options.causal:
+            allowed = allowed & (j <= i)
+        some = allowed.any(-1, keepdim=True)  # a query with nothing to read gives zeros
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, T]
+
+
+def combine(how: str, factors: Sequence[Sequence[Factor]], layer: int) -> list[Factor]:
+    """One pattern per head from the factors of each head, in the three ways of the Sparse Transformer (§4.1).
+
+    merge: every head reads the union; interleave: layer n reads factor n mod p; heads: a share of the heads each.
+    """
+    if how == "merge":
+        return [reduce(or_, own) for own in factors]
+    if how == "interleave":
+        return [own[layer % len(own)] for own in factors]
+    return [own[head * len(own) // len(factors)] for head, own in enumerate(factors)]

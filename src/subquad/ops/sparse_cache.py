@@ -1,0 +1,174 @@
+"""Decoding over a pattern: exact softmax token by token, with a cache that holds only what can still be read.
+
+The cache of a row is one list of slots, [pinned | ring | log]:
+
+    pinned  the first keys, for Global
+    ring    the last keys, for Local, Dilated and Block; position j is in slot j mod its size
+    log     what is kept for good, so that it grows: the summary columns, or every key (Strided, Random, Dense)
+
+Which position a slot holds follows from how many tokens the row has seen, so nothing but keys, values and that number
+is stored. A key that two places could hold is in the first of: pinned, log, ring.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.ops.cache import append, with_room
+from subquad.ops.patterns import Pattern, Summary, reach
+
+ROWS = 256  # queries that meet the cache at once
+GATHERED = 1 << 24  # elements of keys gathered at once
+
+
+class SparseState(NamedTuple):
+    k: Tensor  # [B, C, H, K]
+    v: Tensor  # [B, C, H, V]
+    position: Tensor  # [B]
+
+
+class SparseCache:
+    """How the patterns of the heads are decoded. The tensors are in the `SparseState` that goes in and comes out."""
+
+    def __init__(self, patterns: Sequence[Pattern]):
+        self.patterns = tuple(patterns)
+        need = reach(self.patterns)
+        summaries = [[atom for atom in p.atoms if isinstance(atom, Summary)] for p in self.patterns]
+        shapes = {(atom.l, atom.c) for head in summaries for atom in head}
+        # one log holds one summary per head, all of one shape; richer unions keep every key
+        self.everything = need.everything or len(shapes) > 1 or any(len(head) > 1 for head in summaries)
+        self.pinned = 0 if self.everything else need.pinned
+        self.ring = 0 if self.everything else max(need.window, *((n + 1) * size for size, n in need.blocks), 0)
+        self.block, self.columns = shapes.pop() if shapes and not self.everything else (1, int(self.everything))
+        self.growing = self.columns > 0
+
+    def size(self, length: int) -> int:
+        """Slots for a row of that many tokens."""
+        return self.pinned + self.ring + self.columns * -(-length // self.block)
+
+    def empty(self, batch: int, heads: int, width: int, capacity: int, like: Tensor) -> SparseState:
+        """The state before the first token, with room for `capacity` of them and the type and device of `like`."""
+        k = like.new_zeros(batch, self.size(capacity), heads, width)
+        return SparseState(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=like.device))
+
+    def extend(self, state: SparseState, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> SparseState:
+        """The state after tokens with keys and values [B, T, H, ·], lengths[b] of them in row b; the old one stays."""
+        after = state.position + (k.shape[1] if lengths is None else lengths)
+        if self.everything:
+            return SparseState(append(state.k, k, state.position), append(state.v, v, state.position), after)
+        caches = [state.k, state.v]
+        if self.growing:
+            used = self.pinned + self.ring + (after + self.block - 1) // self.block * self.columns
+            caches = [with_room(cache, used, 0) for cache in caches]
+        held = self._per_head(lambda p: self._held(p, caches[0].shape[1], after))  # [B, C, H]
+        source = held - state.position[:, None, None]  # where among the new tokens, if not negative
+        index = source.clamp(0, k.shape[1] - 1)[..., None]
+        caches = [
+            torch.where(
+                source[..., None] >= 0, new.gather(1, index.expand(-1, -1, -1, new.shape[-1])).to(old.dtype), old
+            )
+            for new, old in zip((k, v), caches, strict=True)
+        ]
+        return SparseState(caches[0], caches[1], after)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SparseState,
+        lengths: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, SparseState]:
+        """Causal attention of new tokens [B, T, H, ·] to the state and to themselves, and the state after them."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if self.everything:
+            new = self.extend(state, k, v, lengths)
+            return self._gathered(q, new, state.position, scale), new
+        outputs = []
+        for start in range(0, q.shape[1], ROWS):
+            qs, ks, vs = (t[:, start : start + ROWS] for t in (q, k, v))
+            at = state.position[:, None] + torch.arange(qs.shape[1], device=q.device)  # [B, T]
+            keys = torch.cat((state.k.to(k.dtype), ks), 1)
+            values = torch.cat((state.v.to(v.dtype), vs), 1)
+            scores = torch.einsum("bthk,bshk->bhts", _wide(qs), _wide(keys)) * scale
+            weights = _softmax_over(scores, self._visible(state, at))
+            outputs.append(torch.einsum("bhts,bshv->bthv", weights.to(values.dtype), values))
+            seen = None if lengths is None else (lengths - start).clamp(0, qs.shape[1])
+            state = self.extend(state, ks, vs, seen)
+        return torch.cat(outputs, 1), state
+
+    def _held(self, pattern: Pattern, size: int, position: Tensor) -> Tensor:
+        """The position whose key each slot holds for heads of that pattern, [B, C]; -1 for none."""
+        device, seen = position.device, position[:, None]
+        log = torch.arange(size - self.pinned - self.ring, device=device)
+        summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
+        if summary is not None and not self.everything:
+            first = summary.l - summary.c * (summary.shift + 1)
+            log = log // summary.c * summary.l + first + log % summary.c
+        log = torch.where((log < seen) & (log >= self.pinned), log, -1)
+        if self.everything:
+            return log
+        if summary is None:
+            log = torch.full_like(log, -1)
+        pinned = torch.arange(self.pinned, device=device)
+        pinned = torch.where(pinned < seen, pinned, -1)
+        last = seen - 1
+        ring = last - (last - torch.arange(self.ring, device=device)) % max(self.ring, 1)
+        elsewhere = ring < self.pinned
+        if summary is not None:
+            elsewhere = elsewhere | summary.mask(ring, ring)
+        return torch.cat((pinned, torch.where(elsewhere, -1, ring), log), 1)
+
+    def _visible(self, state: SparseState, at: Tensor) -> Tensor:
+        """Whether queries at positions `at` [B, T] read the held keys and those of `at` itself: [B, H, T, C + T]."""
+
+        def visible(pattern: Pattern) -> Tensor:
+            j = torch.cat((self._held(pattern, state.k.shape[1], state.position), at), 1)[:, None]
+            return pattern.mask(at[..., None], j, causal=True) & (j >= 0)
+
+        return self._per_head(visible).movedim(-1, 1)
+
+    def _gathered(self, q: Tensor, state: SparseState, position: Tensor, scale: float) -> Tensor:
+        """Queries from `position` on against a cache of every key, of which only the pattern's are read."""
+        batch, length, heads, width = q.shape
+        size = state.k.shape[1]
+        most = max(p.keys(position[:1], size, causal=True).shape[1] for p in set(self.patterns))
+        rows = max(1, GATHERED // (batch * most * heads * width))
+        outputs = []
+        for start in range(0, length, rows):
+            qs = q[:, start : start + rows]
+            at = position[:, None] + torch.arange(start, start + qs.shape[1], device=q.device)
+
+            def keys(pattern: Pattern, at: Tensor = at) -> Tensor:
+                found = pattern.keys(at.flatten(), size, causal=True)
+                return F.pad(found, (0, most - found.shape[1]), value=-1).unflatten(0, at.shape)
+
+            j = self._per_head(keys)  # [B, T, M, H], M the keys of a query
+            index = j.clamp(min=0).flatten(1, 2)[..., None]
+            ks, vs = (
+                t.gather(1, index.expand(-1, -1, -1, t.shape[-1])).unflatten(1, j.shape[1:3]).to(q.dtype)
+                for t in (state.k, state.v)
+            )  # [B, T, M, H, K]
+            scores = torch.einsum("bthk,btmhk->bhtm", _wide(qs), _wide(ks)) * scale
+            weights = _softmax_over(scores, (j >= 0).movedim(-1, 1))
+            outputs.append(torch.einsum("bhtm,btmhv->bthv", weights.to(vs.dtype), vs))
+        return torch.cat(outputs, 1)
+
+    def _per_head(self, compute: Callable[[Pattern], Tensor]) -> Tensor:
+        """The result for each head's pattern, computed once for heads that share one, with heads last."""
+        results = {pattern: compute(pattern) for pattern in dict.fromkeys(self.patterns)}
+        return torch.stack([results[pattern] for pattern in self.patterns], -1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _softmax_over(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax of the last dimension over allowed entries; zeros where nothing is allowed."""
+    some = allowed.any(-1, keepdim=True)
+    return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some
