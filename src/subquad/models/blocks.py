@@ -1,0 +1,207 @@
+"""The block of a transformer: a mixer, attention to a memory where there is one, a feed-forward, each on a residual.
+
+A `Stream` is what flows through the blocks: (x,), or with reversible residuals a pair (a, b) of which each branch reads
+b and adds to a: (a, b) -> (b, a + f(b)), which can be undone, (b, c) -> (c - f(b), b).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from subquad.mechanisms import build, mechanism
+from subquad.mechanisms.base import Mixer, keep
+from subquad.models.config import MixerConfig, TransformerConfig
+
+Stream = tuple[Tensor, ...]
+Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
+
+
+class FeedForward(nn.Module):
+    """Two matrices around relu or gelu, or three around swiglu (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.activation, self.chunks = config.activation, config.ff_chunks
+        self.gated = config.activation == "swiglu"
+        self.inner = nn.Linear(config.dim, config.ff_width * (2 if self.gated else 1))
+        self.out = nn.Linear(config.ff_width, config.dim)
+        self.dropout = nn.Dropout(config.ff_dropout)
+        nn.init.zeros_(self.inner.bias)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D]. In pieces along T the wide inner vectors of one piece exist at a time, also in backward."""
+        if self.chunks == 1 or x.ndim < 3:
+            return self._apply_all(x)
+        parts = x.chunk(self.chunks, dim=-2)
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(self._apply_all, part, use_reentrant=False) for part in parts], dim=-2)
+        return torch.cat([self._apply_all(part) for part in parts], dim=-2)
+
+    def _apply_all(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if self.gated:
+            gate, value = h.chunk(2, dim=-1)
+            h = nn.functional.silu(gate) * value
+        else:
+            h = nn.functional.relu(h) if self.activation == "relu" else nn.functional.gelu(h)
+        return self.out(self.dropout(h))
+
+
+class Residual(nn.Module):
+    """One residual connection: `read` gives what goes into the branch, `write` adds what came out of it."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.post = config.norm_position == "post"
+        self.dropout = nn.Dropout(config.dropout)
+
+    def read(self, stream: Stream) -> Tensor:
+        # a reversible stream is float32 at least, whatever the model computes in
+        x = stream[-1].to(self.norm.weight.dtype) if len(stream) == 2 else stream[0]
+        return x if self.post else self.norm(x)
+
+    def write(self, stream: Stream, y: Tensor) -> Stream:
+        y = self.dropout(y)
+        if len(stream) == 2:
+            return stream[1], stream[0] + y
+        x = stream[0] + y
+        return (self.norm(x) if self.post else x,)
+
+
+class Block(nn.Module):
+    """Mixer, cross-attention where configured, feed-forward; `forward`, `prefill` and `step` as a mixer has them."""
+
+    def __init__(self, config: TransformerConfig, layer: int):
+        super().__init__()
+        self.name = f"layer {layer} ({config.mixer_of(layer).name})"
+        self.pool = config.pool_of(layer)
+        self.mixer = make_mixer(config.mixer_of(layer), config, layer)
+        self.mixer_residual = Residual(config)
+        cross = config.cross_of(layer)
+        self.cross = None if cross is None else make_cross(cross, config, layer)
+        self.cross_residual = None if cross is None else Residual(config)
+        self.ff = FeedForward(config)
+        self.ff_residual = Residual(config)
+
+    def forward(
+        self, stream: Stream, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None
+    ) -> Stream:
+        """The stream after this block; with pool > 1 it is shorter, `shorten(lengths, pool)`."""
+        if self.pool > 1:
+            stream, y = self._mix_pooled(stream, lengths)
+            lengths = shorten(lengths, self.pool)
+        else:
+            y = self.mixer(self.mixer_residual.read(stream), lengths)
+        return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths)
+
+    def prefill(
+        self, stream: Stream, lengths: Tensor | None, state: Any, memory: Tensor | None, memory_lengths: Tensor | None
+    ) -> tuple[Stream, Any]:
+        y, state = self.mixer.prefill(self.mixer_residual.read(stream), lengths, state)
+        return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
+
+    def step(
+        self, stream: Stream, state: Any, memory: Tensor | None, memory_lengths: Tensor | None
+    ) -> tuple[Stream, Any]:
+        """The stream of one token, [B, D]."""
+        y, state = self.mixer.step(self.mixer_residual.read(stream), state)
+        stream = self.mixer_residual.write(stream, y)
+        if self.cross is not None and self.cross_residual is not None:
+            query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
+            y = self.cross(query, context=memory, context_lengths=memory_lengths)[:, 0]
+            stream = self.cross_residual.write(stream, y)
+        return self.ff_residual.write(stream, self.ff(self.ff_residual.read(stream))), state
+
+    def branches(
+        self, lengths: Tensor | None, memory_lengths: Tensor | None
+    ) -> Iterator[tuple[Residual, nn.Module, Branch]]:
+        """What `forward` does, a branch at a time: (its residual, its module, the function of what it reads)."""
+        yield self.mixer_residual, self.mixer, lambda h, _: self.mixer(h, lengths)
+        cross = self.cross
+        if cross is not None and self.cross_residual is not None:
+            yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
+        yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
+
+    def _rest(
+        self, stream: Stream, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None
+    ) -> Stream:
+        if self.cross is not None and self.cross_residual is not None:
+            y = self.cross(self.cross_residual.read(stream), lengths, memory, memory_lengths)
+            stream = self.cross_residual.write(stream, y)
+        return self.ff_residual.write(stream, self.ff(self.ff_residual.read(stream)))
+
+    def _mix_pooled(self, stream: Stream, lengths: Tensor | None) -> tuple[Stream, Tensor]:
+        """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
+
+        They attend to every position where the mixer has cross-attention; where it has none (or where rotary leaves x
+        and its means no common axis) the mixed sequence is averaged instead.
+        """
+        short = (mean_pool(stream[0], lengths, self.pool),)
+        if not self.mixer.traits.cross or self.mixer.options.rotary:
+            return short, mean_pool(self.mixer(self.mixer_residual.read(stream), lengths), lengths, self.pool)
+        queries, context = self.mixer_residual.read(short), self.mixer_residual.read(stream)
+        return short, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
+
+
+def shorten(lengths: Tensor | None, pool: int) -> Tensor | None:
+    """Lengths after pooling; a last incomplete group counts."""
+    return lengths if lengths is None or pool == 1 else (lengths + pool - 1) // pool
+
+
+def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
+    """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, of those that are there."""
+    batch, size, _ = x.shape
+    mask = keep(lengths, size)
+    if mask is None:
+        mask = torch.ones(batch, size, dtype=torch.bool, device=x.device)
+    missing = -size % pool
+    x = nn.functional.pad(x.masked_fill(~mask[..., None], 0), (0, 0, 0, missing)).unflatten(1, (-1, pool))
+    counts = nn.functional.pad(mask, (0, missing)).unflatten(1, (-1, pool)).sum(-1)  # [B, T/pool]
+    return x.sum(2) / counts.clamp(min=1)[..., None].to(x.dtype)
+
+
+def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
+    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return kind(config.dim, eps=config.norm_eps)
+
+
+def make_mixer(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
+    """The mixer of a layer. What the model asks of all layers goes to those for which it has a meaning."""
+    asked = {"rotary": config.rotary, "causal": config.causal}
+    return _build(spec, config, layer, {**asked, **config.options}, config.max_length)
+
+
+def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
+    """Attention from the decoder to a memory, whose positions are not on the decoder's axis: never rotary."""
+    sizes = [n for n in (config.max_length, config.memory_length) if n is not None]
+    mixer = _build(spec, config, layer, {"causal": False}, max(sizes, default=None))
+    if not mixer.traits.cross:
+        raise ValueError(f"cross={spec.name!r} cannot work: {type(mixer).__name__} has no cross-attention")
+    return mixer
+
+
+def _build(
+    spec: MixerConfig, config: TransformerConfig, layer: int, asked: dict[str, Any], max_length: int | None
+) -> Mixer:
+    cls = mechanism(spec.name)
+    options = {
+        "dim": config.dim,
+        "heads": config.heads,
+        "dropout": config.attention_dropout,
+        "layer": layer,
+        "seed": config.seed,
+        **({"max_length": max_length} if cls.traits.fixed_length else {}),
+        **asked,
+    }
+    needed = {"dim", "heads", "causal", *config.options}
+    options = {name: value for name, value in options.items() if name in needed or name not in cls.unused}
+    try:
+        return build(spec.name, **{**options, **spec.options})
+    except (TypeError, ValueError) as error:
+        error.add_note(f"in layer {layer} ({spec.name})")
+        raise

@@ -1,0 +1,287 @@
+"""What a model is made of, as frozen values that are checked when made and go to JSON and back."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from subquad.mechanisms import mechanism as mechanism_class
+from subquad.mechanisms.base import at_least, nearest, one_of, refuse
+
+ACTIVATIONS = ("relu", "gelu", "swiglu")
+NORMS = ("layer", "rms")
+NORM_POSITIONS = ("pre", "post")
+POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", "grid", "none")
+POOLINGS = ("mean", "cls", "none")
+
+MixerLike = (
+    Any  # "linear", ("linear", {"eps": 1e-4}), a MixerConfig, or a sequence of these (also "linear, linear, local")
+)
+
+
+C = TypeVar("C", bound="Config")
+
+
+class Config:
+    """Base of the configs: JSON there and back, strict about keys."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: _plain(getattr(self, f.name), f.name) for f in _fields(type(self))}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        known = {f.name: f for f in _fields(cls)}
+        if not isinstance(data, Mapping):
+            raise ValueError(
+                f"{cls.__name__} cannot be made of {data!r}: accepted is an object with keys {', '.join(known)}"
+            )
+        for key in data:
+            if key not in known:
+                raise ValueError(f"{cls.__name__} has no key {key!r}{nearest(key, known)} Accepted: {', '.join(known)}")
+        for f in known.values():
+            if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{cls.__name__} lacks the key {f.name!r}")
+        parts = nested(cls)
+        return cls(**{key: parts[key].from_dict(value) if key in parts else value for key, value in data.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(json.loads(text))
+
+
+@dataclass(frozen=True)
+class MixerConfig(Config):
+    """A mechanism by name, and its options beside those the model sets itself."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        mechanism_class(self.name)  # an unknown name raises here
+        object.__setattr__(self, "options", _check_options(self.options, "options"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """A stack of blocks: an encoder, with causal=True a decoder, with `cross` as well a decoder over a memory."""
+
+    dim: int
+    depth: int = 6
+    heads: int = 8
+    mechanism: MixerLike = "softmax"  # several are cycled over the depth
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every layer's mechanism
+    causal: bool = False
+    cross: MixerLike | None = None  # mechanism of attention to a memory, after each self-mixing
+    rotary: bool = False  # positions inside the mixers that know rotary
+    norm: str = "layer"
+    norm_position: str = "pre"
+    norm_eps: float = 1e-5
+    final_norm: bool = True
+    activation: str = "gelu"
+    ff_dim: int | None = None  # None: 4·dim, or 8/3·dim for swiglu, which has three matrices
+    ff_chunks: int = 1  # the feed-forward over this many pieces of the sequence, one after the other
+    dropout: float = 0.0  # of what each branch adds to the residual
+    ff_dropout: float = 0.0  # inside the feed-forward, after the activation
+    attention_dropout: float = 0.0  # inside the mixers that know dropout
+    pool: int | tuple[int, ...] = 1  # a layer with pool=n leaves one position of n (Funnel); several are cycled
+    checkpoint: bool = False  # recompute each block in backward
+    reversible: bool = False  # recompute activations from the output in backward
+    seed: int = 0  # of random features, hashes and the like; layers differ
+    max_length: int | None = None  # the longest sequence, where something learned has that size
+    memory_length: int | None = None  # the same for the memory; None: max_length
+
+    def __post_init__(self) -> None:
+        at_least(self, dim=1, depth=1, heads=1, ff_chunks=1, seed=0)
+        optional_at_least(self, ff_dim=1, max_length=1, memory_length=1)
+        one_of(self, norm=NORMS, norm_position=NORM_POSITIONS, activation=ACTIVATIONS)
+        flags(self, "causal", "rotary", "final_norm", "checkpoint", "reversible")
+        probabilities(self, "dropout", "ff_dropout", "attention_dropout")
+        if not self.norm_eps > 0:
+            refuse("norm_eps", self.norm_eps, "a positive number")
+        object.__setattr__(self, "mechanism", mixers(self.mechanism, "mechanism"))
+        object.__setattr__(self, "options", _check_options(self.options, "options"))
+        if self.cross is not None:
+            object.__setattr__(self, "cross", mixers(self.cross, "cross"))
+        pools = (self.pool,) if isinstance(self.pool, int) else tuple(self.pool)
+        if not pools or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pools):
+            refuse("pool", self.pool, "an integer of at least 1 or a sequence of them, cycled over the depth")
+        object.__setattr__(self, "pool", pools)
+        self._refuse_combinations()
+
+    def _refuse_combinations(self) -> None:
+        pooled = any(self.pool_of(layer) > 1 for layer in range(self.depth))
+        if pooled and self.causal:
+            refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
+        if pooled and self.reversible:
+            refuse("reversible", True, "False with pool > 1: a shortened sequence cannot be reconstructed")
+        if self.reversible and self.norm_position == "post":
+            refuse("reversible", True, 'False with norm_position="post": a norm of the sum cannot be undone')
+        if self.reversible and self.checkpoint:
+            refuse("checkpoint", True, "False with reversible=True, which recomputes every block already")
+
+    def mixer_of(self, layer: int) -> MixerConfig:
+        return self.mechanism[layer % len(self.mechanism)]
+
+    def cross_of(self, layer: int) -> MixerConfig | None:
+        return None if self.cross is None else self.cross[layer % len(self.cross)]
+
+    def pool_of(self, layer: int) -> int:
+        pools = typing.cast(tuple[int, ...], self.pool)
+        return pools[layer % len(pools)]
+
+    @property
+    def ff_width(self) -> int:
+        if self.ff_dim is not None:
+            return self.ff_dim
+        return -(-8 * self.dim // 24) * 8 if self.activation == "swiglu" else 4 * self.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig(Config):
+    """How input becomes vectors: tokens of a vocabulary or frames of features, and where they stand."""
+
+    vocab: int | None = None
+    features: int | None = None
+    positions: str = "sinusoidal"
+    shape: tuple[int, ...] | None = None  # of positions="grid": (rows, columns) or (rows, columns, channels)
+    embedding_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        optional_at_least(self, vocab=1, features=1)
+        if (self.vocab is None) == (self.features is None):
+            raise ValueError(f"vocab={self.vocab!r} and features={self.features!r} cannot work: pass one of the two")
+        if self.positions == "rotary":
+            raise ValueError('positions="rotary" cannot work in an embedding: the mixers rotate, with rotary=True')
+        one_of(self, positions=POSITIONS)
+        probabilities(self, "embedding_dropout")
+        if (self.shape is not None) != (self.positions == "grid"):
+            refuse(
+                "shape", self.shape, f'(rows, columns[, channels]) with positions="grid", None with "{self.positions}"'
+            )
+        if self.shape is not None:
+            shape = tuple(self.shape)
+            if len(shape) < 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+                refuse("shape", self.shape, "two or three integers of at least 1: (rows, columns[, channels])")
+            object.__setattr__(self, "shape", shape)
+
+
+def optional_at_least(config: object, **bounds: int) -> None:
+    at_least(config, **{name: bound for name, bound in bounds.items() if getattr(config, name) is not None})
+
+
+def flags(config: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            refuse(name, getattr(config, name), "True or False")
+
+
+def probabilities(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            refuse(name, value, "a probability in [0, 1)")
+
+
+def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
+    """Every way of naming mechanisms -> a tuple of MixerConfig."""
+    if isinstance(value, str):
+        return tuple(MixerConfig(part.strip()) for part in value.split(","))
+    if isinstance(value, (MixerConfig, Mapping)) or _is_pair(value):
+        return (_mixer(value, name),)
+    if not isinstance(value, Sequence) or not value:
+        refuse(
+            name, value, 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
+        )
+    return tuple(_mixer(part, name) for part in value)
+
+
+def _mixer(value: MixerLike, name: str) -> MixerConfig:
+    if isinstance(value, MixerConfig):
+        return value
+    if isinstance(value, str):
+        return MixerConfig(value)
+    if isinstance(value, Mapping):
+        return MixerConfig.from_dict(value)
+    if _is_pair(value):
+        return MixerConfig(*value)
+    refuse(name, value, 'a name or a (name, options) pair for each layer, such as ("local", {"window": 64})')
+    raise AssertionError
+
+
+def _is_pair(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], Mapping)
+        and not isinstance(value, str)
+    )
+
+
+def _check_options(options: object, name: str) -> dict[str, Any]:
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        refuse(name, options, "a dict of the mechanism's options")
+    options = typing.cast(Mapping[str, Any], options)
+    for taken in ("dim", "causal", "layer"):
+        if taken in options:
+            raise ValueError(f"{name} sets {taken}={options[taken]!r}: the model sets {taken} itself")
+    return {key: _frozen(value) for key, value in options.items()}
+
+
+def _frozen(value: Any) -> Any:
+    """Lists become tuples, so that options read from JSON equal those that were written."""
+    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Config):
+        return {f.name: _plain(getattr(value, f.name), f"{path}.{f.name}") for f in _fields(type(value))}
+    if isinstance(value, Mapping):
+        return {key: _plain(v, f"{path}.{key}") for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{path}[{i}]") for i, v in enumerate(value)]
+    raise ValueError(f"{path}={value!r} cannot be saved: accepted are numbers, text and lists of them, not code")
+
+
+def _fields(cls: type) -> Iterable[dataclasses.Field[Any]]:
+    return dataclasses.fields(cls)
+
+
+def nested(cls: type[Config]) -> dict[str, type[Config]]:
+    """The fields of a config that are configs themselves."""
+    hints = typing.get_type_hints(cls)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
+
+
+def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaults: Any) -> C:
+    """The config as given, or made of flat keywords that find their own part: vocab=10, dim=64, norm="rms"."""
+    if config is not None:
+        if fields:
+            raise TypeError(f"{cls.__name__} and keywords ({', '.join(fields)}) came together: pass one or the other")
+        if not isinstance(config, cls):
+            raise TypeError(f"config is a {type(config).__name__}: accepted is a {cls.__name__}")
+        return config
+    parts = nested(cls)
+    homes = {f.name: part for part, kind in parts.items() for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    homes |= {f.name: "" for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    sorted_fields: dict[str, dict[str, Any]] = {part: {} for part in ("", *parts)}
+    for key, value in {**defaults, **_spread_rotary(fields, homes)}.items():
+        if key not in homes:
+            raise TypeError(f"{cls.__name__} has no field {key!r}{nearest(key, homes)} Accepted: {', '.join(homes)}")
+        sorted_fields[homes[key]][key] = value
+    own = sorted_fields.pop("")
+    return cls(**{part: parts[part](**values) for part, values in sorted_fields.items() if part not in own}, **own)
+
+
+def _spread_rotary(fields: Mapping[str, Any], homes: Mapping[str, str]) -> dict[str, Any]:
+    """positions="rotary" is one wish with two parts: nothing in the embedding, rotation in the mixers."""
+    if fields.get("positions") == "rotary" and "rotary" in homes:
+        return {**fields, "positions": "none", "rotary": True}
+    return dict(fields)

@@ -1,0 +1,63 @@
+"""What enters a model, checked, with its padding set to zero."""
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import keep
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def clean_ids(ids: Tensor, vocab: int, lengths: Tensor | None, name: str) -> Tensor:
+    """Token ids [B, T] as int64; beyond `lengths` anything may stand."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(f"{name} has shape {shape_of(ids)}: accepted are token ids [batch, T], at least one")
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"{name} has dtype {ids.dtype}: accepted are integers")
+    mask = keep(check_lengths(lengths, ids), ids.shape[1])
+    ids = (ids if mask is None else ids.masked_fill(~mask, 0)).long()
+    if readable(ids):
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < 0 or high >= vocab:
+            raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {vocab - 1}")
+    return ids
+
+
+def clean_frames(frames: Tensor, width: int, lengths: Tensor | None, name: str) -> Tensor:
+    """Frames of features [B, T, width]; beyond `lengths` anything may stand."""
+    if not isinstance(frames, Tensor) or frames.ndim != 3 or frames.shape[-1] != width or frames.numel() == 0:
+        raise ValueError(f"{name} has shape {shape_of(frames)}: accepted is [batch, T, {width}], at least one frame")
+    if not frames.is_floating_point():
+        raise ValueError(f"{name} has dtype {frames.dtype}: accepted are floating point numbers")
+    return zero_padding(frames, check_lengths(lengths, frames))
+
+
+def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
+    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None."""
+    if lengths is None:
+        return None
+    batch, size = x.shape[:2]
+    if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
+        raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{batch}]")
+    if lengths.dtype not in INTEGERS:
+        raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
+    if readable(lengths):
+        low, high = (int(v) for v in torch.aminmax(lengths))
+        if low < 0 or high > size:
+            raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
+    return lengths.to(x.device, torch.int64)
+
+
+def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [B, T, D] with zeros beyond each row's length."""
+    mask = keep(lengths, x.shape[1])
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at: a GPU would have to be waited for, a compiled program has none yet."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def shape_of(x: object) -> object:
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,126 @@
+"""A language model over any vocabulary: characters, bytes, words, pixel values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import refuse
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, flags, optional_at_least
+from subquad.models.embedding import Embedding
+from subquad.models.inputs import shape_of
+from subquad.models.loss import Reduction, cross_entropy, shift
+from subquad.models.model import Model
+from subquad.models.transformer import State, Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(Config):
+    embedding: EmbeddingConfig
+    transformer: TransformerConfig
+    tie: bool = False  # the output weights are the embedding's
+    outputs: int | None = None  # numbers predicted a token; None: vocab, one logit a token
+
+    def __post_init__(self) -> None:
+        flags(self, "tie")
+        optional_at_least(self, outputs=1)
+        if not self.transformer.causal:
+            refuse(
+                "causal",
+                False,
+                'True for a language model; for outputs that see both sides, Classifier(pooling="none")',
+            )
+        if self.transformer.cross is not None:
+            refuse("cross", self.transformer.cross, "None for a language model; Seq2Seq attends to a source")
+        if self.embedding.vocab is None:
+            refuse("vocab", None, "the number of tokens")
+        check_tie(self.tie, self.embedding, self.outputs)
+
+    @property
+    def width(self) -> int:
+        return self.outputs or self.embedding.vocab or 0
+
+
+class LanguageModel(Model):
+    """LanguageModel(vocab=256, dim=256, depth=6, heads=8, mechanism="linear"): tokens [B, T] -> logits [B, T, vocab].
+
+    Logits at position t predict token t + 1. Keywords: the fields of LanguageModelConfig, EmbeddingConfig
+    (positions="rotary" too) and TransformerConfig.
+    """
+
+    config_type = LanguageModelConfig
+    config: LanguageModelConfig
+
+    def __init__(self, config: LanguageModelConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = assemble(LanguageModelConfig, config, fields, causal=True)
+        self.embedding = Embedding(config.embedding, config.transformer.dim, config.transformer.max_length)
+        self.transformer = Transformer(config.transformer)
+        self.head = None if config.tie else make_head(config.transformer.dim, config.width)
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab]; zeros beyond `lengths`."""
+        return self._logits(self.transformer(self.embedding(tokens, lengths), lengths))
+
+    def loss(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        targets: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
+        if self.config.width != self.config.embedding.vocab:
+            raise ValueError(f"loss needs one logit a token: this model has outputs={self.config.outputs}; use forward")
+        if targets is None:
+            tokens, targets, lengths = shift(tokens, lengths)
+        return cross_entropy(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> State:
+        """The state before the first token. `capacity`: positions growing states hold without reallocating."""
+        return self.transformer.init_state(batch, capacity)
+
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State]:
+        """A prompt [B, T] in parallel, from nothing or from a state: (logits [B, T, vocab], the state after it)."""
+        x = self.embedding(tokens, lengths, None if state is None else state.position)
+        y, state = self.transformer.prefill(x, lengths, state)
+        return self._logits(y), state
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token a row, [B] -> (logits [B, vocab], the new state); the old state is left alone."""
+        x = embed_step(self.embedding, tokens, state)
+        y, state = self.transformer.step(x, state)
+        return self._logits(y), state
+
+    def _logits(self, y: Tensor) -> Tensor:
+        return nn.functional.linear(y, self.embedding.weight) if self.head is None else self.head(y)
+
+
+def embed_step(embedding: Embedding, tokens: Tensor, state: State) -> Tensor:
+    """One token a row at the row's own position: [B] -> [B, D]."""
+    if not isinstance(tokens, Tensor) or tokens.ndim != 1:
+        raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
+    if not isinstance(state, State) or state.position.shape != tokens.shape:
+        batch = state.position.shape[0] if isinstance(state, State) else type(state).__name__
+        raise ValueError(f"state has batch {batch}: tokens has batch {tokens.shape[0]}")
+    return embedding(tokens[:, None], position=state.position)[:, 0]
+
+
+def check_tie(tie: bool, embedding: EmbeddingConfig, outputs: int | None = None) -> None:
+    if not tie:
+        return
+    if embedding.positions == "sinusoidal_concat":
+        refuse("tie", True, 'False with positions="sinusoidal_concat": its token vectors are narrower than the model')
+    if outputs not in (None, embedding.vocab):
+        refuse("tie", True, f"False with outputs={outputs}, which is not vocab={embedding.vocab}")
+
+
+def make_head(dim: int, outputs: int) -> nn.Linear:
+    """An output layer that starts near uniform predictions."""
+    head = nn.Linear(dim, outputs)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,53 @@
+"""Cross-entropy over the targets that are there."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import keep, refuse
+from subquad.models.inputs import check_lengths, readable, shape_of
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def shift(tokens: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(inputs, targets, their lengths) of predicting each token from those before it."""
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"tokens has shape {shape_of(tokens)}: the next token is predicted, so accepted is [batch, T >= 2]"
+        )
+    lengths = check_lengths(lengths, tokens)
+    return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    lengths: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """float32 cross-entropy of logits [B, T, V] over the targets that are there: not ignored, not beyond `lengths`.
+
+    "mean" over those (0 if there are none), "sum", or "none": [B, T] with zeros where there is no target.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        refuse("reduction", reduction, '"mean" or "sum" or "none"')
+    if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets has shape {shape_of(targets)}: accepted is {list(logits.shape[:-1])}")
+    there = targets != ignore_index
+    mask = keep(lengths, targets.shape[1]) if targets.ndim == 2 else None
+    if mask is not None:
+        there = there & mask
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    safe = targets.long().masked_fill(~there, 0)
+    if readable(safe):
+        low, high = (int(v) for v in torch.aminmax(safe))
+        if low < 0 or high >= logits.shape[-1]:
+            raise ValueError(f"targets range from {low} to {high}: accepted are ids from 0 to {logits.shape[-1] - 1}")
+    losses = nn.functional.cross_entropy(exact.flatten(0, -2), safe.flatten(), reduction="none").view(targets.shape)
+    losses = losses.masked_fill(~there, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / there.sum().clamp(min=1)

@@ -1,0 +1,37 @@
+"""What all models share: a config they were built from, a place and a type, saving and loading."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from subquad.models.config import Config
+
+
+class Model(nn.Module):
+    """Base of the models: `config` rebuilds it, `save` and `load` keep it as safetensors beside JSON."""
+
+    config_type: ClassVar[type[Config]]
+    config: Any
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def save(self, directory: str | Path) -> None:
+        """Write model.safetensors and config.json, whole or not at all."""
+        from subquad.models.store import write
+
+        write(self, directory)
+
+    @classmethod
+    def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
+        """The model that was saved there, in eval mode; bit for bit."""
+        from subquad.models.store import read
+
+        return read(cls, directory, device)

@@ -1,0 +1,197 @@
+"""A stack of blocks over vectors: the encoder, the decoder and the decoder over a memory of every model here."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from subquad.mechanisms.base import Traits
+from subquad.models import reversible
+from subquad.models.blocks import Block, Stream, make_norm, shorten
+from subquad.models.config import TransformerConfig, assemble
+from subquad.models.inputs import check_lengths, clean_frames, shape_of, zero_padding
+from subquad.models.model import Model
+
+
+class State(NamedTuple):
+    """The mixers' states, a layer each, and how many tokens each row has seen."""
+
+    layers: tuple[Any, ...]
+    position: Tensor  # [B]
+
+
+class Transformer(Model):
+    """Transformer(dim=256, depth=6, heads=8, mechanism="linear", causal=True): x [B, T, D] -> y [B, T, D].
+
+    `mechanism` is a name, a (name, options) pair or a sequence of those cycled over the depth; see TransformerConfig
+    for every other keyword. With `cross` each block also attends to a `memory`.
+    """
+
+    config_type = TransformerConfig
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = assemble(TransformerConfig, config, fields)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        if config.rotary and not any(block.mixer.options.rotary for block in self._blocks()):
+            names = ", ".join(sorted({spec.name for spec in config.mechanism}))
+            raise ValueError(f"rotary=True cannot work: none of the mechanisms ({names}) knows rotary positions")
+        self.norm = make_norm(config) if config.final_norm else nn.Identity()
+        if config.norm_position == "pre":
+            self._shrink_outputs()
+
+    @property
+    def traits(self) -> Traits:
+        """What the whole stack does: as little state as its hungriest layer needs, none if one layer has none."""
+        states = [block.mixer.traits.state for block in self._blocks()]
+        hungriest = next((kind for kind in ("growing", "window") if kind in states), "constant")
+        return Traits(
+            causal=self.config.causal,
+            bidirectional=not self.config.causal,
+            cross=self.config.cross is not None,
+            state=None if None in states else hungriest,  # type: ignore[arg-type]
+            fixed_length=any(block.mixer.traits.fixed_length for block in self._blocks()),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, T, D] -> [B, T', D] with T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
+        x, lengths = self._enter(x, lengths)
+        memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        stream = self._open(x)
+        if self.config.reversible and torch.is_grad_enabled():
+            branches = (parts for block in self._blocks() for parts in block.branches(lengths, memory_lengths))
+            return self._close(reversible.run(branches, stream, memory), lengths)
+        for block in self._blocks():
+            if self.config.checkpoint and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, lengths, memory, memory_lengths, use_reentrant=False)
+            else:
+                stream = block(stream, lengths, memory, memory_lengths)
+            lengths = shorten(lengths, block.pool)
+        return self._close(stream, lengths)
+
+    def short_lengths(self, lengths: Tensor | None) -> Tensor | None:
+        """Lengths of the output's rows: those of the input, unless layers pool."""
+        for block in self._blocks():
+            lengths = shorten(lengths, block.pool)
+        return lengths
+
+    def init_state(self, batch: int, capacity: int | None = None) -> State:
+        """The state before the first token. `capacity`: positions growing states hold without reallocating."""
+        self._check_stateful("init_state")
+        layers = tuple(block.mixer.init_state(batch, capacity) for block in self._blocks())
+        return State(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
+
+    def prefill(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        state: State | None = None,
+        memory: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """A prompt [B, T, D] in parallel, ragged or not, from nothing or from a state: (y, the state after it)."""
+        self._check_stateful("prefill")
+        x, lengths = self._enter(x, lengths)
+        batch, size, _ = x.shape
+        memory_lengths = self._check_memory(memory, memory_lengths, batch)
+        if state is None:
+            position, states = torch.zeros(batch, dtype=torch.int64, device=x.device), (None,) * len(self.blocks)
+        else:
+            position, states = self._check_state(state, batch)
+        stream, layers = self._open(x), []
+        for block, before in zip(self._blocks(), states, strict=True):
+            stream, after = block.prefill(stream, lengths, before, memory, memory_lengths)
+            layers.append(after)
+        new = State(tuple(layers), position + (size if lengths is None else lengths))
+        return self._close(stream, lengths), new
+
+    def step(
+        self, x: Tensor, state: State, memory: Tensor | None = None, memory_lengths: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone."""
+        self._check_stateful("step")
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
+        position, states = self._check_state(state, x.shape[0])
+        memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        stream, layers = self._open(x), []
+        for block, before in zip(self._blocks(), states, strict=True):
+            stream, after = block.step(stream, before, memory, memory_lengths)
+            layers.append(after)
+        return self._close(stream, None), State(tuple(layers), position + 1)
+
+    def _blocks(self) -> list[Block]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def _enter(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x = clean_frames(x, self.config.dim, lengths, "x")
+        return x, check_lengths(lengths, x)
+
+    def _open(self, x: Tensor) -> Stream:
+        if not self.config.reversible:
+            return (x,)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # what is subtracted must be what was added
+        return x, x
+
+    def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
+        x = stream[0]
+        if len(stream) == 2:
+            x = ((stream[0] + stream[1]) / 2).to(self.dtype)
+        x = self.norm(x)
+        return x if lengths is None else zero_padding(x, lengths)
+
+    def _shrink_outputs(self) -> None:
+        """Depth would let the residual grow: what each branch adds starts smaller (GPT-2, §2.3).
+
+        The output projection of a mixer is called `out`, as in Heads and FeedForward.
+        """
+        branches = len(self.blocks) * (2 if self.config.cross is None else 3)
+        for name, module in self.blocks.named_modules():
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] == "out":
+                with torch.no_grad():
+                    module.weight.mul_(1 / math.sqrt(branches))
+
+    def _check_memory(self, memory: Tensor | None, lengths: Tensor | None, batch: int) -> Tensor | None:
+        if (memory is None) == (self.config.cross is not None):
+            what = (
+                "is missing: this model has cross-attention"
+                if memory is None
+                else "came: this model has no cross-attention"
+            )
+            raise ValueError(f"memory {what}")
+        if memory is None:
+            if lengths is not None:
+                raise ValueError("memory_lengths came without memory: pass both or neither")
+            return None
+        if not isinstance(memory, Tensor) or memory.ndim != 3 or memory.shape[::2] != (batch, self.config.dim):
+            raise ValueError(f"memory has shape {shape_of(memory)}: accepted is [{batch}, S, {self.config.dim}]")
+        return check_lengths(lengths, memory, "memory_lengths")
+
+    def _check_stateful(self, method: str) -> None:
+        if not self.config.causal:
+            raise NotImplementedError(f"{method}: this model was built with causal=False, so there is no state")
+        for block in self._blocks():
+            if block.mixer.traits.state is None:
+                raise NotImplementedError(f"{method}: {block.name} has no recurrent form; recompute with forward")
+
+    def _check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
+        if not isinstance(state, State) or len(state.layers) != len(self.blocks):
+            raise ValueError(
+                f"state is {_kind(state)}: accepted is the state of init_state or prefill, {len(self.blocks)} layers"
+            )
+        if state.position.shape != (batch,):
+            raise ValueError(f"state has batch {state.position.shape[0]}: the input has batch {batch}")
+        return state.position, state.layers
+
+
+def _kind(state: object) -> str:
+    return f"a state of {len(state.layers)} layers" if isinstance(state, State) else f"a {type(state).__name__}"
