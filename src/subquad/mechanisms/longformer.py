@@ -29,19 +29,21 @@ from subquad.ops.sparse import sparse_attention
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
     window: int = 256  # keys on each side; when causal, before
-    dilation: int | tuple[int, ...] = 1  # the gap between keys of the window, for all heads or one for each
+    dilation: int | Sequence[int] = 1  # the gap between keys of the window, for all heads or one for each
     global_tokens: int = 1  # the first so many positions; 0 for none
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, window=0, global_tokens=0)
+        if isinstance(self.dilation, Sequence):  # a list, as a configuration file has it
+            object.__setattr__(self, "dilation", tuple(self.dilation))
         gaps = self.gaps
         if len(gaps) != self.heads or any(isinstance(g, bool) or not isinstance(g, int) or g < 1 for g in gaps):
             refuse("dilation", self.dilation, f"an integer of at least 1, or {self.heads} of them, one for each head")
 
     @property
     def gaps(self) -> tuple[int, ...]:
-        return self.dilation if isinstance(self.dilation, tuple) else (self.dilation,) * self.heads
+        return tuple(self.dilation) if isinstance(self.dilation, Sequence) else (self.dilation,) * self.heads
 
 
 class Longformer(Patterned):
