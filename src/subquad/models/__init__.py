@@ -1,14 +1,50 @@
 """Models on top of the mechanisms: a stack of blocks, and what people put on it."""
 
+from pathlib import Path
+
+import torch
+
+from subquad.models.classifier import Classifier, ClassifierConfig
 from subquad.models.config import EmbeddingConfig, MixerConfig, TransformerConfig
 from subquad.models.language_model import LanguageModel, LanguageModelConfig
+from subquad.models.matcher import Matcher, MatcherConfig
+from subquad.models.model import Model
+from subquad.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from subquad.models.transformer import Transformer
 
+MODELS: dict[str, type[Model]] = {
+    "Transformer": Transformer,
+    "LanguageModel": LanguageModel,
+    "Classifier": Classifier,
+    "Matcher": Matcher,
+    "Seq2Seq": Seq2Seq,
+}
+
+
+def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
+    """The model that was saved there, whatever it is, in eval mode."""
+    from subquad.models.store import read_header
+
+    name = read_header(directory)["model"]
+    if name not in MODELS:
+        raise ValueError(f"{directory} holds a {name!r}: accepted are {', '.join(MODELS)}")
+    return MODELS[name].load(directory, device)
+
+
 __all__ = [
+    "MODELS",
+    "Classifier",
+    "ClassifierConfig",
     "EmbeddingConfig",
     "LanguageModel",
     "LanguageModelConfig",
+    "Matcher",
+    "MatcherConfig",
     "MixerConfig",
+    "Model",
+    "Seq2Seq",
+    "Seq2SeqConfig",
     "Transformer",
     "TransformerConfig",
+    "load",
 ]

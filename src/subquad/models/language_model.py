@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from subquad.mechanisms.base import refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, flags, optional_at_least
 from subquad.models.embedding import Embedding
+from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import shape_of
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
@@ -107,20 +108,3 @@ def embed_step(embedding: Embedding, tokens: Tensor, state: State) -> Tensor:
         batch = state.position.shape[0] if isinstance(state, State) else type(state).__name__
         raise ValueError(f"state has batch {batch}: tokens has batch {tokens.shape[0]}")
     return embedding(tokens[:, None], position=state.position)[:, 0]
-
-
-def check_tie(tie: bool, embedding: EmbeddingConfig, outputs: int | None = None) -> None:
-    if not tie:
-        return
-    if embedding.positions == "sinusoidal_concat":
-        refuse("tie", True, 'False with positions="sinusoidal_concat": its token vectors are narrower than the model')
-    if outputs not in (None, embedding.vocab):
-        refuse("tie", True, f"False with outputs={outputs}, which is not vocab={embedding.vocab}")
-
-
-def make_head(dim: int, outputs: int) -> nn.Linear:
-    """An output layer that starts near uniform predictions."""
-    head = nn.Linear(dim, outputs)
-    nn.init.normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
-    return head

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import keep, refuse
-from subquad.models.inputs import check_lengths, readable, shape_of
+from subquad.models.inputs import INTEGERS, check_lengths, readable, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 
 
-def shift(tokens: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def shift(tokens: Tensor, lengths: Tensor | None, name: str = "tokens") -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, their lengths) of predicting each token from those before it."""
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(
-            f"tokens has shape {shape_of(tokens)}: the next token is predicted, so accepted is [batch, T >= 2]"
+            f"{name} has shape {shape_of(tokens)}: the next token is predicted, so accepted is [batch, T >= 2]"
         )
     lengths = check_lengths(lengths, tokens)
     return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)
@@ -27,17 +27,20 @@ def cross_entropy(
     lengths: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    name: str = "targets",
 ) -> Tensor:
-    """float32 cross-entropy of logits [B, T, V] over the targets that are there: not ignored, not beyond `lengths`.
+    """float32 cross-entropy of logits [B, T, V] or [B, V]; a target that is ignored or beyond `lengths` is not there.
 
-    "mean" over those (0 if there are none), "sum", or "none": [B, T] with zeros where there is no target.
+    "mean" over the targets that are (0 if there are none), "sum", or "none": [B, T] with zeros where there is none.
     """
     if reduction not in ("mean", "sum", "none"):
         refuse("reduction", reduction, '"mean" or "sum" or "none"')
     if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets has shape {shape_of(targets)}: accepted is {list(logits.shape[:-1])}")
+        raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(logits.shape[:-1])}")
+    if targets.dtype not in INTEGERS:
+        raise ValueError(f"{name} has dtype {targets.dtype}: accepted are integers")
     there = targets != ignore_index
-    mask = keep(lengths, targets.shape[1]) if targets.ndim == 2 else None
+    mask = None if lengths is None else keep(check_lengths(lengths, targets), targets.shape[1])
     if mask is not None:
         there = there & mask
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -45,7 +48,7 @@ def cross_entropy(
     if readable(safe):
         low, high = (int(v) for v in torch.aminmax(safe))
         if low < 0 or high >= logits.shape[-1]:
-            raise ValueError(f"targets range from {low} to {high}: accepted are ids from 0 to {logits.shape[-1] - 1}")
+            raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {logits.shape[-1] - 1}")
     losses = nn.functional.cross_entropy(exact.flatten(0, -2), safe.flatten(), reduction="none").view(targets.shape)
     losses = losses.masked_fill(~there, 0)
     if reduction == "none":

@@ -1,0 +1,65 @@
+"""Do two sequences belong together: one encoder reads both, a small network compares what it says."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import at_least, one_of
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, optional_at_least
+from subquad.models.heads import make_mlp
+from subquad.models.loss import Reduction, cross_entropy
+from subquad.models.model import Model
+from subquad.models.tower import Tower, check_tower
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatcherConfig(Config):
+    embedding: EmbeddingConfig
+    transformer: TransformerConfig
+    classes: int = 2
+    pooling: str = "mean"  # or "cls": a learned first position
+    head_hidden: int | None = None  # None: dim
+
+    def __post_init__(self) -> None:
+        at_least(self, classes=1)
+        one_of(self, pooling=("mean", "cls"))
+        optional_at_least(self, head_hidden=1)
+        check_tower(self.transformer, self.pooling)
+
+
+class Matcher(Model):
+    """Matcher(vocab=256, dim=64, depth=2, heads=2, mechanism="linear"): (a [B, T], b [B, S]) -> [B, classes].
+
+    Two towers with the same weights and no attention between them, compared by an MLP over [a, b, a·b, a - b].
+    """
+
+    config_type = MatcherConfig
+    config: MatcherConfig
+
+    def __init__(self, config: MatcherConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = assemble(MatcherConfig, config, fields)
+        self.tower = Tower(config.embedding, config.transformer, config.pooling)
+        dim = config.transformer.dim
+        self.head = make_mlp(4 * dim, config.head_hidden or dim, config.classes)
+
+    def forward(self, a: Tensor, b: Tensor, a_lengths: Tensor | None = None, b_lengths: Tensor | None = None) -> Tensor:
+        """Logits [B, classes] of pairs of rows."""
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape[:1] != b.shape[:1]:
+            raise ValueError(f"b has batch {b.shape[0]}: a has batch {a.shape[0]}, and rows are compared in pairs")
+        left, right = self.tower(a, a_lengths, "a"), self.tower(b, b_lengths, "b")
+        return self.head(torch.cat((left, right, left * right, left - right), dim=-1))
+
+    def loss(
+        self,
+        a: Tensor,
+        b: Tensor,
+        labels: Tensor,
+        a_lengths: Tensor | None = None,
+        b_lengths: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats, float32, of labels [B]."""
+        return cross_entropy(self(a, b, a_lengths, b_lengths), labels, reduction=reduction, name="labels")

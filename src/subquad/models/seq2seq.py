@@ -1,0 +1,169 @@
+"""Sequence to sequence: an encoder reads the source, a decoder writes the target and attends to what was read."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import nearest, refuse
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
+from subquad.models.embedding import Embedding
+from subquad.models.heads import check_tie, make_head
+from subquad.models.inputs import check_lengths
+from subquad.models.language_model import embed_step
+from subquad.models.loss import Reduction, cross_entropy, shift
+from subquad.models.model import Model
+from subquad.models.transformer import State as DecoderState
+from subquad.models.transformer import Transformer
+
+
+class State(NamedTuple):
+    """What a decoder needs to go on: its own state, and the memory it reads."""
+
+    decoder: DecoderState
+    memory: Tensor  # [B, S, D]
+    memory_lengths: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqConfig(Config):
+    source: EmbeddingConfig
+    target: EmbeddingConfig
+    encoder: TransformerConfig
+    decoder: TransformerConfig
+    share: bool = False  # source and target have one vocabulary and one table of token vectors
+    tie: bool = False  # the output weights are the target embedding's
+
+    def __post_init__(self) -> None:
+        flags(self, "share", "tie")
+        if self.encoder.dim != self.decoder.dim:
+            refuse("decoder.dim", self.decoder.dim, f"the encoder's dim={self.encoder.dim}")
+        if self.encoder.cross is not None:
+            refuse("encoder.cross", self.encoder.cross, "None: an encoder has no memory")
+        if not self.decoder.causal:
+            refuse("decoder.causal", False, "True: a decoder writes from left to right")
+        if self.decoder.cross is None:
+            refuse("decoder.cross", None, 'a mechanism with cross-attention, such as "softmax", "additive" or "linear"')
+        if self.target.vocab is None:
+            refuse("target.vocab", None, "the number of target tokens")
+        concat = [part.positions == "sinusoidal_concat" for part in (self.source, self.target)]
+        if self.share and (self.source.vocab != self.target.vocab or concat[0] != concat[1]):
+            refuse("share", True, "False unless source and target have the same vocab and vectors of the same width")
+        check_tie(self.tie, self.target)
+
+
+class Seq2Seq(Model):
+    """Seq2Seq(vocab=1000, dim=256, depth=4, heads=8, mechanism="linear", cross="additive").
+
+    Keywords go to both sides; encoder_, decoder_, source_ and target_ in front of one send it to one side:
+    source_features=40, target_vocab=50, decoder_depth=2. `pool` is the encoder's, `cross` the decoder's.
+    """
+
+    config_type = Seq2SeqConfig
+    config: Seq2SeqConfig
+
+    def __init__(self, config: Seq2SeqConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = _assemble(config, fields)
+        dim = config.encoder.dim
+        self.source = Embedding(config.source, dim, config.encoder.max_length)
+        self.encoder = Transformer(config.encoder)
+        self.target = Embedding(config.target, dim, config.decoder.max_length)
+        if config.share:
+            self.target.weight = self.source.weight
+        self.decoder = Transformer(config.decoder)
+        assert config.target.vocab is not None
+        self.head = None if config.tie else make_head(dim, config.target.vocab)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
+        memory, memory_lengths = self.encode(source, source_lengths)
+        x = self.target(target, target_lengths, name="target")
+        return self._logits(self.decoder(x, target_lengths, memory, memory_lengths))
+
+    def loss(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats, float32, of each target token given the source and the target tokens before it.
+
+        So the target starts with a start token, which is given and not predicted.
+        """
+        inputs, labels, lengths = shift(target, target_lengths, "target")
+        logits = self(source, inputs, source_lengths, lengths)
+        return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="target")
+
+    def encode(self, source: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The memory [B, S, D] and its lengths; shorter than the source where layers pool."""
+        memory = self.encoder(self.source(source, lengths, name="source"), lengths)
+        return memory, self.encoder.short_lengths(check_lengths(lengths, source))
+
+    def init_state(self, memory: Tensor, memory_lengths: Tensor | None = None, capacity: int | None = None) -> State:
+        """The state before the first target token, of the memory that `encode` returned."""
+        batch, size = memory.shape[:2]
+        if memory_lengths is None:
+            memory_lengths = torch.full((batch,), size, device=memory.device)
+        return State(self.decoder.init_state(batch, capacity), memory, memory_lengths)
+
+    def prefill(self, target: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
+        """Target tokens [B, T] in parallel from a state: (logits [B, T, vocab], the state after them)."""
+        x = self.target(target, lengths, state.decoder.position, name="target")
+        y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory, state.memory_lengths)
+        return self._logits(y), state._replace(decoder=decoder)
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """One target token a row, [B] -> (logits [B, vocab], the new state); the old state is left alone."""
+        x = embed_step(self.target, tokens, state.decoder)
+        y, decoder = self.decoder.step(x, state.decoder, state.memory, state.memory_lengths)
+        return self._logits(y), state._replace(decoder=decoder)
+
+    def _logits(self, y: Tensor) -> Tensor:
+        return nn.functional.linear(y, self.target.weight) if self.head is None else self.head(y)
+
+
+def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqConfig:
+    if config is not None:
+        if fields:
+            raise TypeError(f"Seq2SeqConfig and keywords ({', '.join(fields)}) came together: pass one or the other")
+        return config
+    stacks = [f.name for f in dataclasses.fields(TransformerConfig)]
+    inputs = [f.name for f in dataclasses.fields(EmbeddingConfig)]
+    parts: dict[str, dict[str, Any]] = {"source": {}, "target": {}, "encoder": {}, "decoder": {"causal": True}}
+    sides: dict[str, tuple[str, ...]] = {
+        **dict.fromkeys(stacks, ("encoder", "decoder")),
+        **dict.fromkeys(inputs, ("source", "target")),
+    }
+    sides |= {"pool": ("encoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
+    own = {}
+    if fields.get("positions") == "rotary":  # one wish with two parts: nothing in the embedding, rotation in the mixers
+        fields = {**fields, "positions": "none", "rotary": True}
+    fields = {"cross": "softmax", **fields}
+    for key, value in fields.items():
+        side, _, rest = key.partition("_")
+        if key in ("share", "tie", *parts):
+            own[key] = value
+        elif key in sides and key != "causal":
+            for part in sides[key]:
+                parts[part].setdefault(key, value)
+        elif side in parts and rest in (inputs if side in ("source", "target") else stacks):
+            parts[side][rest] = value
+        else:
+            known = [*sides, *(f"{part}_{name}" for name in sides for part in sides[name]), "share", "tie", *parts]
+            raise TypeError(f"Seq2Seq has no field {key!r}{nearest(key, known)} Accepted: {', '.join(sides)}")
+    parts["decoder"].setdefault("memory_length", parts["encoder"].get("max_length"))
+    kinds = nested(Seq2SeqConfig)
+    made = {part: kinds[part](**values) for part, values in parts.items() if part not in own}
+    return Seq2SeqConfig(**{**made, **own})
