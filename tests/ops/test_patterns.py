@@ -122,7 +122,7 @@ def test_union_is_a_set() -> None:
     assert (a | b) != a
     assert isinstance(a | b, Union)
     with pytest.raises(TypeError):
-        a | 3  # type: ignore[operator]
+        a | 3
 
 
 def test_sets_of_the_sparse_transformer() -> None:
@@ -199,6 +199,18 @@ def test_random_is_keyed_by_seed_head_and_row() -> None:
     for a, b in combinations(tables, 2):
         assert (a != b).float().mean() > 0.8
     assert torch.equal(Random(3, 4, 1).table(rows[20:30], length=256), Random(3, 4, 1).table(rows, length=256)[20:30])
+    for head in range(3):
+        row = torch.full((64,), head)
+        assert torch.equal(
+            Random(3, 4, 1).table(rows, length=256, head=row), Random(3, 4, 1, head).table(rows, length=256)
+        )
+        pattern, other = (
+            Local(3) | Random(3, 4, 1) | Random(1, 4, 2),
+            Local(3) | Random(3, 4, 1, head) | Random(1, 4, 2, head),
+        )
+        at = torch.arange(64)
+        assert torch.equal(pattern.keys(at, 64, head=row), other.keys(at, 64))
+        assert torch.equal(pattern.mask(at[:, None], at, length=64, head=row[:, None]), other.dense(64))
     lengths = torch.tensor([[90], [256]])
     both = Random(3, 4).table(rows, length=lengths)
     assert torch.equal(both[1], Random(3, 4).table(rows, length=256))
@@ -267,7 +279,7 @@ def test_impossible_sizes_raise() -> None:
         lambda: Random(0, 4),
         lambda: Random(1, 0),
         lambda: Random(1, 4, -1),
-        lambda: Strided(2.5),  # type: ignore[arg-type]
+        lambda: Strided(2.5),
         lambda: Strided(True),
         lambda: from_json("[]"),
         lambda: from_json('[{"atom": "Sideways", "l": 3}]'),

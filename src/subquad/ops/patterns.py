@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 Length = int | Tensor | None
+Head = int | Tensor | None
 
 
 class Pattern(ABC):
@@ -54,28 +56,35 @@ class Pattern(ABC):
         return (self,)
 
     @abstractmethod
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         """Membership of the pair, before `causal` removes j > i."""
 
     @abstractmethod
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         """Candidate keys of queries i [n] -> [n, m]; `keys` drops those outside 0 .. S - 1 and, causal, after i."""
 
-    def mask(self, i: Tensor, j: Tensor, *, causal: bool = False, length: Length = None) -> Tensor:
-        """Whether query i may read key j, elementwise on indices that broadcast; `length`: how many keys exist."""
-        inside = self._mask(i, j, causal, length)
+    def mask(self, i: Tensor, j: Tensor, *, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
+        """Whether query i may read key j, elementwise on indices that broadcast.
+
+        `length`: how many keys exist; `head`: draw for that head, or those, instead of the one that a Random names.
+        """
+        inside = self._mask(i, j, causal, length, head)
         return inside & (j <= i) if causal else inside
 
-    def keys(self, i: Tensor, S: int, *, causal: bool = False) -> Tensor:
-        """The keys of queries i [n], each once and in no promised order: [n, m], with -1 where a row has fewer."""
+    def keys(self, i: Tensor, S: int, *, causal: bool = False, head: Head = None) -> Tensor:
+        """The keys of queries i [n], each once and in no promised order: [n, m], with -1 where a row has fewer.
+
+        `head`: as for mask; one, or one for each query [n].
+        """
         rows, found = i[:, None], []
         for at, atom in enumerate(self.atoms):
-            j = atom._keys(i, S, causal)
+            j = atom._keys(i, S, causal, head)
             new = (j >= 0) & (j < S)
             if causal:
                 new = new & (j <= rows)
             for earlier in self.atoms[:at]:
-                new = new & ~earlier.mask(rows, j, causal=causal, length=S)
+                heads = head[:, None] if isinstance(head, Tensor) else head
+                new = new & ~earlier.mask(rows, j, causal=causal, length=S, head=heads)
             found.append(torch.where(new, j, -1))
         return torch.cat(found, 1)
 
@@ -149,10 +158,10 @@ class Local(Pattern):
         object.__setattr__(self, "after", before if after is None else after)
         _at_least(self, before=0, after=0)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (j >= i - self.before) & (j <= i + self.after)
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         after = 0 if causal else self.after
         first = (i - self.before).clamp(min=0)[:, None]
         j = first + torch.arange(min(self.before + 1 + after, S), device=i.device)
@@ -169,11 +178,11 @@ class Dilated(Pattern):
     def __post_init__(self) -> None:
         _at_least(self, window=0, gap=1)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         span = self.gap * self.window
         return (j >= i - span) & (j <= i + span) & ((i - j) % self.gap == 0)
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         after = 0 if causal else self.window
         first = (i - self.gap * (i // self.gap).clamp(max=self.window))[:, None]
         j = first + self.gap * torch.arange(min(self.window + 1 + after, -(-S // self.gap)), device=i.device)
@@ -189,10 +198,10 @@ class Strided(Pattern):
     def __post_init__(self) -> None:
         _at_least(self, l=1)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i - j) % self.l == 0
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         return i[:, None] % self.l + self.l * torch.arange(-(-S // self.l), device=i.device)
 
 
@@ -207,11 +216,11 @@ class Block(Pattern):
     def __post_init__(self) -> None:
         _at_least(self, l=1, before=0, after=0)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         row, column = i // self.l, j // self.l
         return (column >= row - self.before) & (column <= row + self.after)
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         offsets = torch.arange(-self.before * self.l, (1 + (0 if causal else self.after)) * self.l, device=i.device)
         return i[:, None] // self.l * self.l + offsets
 
@@ -235,11 +244,11 @@ class Summary(Pattern):
         j = (j + torch.arange(self.c, device=device)).flatten()
         return j[j < S]
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         place = j % self.l + 0 * i
         return (place >= self.l - self.c * (self.shift + 1)) & (place < self.l - self.c * self.shift)
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         return self.columns(S, i.device).expand(len(i), -1)
 
 
@@ -252,10 +261,10 @@ class Global(Pattern):
     def __post_init__(self) -> None:
         _at_least(self, tokens=1)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i < self.tokens) | (j < self.tokens)
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         rows = not causal and bool((i < self.tokens).any())
         j = torch.arange(S if rows else min(self.tokens, S), device=i.device).expand(len(i), -1)
         return torch.where((i[:, None] < self.tokens) | (j < self.tokens), j, -1)
@@ -282,10 +291,10 @@ class Random(Pattern):
     def __post_init__(self) -> None:
         _at_least(self, blocks=1, block_size=1, seed=0, head=0, apart=0, first=0, last=0)
 
-    def table(self, row: Tensor, *, causal: bool = False, length: Length = None) -> Tensor:
+    def table(self, row: Tensor, *, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
         """The key blocks of query blocks `row` [...] -> [..., blocks], -1 where there are fewer.
 
-        `length` (keys, not blocks; an integer or a tensor that broadcasts with row) is needed without `causal`.
+        `length` (keys, not blocks) is needed without `causal`; it and `head` are integers or broadcast with row.
         """
         row = row.to(torch.int64)
         if causal:
@@ -304,7 +313,7 @@ class Random(Pattern):
         # Floyd's sampling: the n-th draw falls on 0 .. top, and a repeat becomes top, which no earlier draw could reach
         for n in range(self.blocks):
             top = choices - wanted + n
-            rank = _hash(self.seed, self.head, row, n) * (top + 1) >> 32
+            rank = _hash(self.seed, n, self.head if head is None else head, row) * (top + 1) >> 32
             repeated = torch.zeros_like(rank, dtype=torch.bool)
             for other in ranks:
                 repeated = repeated | (other == rank)
@@ -314,15 +323,16 @@ class Random(Pattern):
         block = block + gap[..., None] * (block >= gap_start[..., None])
         return torch.where(drawn >= 0, block, -1)
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
-        table, column = self.table(i // self.block_size, causal=causal, length=length), j // self.block_size
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
+        table = self.table(i // self.block_size, causal=causal, length=length, head=head)
+        column = j // self.block_size
         inside = table[..., 0] == column
         for n in range(1, self.blocks):
             inside = inside | (table[..., n] == column)
         return inside
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
-        table = self.table(i // self.block_size, causal=causal, length=S)[..., None]  # [n, blocks, 1]
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
+        table = self.table(i // self.block_size, causal=causal, length=S, head=head)[..., None]  # [n, blocks, 1]
         j = table * self.block_size + torch.arange(self.block_size, device=i.device)
         return torch.where(table >= 0, j, -1).flatten(1)
 
@@ -331,10 +341,10 @@ class Random(Pattern):
 class Dense(Pattern):
     """Every pair."""
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return i + j >= 0
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         return torch.arange(S, device=i.device).expand(len(i), -1)
 
 
@@ -348,14 +358,14 @@ class Union(Pattern):
     def atoms(self) -> tuple[Pattern, ...]:
         return self.parts
 
-    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length) -> Tensor:
-        inside = self.parts[0]._mask(i, j, causal, length)
+    def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
+        inside = self.parts[0]._mask(i, j, causal, length, head)
         for part in self.parts[1:]:
-            inside = inside | part._mask(i, j, causal, length)
+            inside = inside | part._mask(i, j, causal, length, head)
         return inside
 
-    def _keys(self, i: Tensor, S: int, causal: bool) -> Tensor:
-        return self.keys(i, S, causal=causal)
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
+        return self.keys(i, S, causal=causal, head=head)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Union) and frozenset(self.parts) == frozenset(other.parts)
@@ -439,15 +449,15 @@ def reach(pattern: Pattern | Sequence[Pattern]) -> Reach:
     )
 
 
-def _hash(seed: int, head: int, row: Tensor, draw: int) -> Tensor:
-    """32 well-mixed bits of four counters, held in int64: the same on every device, and for a row by itself."""
-    h = _mix(torch.zeros_like(row) + (seed & 0xFFFFFFFF))
-    for counter in (seed >> 32, head, row, draw):
+def _hash(seed: int, draw: int, head: int | Tensor, row: Tensor) -> Tensor:
+    """32 well-mixed bits of the counters, held in int64: the same on every device, and for a row by itself."""
+    h: Any = 0
+    for counter in (seed, seed >> 32, draw, head, row):  # numbers first: they are mixed once for all rows
         h = _mix(h ^ (counter & 0xFFFFFFFF))
     return h
 
 
-def _mix(h: Tensor) -> Tensor:
+def _mix(h: Any) -> Any:
     # a multiply-xorshift permutation of 32 bits (Wellons' lowbias32), offset so that zero does not map to itself
     h = (h + 0x9E3779B9) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

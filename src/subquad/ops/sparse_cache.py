@@ -11,6 +11,9 @@ is stored. A key that two places could hold is in the first of: pinned, log, rin
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -18,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.cache import append, with_room
-from subquad.ops.patterns import Pattern, Summary, reach
+from subquad.ops.patterns import Pattern, Random, Summary, reach
 
 ROWS = 256  # queries that meet the cache at once
 GATHERED = 1 << 24  # elements of keys gathered at once
@@ -44,6 +47,11 @@ class SparseCache:
         self.ring = 0 if self.everything else max(need.window, *((n + 1) * size for size, n in need.blocks), 0)
         self.block, self.columns = shapes.pop() if shapes and not self.everything else (1, int(self.everything))
         self.growing = self.columns > 0
+        # patterns that differ only in the head they draw for are looked up together
+        self.families: dict[Pattern, list[tuple[int, Pattern]]] = {}
+        for pattern in dict.fromkeys(self.patterns):
+            head, family = _without_head(pattern)
+            self.families.setdefault(family, []).append((head, pattern))
 
     def size(self, length: int) -> int:
         """Slots for a row of that many tokens."""
@@ -63,13 +71,11 @@ class SparseCache:
         if self.growing:
             used = self.pinned + self.ring + (after + self.block - 1) // self.block * self.columns
             caches = [with_room(cache, used, 0) for cache in caches]
-        held = self._per_head(lambda p: self._held(p, caches[0].shape[1], after))  # [B, C, H]
+        held = self._per_head(lambda p: self._held(p, caches[0].shape[1], after))  # [B, C, H or 1]
         source = held - state.position[:, None, None]  # where among the new tokens, if not negative
         index = source.clamp(0, k.shape[1] - 1)[..., None]
         caches = [
-            torch.where(
-                source[..., None] >= 0, new.gather(1, index.expand(-1, -1, -1, new.shape[-1])).to(old.dtype), old
-            )
+            torch.where(source[..., None] >= 0, new.gather(1, index.expand_as(old)).to(old.dtype), old)
             for new, old in zip((k, v), caches, strict=True)
         ]
         return SparseState(caches[0], caches[1], after)
@@ -106,14 +112,12 @@ class SparseCache:
         device, seen = position.device, position[:, None]
         log = torch.arange(size - self.pinned - self.ring, device=device)
         summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
-        if summary is not None and not self.everything:
+        if summary is None:
+            log = torch.full_like(seen, -1).expand(-1, len(log))
+        else:
             first = summary.l - summary.c * (summary.shift + 1)
             log = log // summary.c * summary.l + first + log % summary.c
-        log = torch.where((log < seen) & (log >= self.pinned), log, -1)
-        if self.everything:
-            return log
-        if summary is None:
-            log = torch.full_like(log, -1)
+            log = torch.where((log < seen) & (log >= self.pinned), log, -1)
         pinned = torch.arange(self.pinned, device=device)
         pinned = torch.where(pinned < seen, pinned, -1)
         last = seen - 1
@@ -124,7 +128,7 @@ class SparseCache:
         return torch.cat((pinned, torch.where(elsewhere, -1, ring), log), 1)
 
     def _visible(self, state: SparseState, at: Tensor) -> Tensor:
-        """Whether queries at positions `at` [B, T] read the held keys and those of `at` itself: [B, H, T, C + T]."""
+        """Whether queries at positions `at` [B, T] read held keys and those of `at` itself: [B, H or 1, T, C + T]."""
 
         def visible(pattern: Pattern) -> Tensor:
             j = torch.cat((self._held(pattern, state.k.shape[1], state.position), at), 1)[:, None]
@@ -136,21 +140,18 @@ class SparseCache:
         """Queries from `position` on against a cache of every key, of which only the pattern's are read."""
         batch, length, heads, width = q.shape
         size = state.k.shape[1]
-        most = max(p.keys(position[:1], size, causal=True).shape[1] for p in set(self.patterns))
-        rows = max(1, GATHERED // (batch * most * heads * width))
+        rows = 1
+        if length > 1:
+            most = max(p.keys(position[:1], size, causal=True).shape[1] for p in self.families)
+            rows = max(1, GATHERED // (batch * most * heads * width))
         outputs = []
         for start in range(0, length, rows):
             qs = q[:, start : start + rows]
             at = position[:, None] + torch.arange(start, start + qs.shape[1], device=q.device)
-
-            def keys(pattern: Pattern, at: Tensor = at) -> Tensor:
-                found = pattern.keys(at.flatten(), size, causal=True)
-                return F.pad(found, (0, most - found.shape[1]), value=-1).unflatten(0, at.shape)
-
-            j = self._per_head(keys)  # [B, T, M, H], M the keys of a query
+            j = self._keys(at, size)  # [B, T, M, H or 1], M the keys of a query
             index = j.clamp(min=0).flatten(1, 2)[..., None]
             ks, vs = (
-                t.gather(1, index.expand(-1, -1, -1, t.shape[-1])).unflatten(1, j.shape[1:3]).to(q.dtype)
+                t.gather(1, index.expand(-1, -1, *t.shape[2:])).unflatten(1, j.shape[1:3]).to(q.dtype)
                 for t in (state.k, state.v)
             )  # [B, T, M, H, K]
             scores = torch.einsum("bthk,btmhk->bhtm", _wide(qs), _wide(ks)) * scale
@@ -158,10 +159,32 @@ class SparseCache:
             outputs.append(torch.einsum("bhtm,btmhv->bthv", weights.to(vs.dtype), vs))
         return torch.cat(outputs, 1)
 
+    def _keys(self, at: Tensor, size: int) -> Tensor:
+        """The keys that each head reads at positions `at` [B, T], and -1 to fill up: [B, T, M, H or 1]."""
+        found: dict[Pattern, Tensor] = {}
+        for members in self.families.values():
+            heads = torch.stack([torch.full_like(at, head) for head, _ in members], -1)  # [B, T, members]
+            i = at[..., None].expand_as(heads).flatten()
+            j = members[0][1].keys(i, size, causal=True, head=heads.flatten() if len(members) > 1 else None)
+            j = j.unflatten(0, heads.shape).unbind(2)
+            found.update(zip((pattern for _, pattern in members), j, strict=True))
+        most = max(j.shape[-1] for j in found.values())
+        padded = {pattern: F.pad(j, (0, most - j.shape[-1]), value=-1) for pattern, j in found.items()}
+        return self._per_head(padded.__getitem__)
+
     def _per_head(self, compute: Callable[[Pattern], Tensor]) -> Tensor:
-        """The result for each head's pattern, computed once for heads that share one, with heads last."""
+        """The result for each head's pattern, computed once for heads that share one, with heads last; one for all."""
         results = {pattern: compute(pattern) for pattern in dict.fromkeys(self.patterns)}
-        return torch.stack([results[pattern] for pattern in self.patterns], -1)
+        heads = self.patterns if len(results) > 1 else self.patterns[:1]
+        return torch.stack([results[pattern] for pattern in heads], -1)
+
+
+def _without_head(pattern: Pattern) -> tuple[int, Pattern]:
+    """The head that a pattern draws for, and what is left without it; several heads, or none, stay as they are."""
+    heads = {atom.head for atom in pattern.atoms if isinstance(atom, Random)}
+    if len(heads) != 1:
+        return 0, pattern
+    return heads.pop(), reduce(or_, (replace(a, head=0) if isinstance(a, Random) else a for a in pattern.atoms))
 
 
 def _wide(x: Tensor) -> Tensor:
