@@ -1,0 +1,211 @@
+"""Efficient attention: normalise q over features and k over positions, and no T x T matrix is needed.
+
+Paper       Shen et al. 2021, "Efficient Attention: Attention with Linear Complexities", arXiv:1812.01243, §3
+Definition  o = ρq(Q) (ρk(K)ᵀ V)
+            normalize="softmax"  ρq a softmax over the features of each query, ρk a softmax over positions for each
+                                 feature: oₜ = Σ_c softmax(qₜ)_c Σₛ e^kₛc vₛ / Σₛ e^kₛc
+            normalize="scaling"  ρq(Q) = Q/√n, ρk(K) = K/√n with n keys: oₜ = Σₛ (qₜ·kₛ) vₛ / n
+            causal: both sums over s ≤ t, and n = t, so each feature's normaliser runs along
+Cost        train O(T·K·V) time, O(T·(K + V)) memory; decode O(K·V) a token; state H·K·(V + 2)
+Departures  the paper is bidirectional; the causal form is ours. The paper's residual belongs to the block around this
+Verified    tests/mechanisms/test_efficient.py
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep, one_of
+from subquad.ops.impl import Impl
+from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+
+BLOCK = 64
+NOTHING = -1e30  # a feature's largest logit before the first key; finite, so that differences are numbers
+PADDED = -1e38  # below NOTHING: a padded key weighs nothing even where it is alone
+
+
+class State(NamedTuple):
+    s: Tensor  # [B, H, K, V] at least float32: sums of exp(k - max) v, or of k v with scaling
+    z: Tensor  # [B, H, K] sums of exp(k - max), or of k
+    max: Tensor  # [B, H, K] the largest k so far
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    normalize: Literal["softmax", "scaling"] = "softmax"
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, normalize=("softmax", "scaling"))
+
+
+class Efficient(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
+    family = "kernels"
+    exponent = 1.0
+    equivariant = True
+    unused = Mixer.unused | {"dropout", "rotary"}
+    small = ({}, {"normalize": "scaling"})
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        if self.options.causal:
+            return self._prefill(x, lengths, None)[0]
+        q, k, v = self.heads.split(x, context)
+        count = lengths if context is None else context_lengths
+        if self.options.normalize == "softmax":
+            q, k = _wide(q).softmax(-1), _mask(_wide(k), count).softmax(1)
+        else:
+            q, k = _wide(q), _wide(k)
+            n = k.shape[1] if count is None else count.clamp(min=1).to(k.dtype)[:, None, None, None]
+            q, k = q / n**0.5, k / n**0.5
+        o = linear_attention(q.to(v.dtype), k.to(v.dtype), v, causal=False, key_lengths=count, **self._how())
+        return self.heads.merge(o)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        state = state if state is not None else self._init_state(x.shape[0], None)
+        q, k, v = self.heads.split(x)
+        position = self._advance(state.position, x, lengths)
+        if self.options.normalize == "softmax":
+            o, s, z, largest = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
+            return self.heads.merge(o.to(v.dtype)), State(s, z, largest, position)
+        # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
+        n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
+        root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
+        before, q = LinearState(state.s, state.z), (q / root).to(v.dtype)
+        o, sums = linear_attention(q, k, v, lengths=lengths, initial_state=before, return_state=True, **self._how())
+        return self.heads.merge((o / root).to(v.dtype)), State(sums.s, sums.z, state.max, position)
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        if self.options.normalize == "scaling":
+            root = (state.position + 1).to(state.s.dtype).sqrt()[:, None, None]
+            before = LinearState(state.s, state.z)
+            o, sums = linear_attention_step((q / root).to(v.dtype), k, v, before, **self._how())
+            return self.heads.merge((o / root).to(v.dtype)), State(sums.s, sums.z, state.max, state.position + 1)
+        q, k = _wide(q), _wide(k)
+        largest = torch.maximum(state.max, k.detach())
+        gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
+        values = _wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
+        before = LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
+        _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
+        s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
+        o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
+        return self.heads.merge(o[:, :, 0].to(v.dtype)), State(s, z, largest, state.position + 1)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads, width = self.options.heads, self.options.dim // self.options.heads
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        s = self._like.new_zeros(batch, heads, width, width, dtype=wide)
+        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
+        return State(s, s.new_zeros(batch, heads, width), s.new_full((batch, heads, width), NOTHING), position)
+
+    def _running_softmax(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Causal softmax normalisation: o [B, T, H, V], and s, z, max after the last key.
+
+        With L_tc the logarithm of a feature's normaliser up to t, key s weighs Σ_c exp(log ρ_tc + k_sc - L_tc) in t.
+        The exponent is never positive, but k_sc and L_tc alone may be anything, and differently so in each feature.
+        So blocks of tokens are summed in units of the feature's own largest logit so far, and handed on by the gated
+        sum of linear attention, where every feature is a head of width one; inside a block, see `_within`.
+        """
+        length = q.shape[1]
+        size = min(BLOCK, 1 << (length - 1).bit_length())
+        padding = (0, 0, 0, -length % size)
+        rho = F.pad(q.transpose(1, 2).log_softmax(-1), padding).unflatten(2, (-1, size))  # [B, H, N, C, K]
+        k = F.pad(k.transpose(1, 2), padding, value=PADDED).unflatten(2, (-1, size))
+        v = F.pad(v.transpose(1, 2), padding).unflatten(2, (-1, size))
+
+        largest = torch.cat((state.max[:, :, None], k.detach().amax(-2)), dim=2).cummax(dim=2).values  # [B, H, N+1, K]
+        before, after = largest[:, :, :-1], largest[:, :, 1:]
+        gain = (k - after[..., None, :]).exp()
+        added = gain.mT @ F.pad(v, (0, 1), value=1.0)  # [B, H, N, K, V+1], the last column for z
+        start = torch.cat((state.s, state.z[..., None]), dim=-1)  # [B, H, K, V+1]
+        tokens = added.transpose(1, 2).flatten(2, 3)  # [B, N, H*K, V+1]
+        one = torch.ones_like(tokens[..., :1])
+        sums = linear_attention(
+            one,
+            one,
+            tokens,
+            log_gate=(before - after).transpose(1, 2).flatten(2),
+            initial_state=LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0])),
+            **self._how(),
+        )
+        sums = sums.unflatten(2, start.shape[1:3]).transpose(1, 2)  # [B, H, N, K, V+1], after each block
+        enter = torch.cat((start[:, :, None], sums[:, :, :-1]), dim=2)
+        z = enter[..., -1].clamp(min=0.5)  # at least 1, the largest key's part, where there was any key
+        past = (before + z.log())[..., None, :]  # [B, H, N, 1, K]
+        normaliser = torch.logaddexp(past, k.logcumsumexp(-2))
+        w = rho - normaliser
+        o = (w + past).exp() @ (enter[..., :-1] / z[..., None]) + _within(w, normaliser, k, v)
+        o = o.flatten(2, 3)[:, :, :length].transpose(1, 2)
+        return o, sums[:, :, -1, :, :-1], sums[:, :, -1, :, -1], largest[:, :, -1]
+
+    def _how(self) -> dict[str, Any]:
+        return {"feature_map": "identity", "normalize": False, "impl": self.options.impl}
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self.heads.split(x, context)
+        weights = self._weights(q, k, lengths if context is None else context_lengths)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self.heads.split(x)
+        return self._weights(q, k, None)
+
+    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        """ρq(Q) ρk(K)ᵀ, [B, H, T, S], one query at a time over the keys that it sees."""
+        mask = keep(None if lengths is None else lengths.clamp(min=1), k.shape[1])  # an empty row sees one key
+        rows = []
+        for t in range(q.shape[1]):
+            q_t, seen = _wide(q[:, t]), torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+            if self.options.causal:
+                seen[:, t + 1 :] = False
+            if mask is not None:
+                seen = seen & mask
+            seen = seen[..., None, None]  # [B, S, 1, 1]
+            if self.options.normalize == "softmax":
+                key = _wide(k).masked_fill(~seen, -torch.inf).softmax(1)
+                rows.append(torch.einsum("bhk,bshk->bhs", q_t.softmax(-1), key))
+            else:
+                rows.append(torch.einsum("bhk,bshk->bhs", q_t, _wide(k) * seen) / seen.sum(1))
+        return torch.stack(rows, dim=2).to(q.dtype)
+
+
+def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Σ_{s<=t} Σ_c exp(w_tc + k_sc) v_s in blocks of a power of two: w, normaliser, k [..., C, K], v [..., C, V].
+
+    Each half by itself, then the second half on the first. The normaliser at the end of the first half lies between
+    every k_s of the first and every normaliser of the second, so the exponent splits into two of at most zero.
+    """
+    if w.shape[-2] == 1:
+        return (w + k).exp().sum(-1, keepdim=True) * v
+    w, normaliser, k, v = (t.unflatten(-2, (2, -1)) for t in (w, normaliser, k, v))  # [..., 2, C/2, .]
+    o = _within(w, normaliser, k, v)
+    between = normaliser[..., 0, -1:, :]
+    scores = (w[..., 1, :, :] + between).exp() @ (k[..., 0, :, :] - between).exp().mT  # [..., C/2, C/2]
+    return torch.cat((o[..., 0, :, :], o[..., 1, :, :] + scores @ v[..., 0, :, :]), dim=-2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _mask(k: Tensor, lengths: Tensor | None) -> Tensor:
+    mask = keep(lengths, k.shape[1])
+    return k if mask is None else k.masked_fill(~mask[..., None, None], PADDED)

@@ -1,0 +1,221 @@
+"""Performer (FAVOR+): random features whose products are, on average, the exponentials of softmax attention.
+
+Paper       Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv:2009.14794, §2 and lemmas 1, 2
+Definition  oₜ = Σₛ φ(qₜ)·φ(kₛ) vₛ / Σₛ φ(qₜ)·φ(kₛ), with s ≤ t when causal, every s otherwise; q, k over K^¼ beforehand
+            kernel="softmax"     φ(x) = exp(Ωx - |x|²/2): E φ(q)·φ(k) = exp(q·k), the weight of softmax attention
+            kernel="hyperbolic"  φ(x) = (exp(Ωx - |x|²/2), exp(-Ωx - |x|²/2)): the same mean, at most half the variance
+            kernel="trig"        φ(x) = exp(|x|²/2) (sin Ωx, cos Ωx): the same mean, but signed
+            kernel="relu"        φ(x) = ReLU(Ωx), the generalised attention; features=0: ReLU(x), as in Long Range Arena
+            Ω [features, K] for each head: Gaussian rows, orthogonal within blocks of K rows
+Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1),
+            with M = features, twice that for trig and hyperbolic
+Departures  The authors subtract the largest exponent of all keys, which looks ahead; here it is the largest so far, and
+            a new one rescales the sums like a gate, so results are causal and the same at any length. They add eps to
+            features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
+            exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
+            |denominator|, in units of the largest exp(|k|²/2). Ω is drawn once, and anew by `redraw`.
+Verified    tests/mechanisms/test_performer.py
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of, refuse
+from subquad.ops.impl import Impl
+from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.random_features import Norms, draw_directions, positive, project, trigonometric
+
+NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
+KERNELS = {"softmax": 1e-6, "hyperbolic": 1e-6, "trig": 1e-6, "relu": 1e-3}  # and their eps
+
+
+class State(NamedTuple):
+    s: Tensor  # [B, H, M, V] at least float32, in units of exp(max)
+    z: Tensor  # [B, H, M]
+    max: Tensor  # [B, H], the largest exponent of a key so far
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    features: int = 256
+    kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"
+    orthogonal: bool = True
+    norms: Norms = "chi"  # lengths of orthogonal rows: drawn like those of Gaussian vectors, or all √K ("sqrt")
+    eps: float | None = None  # None: 1e-6, and 1e-3 for relu
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, kernel=KERNELS, norms=("chi", "sqrt"))
+        at_least(self, features=0 if self.kernel == "relu" else 1)
+        if self.eps is not None and not self.eps >= 0:
+            refuse("eps", self.eps, "None or a number of at least 0")
+
+
+class Performer(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
+    family = "kernels"
+    exponent = 1.0
+    equivariant = True
+    unused = Mixer.unused | {"dropout"}
+    small = (
+        {"features": 12},
+        {"features": 8, "kernel": "hyperbolic", "norms": "sqrt"},
+        {"features": 30, "kernel": "trig", "orthogonal": False},
+        {"features": 5, "kernel": "relu"},
+    )
+    options: Options
+    directions: Tensor  # [H, features, K]
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.width = options.dim // options.heads
+        self.eps = KERNELS[options.kernel] if options.eps is None else options.eps
+        self.heads = Heads(options.dim, options.heads)
+        self.register_buffer("directions", self._draw(self._generator()))
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        self.directions.copy_(self._draw(generator if generator is not None else self._generator()))
+
+    def _draw(self, generator: torch.Generator) -> Tensor:
+        o = self.options
+        return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal, norms=o.norms)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        own, other = (lengths, None) if context is None else (None, context_lengths)
+        q, k, v, gate, _ = self._prepare(q, k, v, own if context is None else other, None)
+        causal = self.options.causal
+        o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
+        return self._merge(o)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        state = state if state is not None else self._init_state(x.shape[0], None)
+        q, k, v, gate, largest = self._prepare(*self._project(x, position=state.position), lengths, state.max)
+        before = LinearState(state.s, state.z)
+        o, sums = linear_attention(
+            q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
+        )
+        return self._merge(o), State(sums.s, sums.z, largest, self._advance(state.position, x, lengths))
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        projected = self._project(x[:, None], position=state.position)
+        q, k, v, gate, largest = self._prepare(*projected, None, state.max)
+        gate = None if gate is None else gate[:, 0]
+        before = LinearState(state.s, state.z)
+        o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
+        return self._merge(o), State(sums.s, sums.z, largest, state.position + 1)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads, kernel = self.options.heads, self.options.kernel
+        count = (self.options.features or self.width) * (2 if kernel in ("trig", "hyperbolic") else 1)
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
+        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
+        return State(s, s.new_zeros(batch, heads, count), s.new_full((batch, heads), NOTHING), position)
+
+    def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x, context)
+        return *self._rotate(q, k, position), v
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._project(x)
+
+    def _prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Features of q and k, v, the log gate of a causal sum, and the largest exponent after the last key.
+
+        A key's factor is exp(its exponent - the largest so far), and what was summed in units of the old largest decays
+        to the new one. A query's factor is the same above and below the fraction, so it is left out.
+        """
+        (q, _), (k, exponent) = self._features(q), self._features(k)
+        gate = None
+        if exponent is None:
+            largest = largest if largest is not None else k.new_full((k.shape[0], k.shape[2]), NOTHING)
+        else:
+            mask = keep(lengths, k.shape[1])
+            if mask is not None:
+                exponent = exponent.masked_fill(~mask[..., None], NOTHING)
+            reached = exponent.detach()  # [B, S, H]
+            if self.options.causal:
+                start = largest if largest is not None else torch.full_like(reached[:, 0], NOTHING)
+                so_far = torch.cat((start[:, None], reached), dim=1).cummax(dim=1).values
+                gate, reached, largest = so_far[:, :-1] - so_far[:, 1:], so_far[:, 1:], so_far[:, -1]
+            else:
+                reached = reached.amax(dim=1, keepdim=True)
+                largest = reached[:, 0]
+            k = k * (exponent - reached).exp()[..., None]
+        # float16 holds neither a small feature nor the gradient of a small denominator
+        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
+        return q.to(dtype), k.to(dtype), v.to(dtype), gate, largest
+
+    def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features [B, T, H, M] of moderate size, and the logarithm of the factor to them, if any: [B, T, H]."""
+        kernel = self.options.kernel
+        x = x.to(torch.promote_types(x.dtype, torch.float32)) * self.width**-0.25
+        if kernel == "trig":
+            return trigonometric(x, self.directions)
+        if kernel == "relu":
+            return torch.relu(project(x, self.directions) if self.options.features else x) + self.eps, None
+        phi, exponent = positive(x, self.directions, hyperbolic=kernel == "hyperbolic")
+        return phi + self.eps, exponent
+
+    def _how(self) -> dict[str, Any]:
+        # only the trigonometric denominator can come near zero; 1e-30 is for rows without any key
+        eps = self.eps if self.options.kernel == "trig" else 1e-30
+        return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.heads.merge(o.to(self.heads.out.weight.dtype))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        weights = self._weights(q, k, lengths if context is None else context_lengths)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._project(x)
+        return self._weights(q, k, None)
+
+    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        """φ(q)·φ(k) over its sum, [B, H, T, S], in units of the largest exponent among the keys that a query sees."""
+        kernel, wide = self.options.kernel, torch.promote_types(q.dtype, torch.float32)
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        seen = seen.tril() if self.options.causal else seen
+        mask = keep(None if lengths is None else lengths.clamp(min=1), k.shape[1])  # an empty row sees one key
+        seen = seen if mask is None else seen & mask[:, None, None]
+        phi, exponents = [], []
+        for t in (q, k):
+            t = t.to(wide).transpose(1, 2) / self.width**0.25  # [B, H, T, K]
+            p = t @ self.directions.to(wide).mT if self.options.features else t
+            p = torch.cat((p, -p), dim=-1) if kernel == "hyperbolic" else p
+            half = (t * t).sum(-1) / 2
+            if kernel == "relu":
+                phi.append(p.clamp(min=0) + self.eps)
+                exponents.append(torch.zeros_like(half))
+            elif kernel == "trig":
+                phi.append(torch.cat((p.sin(), p.cos()), dim=-1) / self.options.features**0.5)
+                exponents.append(half)
+            else:
+                exponents.append((p - half[..., None]).max(-1).values)
+                phi.append((p - half[..., None] - exponents[-1][..., None]).exp() + self.eps)
+        exponent = exponents[1][:, :, None].masked_fill(~seen, -torch.inf)  # [B, H, T, S]
+        weights = phi[0] @ phi[1].mT * (exponent - exponent.amax(-1, keepdim=True).detach()).exp()
+        d = weights.sum(-1, keepdim=True)
+        if kernel == "trig":
+            d = torch.where(d < 0, d.clamp(max=-self.eps), d.clamp(min=self.eps))
+        return (weights / d).to(q.dtype)

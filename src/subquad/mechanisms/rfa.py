@@ -1,0 +1,180 @@
+"""Random feature attention: a Gaussian kernel on the unit sphere as sines and cosines, with a gate that forgets.
+
+Paper       Peng et al. 2021, "Random Feature Attention", arXiv:2103.02143, §3
+Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx̂)/√M,  x̂ = x/|x|,  W = Ω diag(σ)/τ
+            E φ(q)·φ(k) = exp(-|σ∘(q̂ - k̂)|²/2τ²), and for σ = 1 that is the softmax weight exp(q̂·k̂/τ²) up to a constant
+            gate=False   Sₜ = Σₛ φ(kₛ)vₛᵀ,  zₜ = Σₛ φ(kₛ), with s ≤ t when causal, every s otherwise
+            gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
+            Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
+Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
+Departures  the denominator can be near zero or negative, and is sign(d)·max(|d|, eps); the authors' release raises it
+            to at least 1. The paper draws Ω from a pool for each batch in training: call `redraw` before the batch
+Verified    tests/mechanisms/test_rfa.py
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+from subquad.ops.impl import Impl
+from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.random_features import draw_directions, fourier
+
+
+class State(NamedTuple):
+    s: Tensor  # [B, H, M, V] at least float32
+    z: Tensor  # [B, H, M]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    features: int = 64  # directions; each gives a sine and a cosine
+    gate: bool = False
+    tau: float = 1.0  # temperature: smaller is sharper
+    orthogonal: bool = False
+    eps: float = 1e-6
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, features=1)
+        if not self.tau > 0:
+            refuse("tau", self.tau, "a number above 0")
+        if not self.eps >= 0:
+            refuse("eps", self.eps, "a number of at least 0")
+        if self.gate and not self.causal:
+            refuse("gate", self.gate, "False with causal=False, since forgetting needs an order")
+
+
+class Rfa(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
+    family = "kernels"
+    exponent = 1.0
+    equivariant = True
+    unused = Mixer.unused | {"dropout"}
+    small = ({"features": 24}, {"features": 24, "gate": True}, {"features": 30, "orthogonal": True, "tau": 0.8})
+    options: Options
+    directions: Tensor  # [H, features, K], Ω
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.width = options.dim // options.heads
+        self.heads = Heads(options.dim, options.heads)
+        self.sigma = nn.Parameter(torch.ones(options.heads, self.width))
+        self.gate = nn.Linear(options.dim, options.heads) if options.gate else None
+        self.register_buffer("directions", self._draw(self._generator()))
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        self.directions.copy_(self._draw(generator if generator is not None else self._generator()))
+
+    def _draw(self, generator: torch.Generator) -> Tensor:
+        o = self.options
+        return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v, gate = self._prepare(x, *self._project(x, context))
+        own, other = (lengths, None) if context is None else (None, context_lengths)
+        causal = self.options.causal
+        o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
+        return self._merge(o)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        state = state if state is not None else self._init_state(x.shape[0], None)
+        q, k, v, gate = self._prepare(x, *self._project(x, position=state.position))
+        before = LinearState(state.s, state.z)
+        o, sums = linear_attention(
+            q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
+        )
+        return self._merge(o), State(sums.s, sums.z, self._advance(state.position, x, lengths))
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        x = x[:, None]
+        q, k, v, gate = self._prepare(x, *self._project(x, position=state.position))
+        gate = None if gate is None else gate[:, 0]
+        before = LinearState(state.s, state.z)
+        o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
+        return self._merge(o), State(sums.s, sums.z, state.position + 1)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads, count = self.options.heads, 2 * self.options.features
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
+        return State(s, s.new_zeros(batch, heads, count), torch.zeros(batch, dtype=torch.int64, device=s.device))
+
+    def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k of length 1, in at least float32, and v."""
+        q, k, v = self.heads.split(x, context)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        q, k = (F.normalize(t.to(wide), dim=-1, eps=1e-6) for t in (q, k))
+        return *self._rotate(q, k, position), v
+
+    def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
+        directions = self.directions * self.sigma[:, None] / self.options.tau
+        q, k = fourier(q, directions), fourier(k, directions)
+        gate = None
+        if self.gate is not None:
+            logit = self.gate(x).to(q.dtype)  # [B, T, H]
+            gate, k = F.logsigmoid(logit), k * torch.sigmoid(-logit)[..., None]
+        # float16 holds neither a small 1 - g nor the gradient of a small denominator
+        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
+        return q.to(dtype), k.to(dtype), v.to(dtype), gate
+
+    def _how(self) -> dict[str, Any]:
+        return {"feature_map": "identity", "eps": self.options.eps, "impl": self.options.impl}
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.heads.merge(o.to(self.heads.out.weight.dtype))
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A last channel carries what depends on the key alone: its norm under σ, and the gates."""
+        q, k, v = self._project(x)
+        sigma = self.sigma / self.options.tau
+        bias = -(k * sigma).square().sum(-1) / 2  # [B, T, H]
+        if self.gate is not None:
+            logit = self.gate(x).to(bias.dtype)
+            bias = bias + F.logsigmoid(-logit) - F.logsigmoid(logit).cumsum(1)
+        scale = (self.width + 1) ** 0.5  # softmax(q·k/√K) divides by it
+        q = torch.cat((q * sigma * scale, torch.full_like(q[..., :1], scale)), dim=-1)
+        return q, torch.cat((k * sigma, bias[..., None]), dim=-1), v
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        weights = self._weights(x, q, k, lengths if context is None else context_lengths)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights.to(v.dtype), v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._project(x)
+        return self._weights(x, q, k, None).to(x.dtype)
+
+    def _weights(self, x: Tensor, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+        """(1 - gₛ) gₛ₊₁ ... gₜ φ(qₜ)·φ(kₛ) over its sum, [B, H, T, S]"""
+        w = self.directions.to(q.dtype) * self.sigma.to(q.dtype)[:, None] / self.options.tau  # [H, features, K]
+        q, k = (t.transpose(1, 2) @ w.mT for t in (q, k))  # [B, H, T, features]
+        weights = (q.sin() @ k.sin().mT + q.cos() @ k.cos().mT) / self.options.features
+        if self.gate is not None:
+            g = torch.sigmoid(self.gate(x).to(q.dtype)).mT  # [B, H, T]
+            later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)  # s < r
+            decay = torch.where(later, g[:, :, None], 1.0).cumprod(-1).mT  # product over s < r <= t, [B, H, T, S]
+            weights = weights * decay * (1 - g)[:, :, None]
+        if self.options.causal:
+            weights = weights.tril()
+        mask = keep(lengths, k.shape[2])
+        if mask is not None:
+            weights = weights * mask[:, None, None]
+        d = weights.sum(-1, keepdim=True)
+        return weights / torch.where(d < 0, d.clamp(max=-self.options.eps), d.clamp(min=self.options.eps))
