@@ -1,0 +1,248 @@
+"""Reformer: hash queries so that similar ones meet in a bucket, and attend inside buckets only.
+
+Paper       Kitaev, Kaiser, Levskaya 2020, "Reformer: The Efficient Transformer", OpenReview:rkgNKkHtvB, §2
+Definition  k = q/|q| (one projection for both).  Each round hashes h(x) = argmax [xR; -xR], R random, and lets i see
+            Pᵢ = {j : h(j) = h(i), chunk(i) - chunk(j) ∈ {0, 1}, j ≤ i}.  oᵢ = Σⱼ softmaxⱼ(qᵢ·kⱼ - 10⁵[i = j]) vⱼ over
+            the union of the rounds' sets: a round attends to its own set with qᵢ·kⱼ - log Nᵢⱼ, Nᵢⱼ the number of rounds
+            that see the pair, and rounds are weighed by their log-sum-exp. A token attends to itself only when it has
+            nothing else.
+            causal: chunk(i) = ⌊rank of i among the earlier tokens of its bucket / C⌋
+            bidirectional: chunk(i) = ⌊rank of i in the sort by (bucket, position) / C⌋, and chunks -1, 0, 1 apart count
+Cost        train O(rounds·T·C·(K + V)) time, O(rounds·T·(C + K + V)) memory a head, sorting aside;
+            decode O(rounds·C·(K + V)) a token and head; state 2·T·D, and rounds·buckets·2C integers a head
+Departures  Causal chunks follow the rank inside the bucket, not the sort of the whole sequence, because that sort lets
+            the future decide who sees whom; strict_causal=False is the paper's. The bidirectional form also looks one
+            chunk ahead. The first chunk does not look around to the last. The number of buckets does not follow T.
+            Rotary positions turn q and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
+Verified    tests/mechanisms/test_reformer.py: shared-QK attention in the limit, rounds that agree equal one round
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Mixer, Traits, at_least, keep, refuse
+from subquad.ops.buckets import (
+    Lists,
+    admit,
+    empty_lists,
+    give_back,
+    lookup,
+    rank_slots,
+    recall,
+    rounds_together,
+    same_bucket,
+    slot_attention,
+    sorted_slots,
+)
+from subquad.ops.cache import append
+
+SELF = 1e5  # finite: what a token loses by attending to itself
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, C, H, K]
+    v: Tensor  # [B, C, H, V]
+    members: Tensor  # [B, H, rounds, buckets, 2C], see ops.buckets.Lists
+    total: Tensor  # [B, H, rounds, buckets]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    rounds: int = 4
+    chunk: int = 64
+    buckets: int | tuple[int, ...] = 32  # a tuple hashes by factors: their product many buckets, their sum the cost
+    strict_causal: bool = True  # False: chunks of the whole sorted sequence, as in the paper
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, rounds=1, chunk=1)
+        odd = [f for f in self.factors if isinstance(f, bool) or not isinstance(f, int) or f < 2 or f % 2]
+        if odd or self.buckets == ():
+            refuse("buckets", self.buckets, "1, an even integer, or a tuple of even integers")
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        if self.buckets == 1:
+            return ()
+        return self.buckets if isinstance(self.buckets, tuple) else (self.buckets,)
+
+
+class Reformer(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, state="growing")
+    family = "clustering"
+    exponent = 1.0
+    small = (
+        {"rounds": 3, "chunk": 4, "buckets": 4},
+        {"rounds": 2, "chunk": 3, "buckets": (2, 4)},
+        {"rounds": 2, "chunk": 16, "buckets": 1},
+    )
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.query = nn.Linear(options.dim, options.dim)  # of the keys as well
+        self.value = nn.Linear(options.dim, options.dim)
+        self.out = nn.Linear(options.dim, options.dim)
+        self.buckets = math.prod(options.factors)
+        shape = (options.heads, options.rounds, options.dim // options.heads, sum(options.factors) // 2)
+        self.register_buffer("rotation", torch.empty(shape))
+        self.rotation: Tensor
+        self.redraw()
+        self.strict = options.causal and options.strict_causal
+        if not self.strict:
+            self.traits = self.traits._replace(state=None)
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        drawn = torch.randn(self.rotation.shape, generator=generator or self._generator())
+        self.rotation.copy_(drawn)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v, bucket = self._project(x, lengths)
+        return self._attend(q, k, v, bucket)
+
+    def _project(
+        self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, H, ·] and the bucket of each token in each round [B, H, R, T], -1 for padding."""
+        q, v = (t.unflatten(-1, (self.options.heads, -1)) for t in (self.query(x), self.value(x)))
+        bucket = self._hash(q)
+        if lengths is not None:
+            bucket = bucket.masked_fill(~keep(lengths, x.shape[1])[:, None, None], -1)  # type: ignore[index]
+        q, _ = self._rotate(q, q, position)
+        return q, F.normalize(q, dim=-1, eps=1e-6), v, bucket
+
+    @torch.no_grad()
+    def _hash(self, q: Tensor) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        turned = torch.einsum("bthk,hrkm->bhrtm", q.to(wide), self.rotation.to(wide))
+        bucket = torch.zeros(turned.shape[:-1], dtype=torch.int64, device=q.device)
+        first = 0
+        for factor in self.options.factors:
+            part = turned[..., first : first + factor // 2]
+            bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
+        return bucket
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, lists: Lists | None = None, start: Tensor | None = None
+    ) -> Tensor:
+        """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
+        size, chunk = q.shape[1], self.options.chunk
+        token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
+        if lists is not None and start is not None:
+            earlier = recall(lists)  # [B, H, R, buckets, 2C]
+            own = torch.arange(self.buckets, device=q.device)[:, None]
+            bucket = torch.cat((torch.where(earlier < 0, -1, own).flatten(-2), bucket), dim=-1)
+            token = torch.cat((earlier.flatten(-2), token + start[:, None, None, None]), dim=-1)
+        if self.strict:
+            slots = rank_slots(bucket, self.buckets, min(chunk, bucket.shape[-1]))
+        else:
+            slots = sorted_slots(bucket, min(chunk, size), ahead=not self.options.causal)
+        queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)  # [B, H, R, N, C] and [..., W]
+        visible = same_bucket(bucket, slots)
+        if self.options.causal:
+            visible &= keys[..., None, :] <= queries[..., :, None]
+        rows = slots.query - (bucket.shape[-1] - size)  # earlier tokens are no queries: they are below 0
+        visible &= (rows >= 0)[..., None]
+
+        bias = -SELF * (queries[..., :, None] == keys[..., None, :]).to(torch.promote_types(q.dtype, torch.float32))
+        if self.options.rounds > 1:
+            *_, places, width = slots.query.shape
+            code = slots.place // width + bucket * (places + 1)
+            codes = torch.full((*code.shape[:-1], k.shape[1] + 1), -9, device=q.device)  # the last one is for padding
+            codes = codes.scatter_(-1, torch.where(bucket < 0, k.shape[1], token), code)
+            bias = bias - rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
+        rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are but more slots
+        dropout = self.options.dropout if self.training else 0.0
+        o, lse = slot_attention(q, k, v, rows, keys, visible, bias, dropout)  # [B, H, R·N, C, V] and [B, H, R·N, C]
+        rounds = torch.arange(self.options.rounds, device=q.device)[:, None]
+        place = slots.place[..., -size:] + rounds * slots.query.shape[-2:].numel()  # [B, H, R, T]
+        share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
+        o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
+        return self.out(o.transpose(1, 2).flatten(-2))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        v = self.value(x).unflatten(-1, (self.options.heads, -1))
+        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths), v).flatten(-2))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        return self._weights(x, None)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _ = self._project(x, None)
+        return q * q.shape[-1] ** 0.5, k, v  # without the self-exclusion
+
+    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The definition: softmax over the union of the rounds' sets, [B, H, T, T]."""
+        size = x.shape[1]
+        i, j = torch.arange(size, device=x.device)[:, None], torch.arange(size, device=x.device)
+        q = self.query(x).unflatten(-1, (self.options.heads, -1))
+        real = torch.ones_like(x[..., 0], dtype=torch.bool) if lengths is None else keep(lengths, size)
+        pairs = (real[:, :, None] & real[:, None, :])[:, None]  # type: ignore[index]
+        seen = torch.zeros_like(pairs)
+        for r in range(self.options.rounds):
+            bucket, first = torch.zeros_like(q[..., 0], dtype=torch.int64), 0
+            for factor in self.options.factors:
+                part = torch.einsum("bthk,hkm->bthm", q, self.rotation[:, r, :, first : first + factor // 2])
+                bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
+            bucket = bucket.transpose(1, 2)  # [B, H, T]
+            mine, other = bucket[..., :, None], bucket[..., None, :]
+            same = (mine == other) & pairs
+            before = same & (j < i) if self.strict else pairs & ((other < mine) | same & (j < i))
+            chunk = before.sum(-1) // self.options.chunk
+            gap = chunk[..., :, None] - chunk[..., None, :]
+            seen = seen | same & ((gap >= 0) & (gap <= 1) & (j <= i) if self.options.causal else gap.abs() <= 1)
+        q, _ = self._rotate(q, q)
+        scores = torch.einsum("bthk,bshk->bhts", q, q / q.norm(dim=-1, keepdim=True).clamp(min=1e-6)) - SELF * (i == j)
+        return scores.masked_fill(~(seen | (i == j)), -torch.inf).softmax(-1)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads = self.options.heads
+        cache = self._like.new_zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        lists = empty_lists((batch, heads, self.options.rounds), self.buckets, self.options.chunk, cache.device)
+        return State(cache, cache.clone(), *lists, torch.zeros(batch, dtype=torch.int64, device=cache.device))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        fresh = state is None
+        state = state if state is not None else self._init_state(*x.shape[:2])
+        lists = Lists(state.members, state.total)
+        q, k, v, bucket = self._project(x, lengths, state.position)
+        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
+        position = state.position[:, None, None, None] + torch.arange(x.shape[1], device=x.device)
+        new = State(keys, values, *admit(lists, bucket, position), self._advance(state.position, x, lengths))
+        if fresh:
+            return self._attend(q, k, v, bucket), new
+        return self._attend(q, keys.to(q.dtype), values.to(q.dtype), bucket, lists, state.position), new
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v, bucket = self._project(x[:, None], None, state.position)
+        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
+        position = state.position[:, None, None, None]
+        lists = admit(Lists(state.members, state.total), bucket, position)
+        own = bucket[..., None].expand(*bucket.shape, lists.members.shape[-1])
+        near = recall(Lists(lists.members.gather(-2, own), lists.total.gather(-1, bucket)))  # [B, H, R, 1, 2C]
+        near = near.flatten(2).sort(-1).values[:, :, None]  # [B, H, 1, R·2C]
+        once = (near >= 0) & (near != F.pad(near, (1, -1), value=-1))
+        o, _ = slot_attention(
+            q,
+            keys.to(q.dtype),
+            values.to(q.dtype),
+            torch.zeros_like(near[..., :1]),
+            near,
+            once[..., None, :],
+            -SELF * (near == position)[..., None, :],
+            self.options.dropout if self.training else 0.0,
+        )  # [B, H, 1, 1, V]
+        return self.out(o.flatten(1)), State(keys, values, *lists, state.position + 1)

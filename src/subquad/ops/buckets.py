@@ -1,0 +1,183 @@
+"""Attention inside buckets: lay tokens out by bucket, in slots of C, and a bucket's pairs become small dense blocks.
+
+A bucket number of -1 leaves a token out, as padding must be. Indices of tokens are -1 where a place is empty.
+G stands for any leading dimensions, W for the keys that one slot sees.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slots(NamedTuple):
+    """Who sits together: the queries of each slot and the keys they may look at."""
+
+    query: Tensor  # [G, N, C] tokens
+    key: Tensor  # [G, N, W] tokens: the slot itself, then its neighbours
+    place: Tensor  # [G, T] where a token sits, n·C + c; 0 for a token that was left out
+
+
+def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
+    """Each bucket in slots of its own, in the order of positions; a slot sees itself and the slot before.
+
+    bucket [G, T]. A token's rank among the earlier tokens of its bucket decides its slot, so later tokens move nothing.
+    The slot before a bucket's first one belongs to another bucket: `same_bucket` hides it.
+    """
+    size = bucket.shape[-1]
+    rank, count = _ranks(bucket, buckets)
+    slots = min(size, size // chunk + buckets)  # a bound that does not depend on the data
+    needed = (count + chunk - 1) // chunk  # [G, buckets]
+    first = needed.cumsum(-1) - needed
+    place = first.gather(-1, bucket.clamp(min=0)) * chunk + rank
+    return _with_neighbours(place, bucket >= 0, slots, chunk, ahead=False)
+
+
+def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
+    """All tokens sorted by (bucket, position) and cut into slots of C; a slot sees itself and the slot before.
+
+    bucket [G, T]. `ahead`: and the slot after. Cheaper than `rank_slots`, which fills slots in part, but here a token's
+    slot depends on all the others.
+    """
+    size = bucket.shape[-1]
+    last = torch.where(bucket < 0, torch.iinfo(bucket.dtype).max, bucket)
+    place = _inverse(last.sort(dim=-1, stable=True).indices)
+    return _with_neighbours(place, bucket >= 0, -(-size // chunk), chunk, ahead)
+
+
+def same_bucket(bucket: Tensor, slots: Slots) -> Tensor:
+    """Pairs (query, key) of one bucket, [G, N, C, W]."""
+    return lookup(bucket, slots.query, -1)[..., :, None] == lookup(bucket, slots.key, -2)[..., None, :]
+
+
+def lookup(values: Tensor, tokens: Tensor, empty: int) -> Tensor:
+    """values [G, S] of the tokens [G, N, C], `empty` where there is none."""
+    found = values.gather(-1, tokens.clamp(min=0).flatten(-2)).view(tokens.shape)
+    return found.masked_fill(tokens < 0, empty)
+
+
+def rounds_together(codes: Tensor, query: Tensor, key: Tensor, ahead: bool = False) -> Tensor:
+    """In how many rounds a query sees a key, [G, R, N, C, W]; at least 1, since pairs that do not meet do not matter.
+
+    codes [G, R, S]: the slot of each token in each round, numbered so that just neighbours of one bucket are 1 apart.
+    """
+    times = torch.zeros(1, dtype=torch.int8, device=codes.device)
+    for code in codes.unbind(-2):
+        of_query, of_key = (lookup(code, t.flatten(-3, -2), -1).view(t.shape) for t in (query, key))
+        gap = of_query[..., :, None] - of_key[..., None, :]
+        times = times + ((gap <= 1) & (gap >= (-1 if ahead else 0)))
+    return times.clamp(min=1)
+
+
+def slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention in every slot: outputs [B, H, N, C, V], and the log-sum-exp of the scores [B, H, N, C].
+
+    q [B, T, H, K], k and v [B, S, H, ·]; query [B, H, N, C] and key [B, H, N, W] index tokens; visible [B, H, N, C, W];
+    scores are q·k + bias. A query that sees nothing gets zeros and the smallest finite log-sum-exp.
+    """
+    scores = take(q, query) @ take(k, key).transpose(-1, -2)  # [B, H, N, C, W]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    seen = visible.any(-1)
+    hidden = ~visible & seen[..., None]  # rows that see nothing stay finite, and are blanked below
+    scores = (scores if bias is None else scores + bias).masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.nn.functional.dropout((scores - lse[..., None]).exp(), dropout)
+    o = weights.to(v.dtype) @ take(v, key)  # [B, H, N, C, V]
+    return o.masked_fill(~seen[..., None], 0), lse.masked_fill(~seen, torch.finfo(lse.dtype).min)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens by index, per row and head: x [B, T, H, D], index [B, H, ...] -> [B, H, ..., D]; anything at -1."""
+    batch, size, heads, width = x.shape
+    row = torch.arange(batch, device=x.device).view(-1, *[1] * (index.ndim - 1))
+    head = torch.arange(heads, device=x.device).view(1, -1, *[1] * (index.ndim - 2))
+    flat = (
+        row * size + index.clamp(min=0)
+    ) * heads + head  # whole rows at once: much faster than gather, and so is its gradient
+    return x.reshape(-1, width).index_select(0, flat.flatten()).view(*index.shape, width)
+
+
+def give_back(x: Tensor, place: Tensor) -> Tensor:
+    """Results from their places to their tokens: x [B, H, N, C, D], place [B, H, ...] -> [B, H, ..., D]."""
+    flat = x.flatten(0, 3)
+    group = torch.arange(place.shape[0] * place.shape[1], device=x.device).view(
+        *place.shape[:2], *[1] * (place.ndim - 2)
+    )
+    return flat.index_select(0, (group * (x.shape[2] * x.shape[3]) + place).flatten()).view(*place.shape, -1)
+
+
+class Lists(NamedTuple):
+    """The newest tokens of every bucket, all that later tokens can see of `rank_slots`: what decoding remembers."""
+
+    members: Tensor  # [G, buckets, 2C] positions; the token of rank r is at r mod 2C
+    total: Tensor  # [G, buckets] tokens so far
+
+
+def empty_lists(shape: tuple[int, ...], buckets: int, chunk: int, device: torch.device) -> Lists:
+    members = torch.full((*shape, buckets, 2 * chunk), -1, dtype=torch.int32, device=device)
+    return Lists(members, torch.zeros(*shape, buckets, dtype=torch.int64, device=device))
+
+
+def admit(lists: Lists, bucket: Tensor, position: Tensor) -> Lists:
+    """New lists, after tokens of these buckets [G, T] at these positions [G, T], in order."""
+    buckets, size = lists.members.shape[-2:]
+    rank, more = _ranks(bucket, buckets)
+    count = lists.total + more
+    own = bucket.clamp(min=0)
+    rank = rank + lists.total.gather(-1, own)
+    newest = (bucket >= 0) & (rank >= count.gather(-1, own) - size)
+    spare = buckets * size  # older tokens are written there, and forgotten
+    slot = torch.where(newest, own * size + rank % size, spare)
+    flat = torch.nn.functional.pad(lists.members.flatten(-2), (0, 1))
+    flat = flat.scatter(-1, slot, position.expand(bucket.shape).to(flat.dtype))
+    return Lists(flat[..., :-1].unflatten(-1, (buckets, size)), count)
+
+
+def recall(lists: Lists) -> Tensor:
+    """Positions in the chunk of each bucket's newest token and in the chunk before, in order, [G, buckets, 2C]."""
+    size = lists.members.shape[-1]
+    chunk = size // 2
+    start = ((lists.total - 1).div(chunk, rounding_mode="floor") - 1) * chunk
+    rank = start[..., None] + torch.arange(size, device=start.device)
+    positions = lists.members.gather(-1, rank % size).long()
+    return positions.masked_fill((rank < 0) | (rank >= lists.total[..., None]), -1)
+
+
+def _ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+    """Each token's rank among the earlier ones of its bucket [G, T], and the size of each bucket [G, buckets]."""
+    size = bucket.shape[-1]
+    last = torch.where(bucket < 0, buckets, bucket)
+    ordered, order = last.sort(dim=-1, stable=True)
+    edges = torch.arange(buckets + 1, device=bucket.device).expand(*bucket.shape[:-1], -1).contiguous()
+    start = torch.searchsorted(ordered.contiguous(), edges)  # [G, buckets + 1]
+    rank = torch.arange(size, device=bucket.device) - start.gather(-1, ordered)
+    return torch.empty_like(rank).scatter_(-1, order, rank), start.diff(dim=-1)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    counting = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, counting)
+
+
+def _with_neighbours(place: Tensor, member: Tensor, slots: int, chunk: int, ahead: bool) -> Slots:
+    """Turn "token t sits at place p" into "slot n holds tokens ...", and add the neighbours of each slot."""
+    size = place.shape[-1]
+    spare = slots * chunk
+    tokens = torch.arange(size, device=place.device).expand_as(place)
+    held = torch.full((*place.shape[:-1], spare + 1), -1, device=place.device)
+    held = held.scatter_(-1, torch.where(member, place, spare), tokens)[..., :-1]
+    query = held.unflatten(-1, (slots, chunk))  # [G, N, C]
+    none = torch.full_like(query[..., :1, :], -1)
+    seen = [query, torch.cat((none, query[..., :-1, :]), dim=-2)]
+    if ahead:
+        seen.append(torch.cat((query[..., 1:, :], none), dim=-2))
+    return Slots(query, torch.cat(seen, dim=-1), torch.where(member, place, 0))
