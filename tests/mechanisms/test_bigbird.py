@@ -6,6 +6,7 @@ import torch
 
 from subquad import build
 from subquad.mechanisms.bigbird import Bigbird
+from subquad.ops.patterns import Random
 from tests.mechanisms.test_local import DIM, HEADS, full, tokens
 
 BLOCK, T = 4, 50  # 13 blocks, the last of 2 tokens
@@ -130,6 +131,40 @@ def test_decoding_far_beyond_the_window(construction: str) -> None:
         y, state = mix.step(x[:, t], state)
         torch.testing.assert_close(y, want[:, t], rtol=1e-10, atol=1e-10)
     assert state.k.shape[1] == size
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_equals_the_transformers_library() -> None:
+    """With our random blocks in place of its own, on a length that its blocks divide."""
+    pytest.importorskip("transformers")
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
+
+    size, mix = 20 * BLOCK, bigbird(random=2)
+    config = BigBirdConfig(
+        hidden_size=DIM, num_attention_heads=HEADS, block_size=BLOCK, num_random_blocks=2, use_bias=True
+    )
+    theirs = BigBirdBlockSparseAttention(config, seed=0).double()
+    for at, part in enumerate((theirs.query, theirs.key, theirs.value)):
+        rows = slice(at * DIM, (at + 1) * DIM)
+        part.load_state_dict({name: p[rows] for name, p in mix.heads.qkv.state_dict().items()})
+    torch.nn.init.eye_(mix.heads.out.weight)
+    torch.nn.init.zeros_(mix.heads.out.bias)
+    middle = torch.arange(2, size // BLOCK)  # blocks 1 to the last but one, counted from the last block
+    drawn = [a.table(middle, length=size) - 1 for p in mix.patterns for a in p.atoms if isinstance(a, Random)]
+    theirs._bigbird_block_rand_mask_with_head = lambda *_, **__: [table.numpy() for table in drawn]
+    blocked, band, rows_mask, columns_mask = BigBirdModel.create_masks_for_block_sparse_attn(torch.ones(2, size), BLOCK)
+    x = tokens(2, size, DIM)
+    want = theirs.train()(
+        x,
+        band_mask=band.double(),
+        from_mask=rows_mask.double(),
+        to_mask=columns_mask.double(),
+        from_blocked_mask=blocked.double(),
+        to_blocked_mask=blocked.double(),
+    )[0]
+    torch.testing.assert_close(mix(x), want, rtol=1e-10, atol=1e-10)
 
 
 def test_options() -> None:

@@ -113,6 +113,43 @@ def test_a_row_shorter_than_the_global_tokens() -> None:
     torch.testing.assert_close(y[1:, :5], mix(x[1:, :5]), rtol=1e-12, atol=1e-12)
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("window", "count"), [(8, 3), (16, 1)])
+def test_equals_the_transformers_library(window: int, count: int) -> None:
+    """Its softmax is in float32 whatever the input, hence the tolerance."""
+    pytest.importorskip("transformers")
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    size = 16 * window
+    config = LongformerConfig(
+        hidden_size=DIM, num_attention_heads=HEADS, attention_window=[2 * window], attention_probs_dropout_prob=0.0
+    )
+    theirs = LongformerSelfAttention(config, 0).double().eval()
+    mix = longformer(window=window, global_tokens=count)
+    apart(mix)
+    for part, (ours, at) in {
+        "query": (mix.heads.qkv, 0),
+        "key": (mix.heads.qkv, 1),
+        "value": (mix.heads.qkv, 2),
+        "query_global": (mix.global_q, 0),
+        "key_global": (mix.global_kv, 0),
+        "value_global": (mix.global_kv, 1),
+    }.items():
+        rows = slice(at * DIM, (at + 1) * DIM)
+        getattr(theirs, part).load_state_dict({name: p[rows] for name, p in ours.state_dict().items()})
+    nn.init.eye_(mix.heads.out.weight)
+    nn.init.zeros_(mix.heads.out.bias)
+    x, lengths = tokens(2, size, DIM), torch.tensor([size, size - 2 * window - 3])
+    mask = torch.where(torch.arange(size) < lengths[:, None], 0.0, -10000.0).double()
+    mask[:, :count] = 10000.0
+    want = theirs(x, mask, is_index_masked=mask < 0, is_index_global_attn=mask > 0, is_global_attn=True)[0]
+    got = mix(x, lengths=lengths)
+    for row, n in enumerate(lengths.tolist()):
+        torch.testing.assert_close(got[row, :n], want[row, :n], rtol=1e-5, atol=1e-5)
+
+
 def test_options() -> None:
     assert longformer(dilation=[1, 2, 4]).options.gaps == (1, 2, 4)
     for options, match in (

@@ -9,7 +9,7 @@ Cost        train O(T·(window + global_tokens)·D) time, O(T·D) memory; decode
             token; state 2·(window·max gₕ + 1 + global_tokens)·D: a ring, and the global tokens pinned
 Departures  global tokens are the first ones, as the classification token is; the causal form has no q', k', v'
 Verified    tests/mechanisms/test_longformer.py: a scalar loop over the definition, 1e-12; window ≥ T is full attention;
-            all tokens global with copied projections is full attention
+            all tokens global with copied projections is full attention; the transformers library's, 1e-6
 """
 
 from collections.abc import Sequence
