@@ -54,7 +54,7 @@ def test_2_strictly_causal(case: Case) -> None:
     laws.strictly_causal(case)
 
 
-@over(strict(case for case in laws.cases(causal=True) if case[1].cls.traits.state))
+@over(strict(laws.cases(causal=True, state=True)))
 @given(
     splits=st.lists(st.sampled_from([1, 1, 1, 2, 3, 5, 9, 14]), min_size=4, max_size=12),
     first=st.lists(st.integers(1, 25), min_size=3, max_size=3),
@@ -64,7 +64,7 @@ def test_3_recurrence_equals_forward(case: Case, splits: list[int], first: list[
     laws.recurrence_equals_forward(case, splits, first)
 
 
-@over(strict(case for case in laws.cases(causal=True) if case[1].cls.traits.state))
+@over(strict(laws.cases(causal=True, state=True)))
 def test_3_state_is_a_value(case: Case) -> None:
     laws.state_is_a_value(case)
 
@@ -148,7 +148,7 @@ def test_8_bad_input_raises_and_names_the_argument(case: Case) -> None:
         raises("context_lengths .*10", lambda: mix(x, context=x, context_lengths=torch.tensor([9, 10])))
     else:
         raises("context", lambda: mix(x, context=x))
-    if case.cls.traits.fixed_length:
+    if mix.traits.fixed_length:
         raises("max_length", lambda: mix(tokens(1, T + 7, DIM)))
     if mix.traits.state is None:
         for call in (lambda: mix.init_state(2), lambda: mix.prefill(x), lambda: mix.step(x[:, 0], None)):

@@ -120,7 +120,7 @@ class Mixer(nn.Module):
     """Base of all mechanisms: `forward`, `prefill`, `step`, `reference`, `pattern` over checked input."""
 
     options_type: ClassVar[type[Options]] = Options
-    state_type: ClassVar[type | None] = None
+    state_type: type | None = None
     traits: Traits = Traits()
     family: ClassVar[str]  # as the lecture notes sort them
     exponent: ClassVar[float]  # training time grows as T to this power
@@ -185,6 +185,10 @@ class Mixer(nn.Module):
     def _pattern(self, x: Tensor) -> Tensor:
         """Who attends to whom, [B, H, T, T]."""
         raise NotImplementedError
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates; None if there is none."""
+        return None
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         raise NotImplementedError
@@ -313,7 +317,7 @@ class Mixer(nn.Module):
         if x.device != self._like.device:
             raise ValueError(f"{name} is on {x.device}: this module is on {self._like.device}")
         limit = self.options.max_length
-        if limit is not None and type(self).traits.fixed_length and x.shape[1] > limit:
+        if limit is not None and self.traits.fixed_length and x.shape[1] > limit:
             raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
 
     def _check_context(self, x: Tensor, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -356,7 +360,7 @@ class Mixer(nn.Module):
 
     def _check_state(self, state: State, batch: int) -> None:
         cls = type(self)
-        if cls.state_type is not None and not isinstance(state, cls.state_type):
+        if self.state_type is not None and not isinstance(state, self.state_type):
             raise ValueError(
                 f"state is a {type(state).__name__}: accepted is the {cls.__name__} state of init_state or prefill"
             )

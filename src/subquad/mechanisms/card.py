@@ -27,6 +27,12 @@ class Card(NamedTuple):
             return str(known[1] or known[2])
         return self.paper.split(",")[0]
 
+    @property
+    def training_cost(self) -> str:
+        """The O(...) of training time."""
+        known = re.search(r"train (O\(.*?\))(?= time|[,;]|$)", self.cost)
+        return known[1] if known else self.cost
+
 
 def card(cls: type[Mixer]) -> Card:
     """Parse the docstring of the module that defines the mechanism."""

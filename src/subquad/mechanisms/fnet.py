@@ -1,0 +1,71 @@
+"""FNet: no attention at all; a Fourier transform over tokens and channels mixes everything with everything.
+
+Paper       Lee-Thorp et al. 2021, "FNet: Mixing Tokens with Fourier Transforms", arXiv:2105.03824, §3.2
+Definition  Y = Re(F_T X F_D), with the DFT matrices F_n[j, k] = exp(-2πi·jk/n); a row of length n uses F_n
+Cost        train O(T·D·(log T + log D)) time, O(T·D) memory; no parameters; no decoding
+Departures  padding is respected: a padded row is transformed at its own length, by the chirp-z transform, which turns
+            a DFT of any size into one convolution, so that rows of different lengths share one FFT
+Verified    tests/mechanisms/test_fnet.py: torch.fft.fft2 in float64, the DFT matrix twice is a reversal
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import Mixer, Traits
+
+
+class FNet(Mixer):
+    traits = Traits(causal=False, bidirectional=True)
+    family = "attention-free"
+    exponent = 1.0
+    unused = Mixer.unused | {"heads", "dropout", "rotary"}
+    _why_not_causal = "every output of a Fourier transform depends on every input"
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        channels = torch.fft.fft(wide, dim=2)
+        mixed = torch.fft.fft(channels, dim=1) if lengths is None else chirp_z(channels, lengths)
+        return mixed.real.to(x.dtype)
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        size, dim = x.shape[1:]
+        rows = []
+        for row, n in zip(x, [size] * len(x) if lengths is None else lengths.tolist(), strict=True):
+            y = dft(n, x) @ row[:n].to(dft(n, x).dtype) @ dft(dim, x)
+            rows.append(torch.nn.functional.pad(y.real, (0, 0, 0, size - n)))
+        return torch.stack(rows).to(x.dtype)
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        """The cosine part of the token transform; one head, since channels are mixed alike."""
+        return dft(x.shape[1], x).real.to(x.dtype).expand(x.shape[0], 1, -1, -1)
+
+
+def dft(size: int, like: Tensor) -> Tensor:
+    """The DFT matrix of that size, complex."""
+    index = torch.arange(size, device=like.device)
+    angle = -2 * math.pi * (index[:, None] * index % max(size, 1)).to(torch.promote_types(like.dtype, torch.float32))
+    return torch.polar(torch.ones_like(angle), angle / max(size, 1))
+
+
+def chirp_z(x: Tensor, lengths: Tensor) -> Tensor:
+    """The DFT over dim 1 of each row's first n entries (Bluestein 1970): x [B, T, D] complex, zero beyond n.
+
+    -2jk = (k - j)² - j² - k², so the transform is a convolution with a chirp between two products with chirps.
+    """
+    size = x.shape[1]
+    n = lengths.clamp(min=1)[:, None]
+    index = torch.arange(size, device=x.device)
+    # k² modulo 2n in integers: the angle stays exact however long the row
+    angle = math.pi * (index.square() % (2 * n)).to(x.real.dtype) / n  # [B, T]
+    chirp = torch.polar(torch.ones_like(angle), angle)
+    width = 2 * size - 1
+    around = torch.cat((chirp, chirp[:, 1:].flip(1)), dim=1)  # the chirp at k - j, negative differences wrapped
+    kernel = torch.fft.fft(around, dim=1)
+    signal = torch.fft.fft(x * chirp.conj()[..., None], n=width, dim=1)
+    return torch.fft.ifft(signal * kernel[..., None], dim=1)[:, :size] * chirp.conj()[..., None]

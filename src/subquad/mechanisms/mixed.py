@@ -1,0 +1,150 @@
+"""Mixed: different mechanisms on different heads of one layer.
+
+Paper       Child et al. 2019, arXiv:1904.10509, §4.3, and Roy et al. 2020, arXiv:2003.05997, §4.3, give different heads
+            different patterns; here any mechanism may take any number of heads
+Definition  [x₁ … xₚ] = x W_in by heads,  Y = [mix₁(x₁) … mixₚ(xₚ)] W_out
+Cost        train O(Σ parts) time: each part costs what it costs at the width of its heads; decode and state likewise
+Departures  a part mixes its own slice of x W_in, so that its queries, keys and values are one projection deeper
+Verified    tests/mechanisms/test_mixed.py: one part over all heads with W_in = W_out = I is that part, exactly
+"""
+
+from collections import namedtuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Mixer, Traits, refuse
+
+Part = tuple[Any, ...]  # (mechanism, heads) or (mechanism, heads, options)
+ORDER = ("constant", "window", "growing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    parts: tuple[Part, ...] | None = None  # None: linear and local, half of the heads each
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts is None:
+            if self.heads % 2:
+                refuse("heads", self.heads, "an even number, half linear and half local, or parts that add up to it")
+            object.__setattr__(self, "parts", (("linear", self.heads // 2), ("local", self.heads // 2)))
+        try:
+            parts: tuple[Part, ...] = tuple((str(part[0]), int(part[1]), dict(*part[2:])) for part in self.parts or ())
+        except (TypeError, ValueError, IndexError):
+            parts = ()
+        if not parts or sum(part[1] for part in parts) != self.heads or min(part[1] for part in parts) < 1:
+            refuse(
+                "parts", self.parts, f"(mechanism, heads) or (mechanism, heads, options) for {self.heads} heads in all"
+            )
+        object.__setattr__(self, "parts", parts)
+
+
+class Mixed(Mixer):
+    options_type = Options
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
+    family = "hybrid"
+    exponent = 1.0
+    unused = frozenset({"dropout"})  # each part's options say what it drops
+    small = (
+        {"parts": (("linear", 1), ("local", 3, {"window": 4}))},
+        {"parts": (("linear", 2), ("softmax", 2))},
+        {"parts": (("softmax", 2), ("synthesizer", 2, {"kind": "random"}))},
+    )
+    options: Options
+
+    def __init__(self, options: Options):
+        from subquad.mechanisms import build, mechanism
+
+        super().__init__(options)
+        width = options.dim // options.heads
+        shared = {"causal": options.causal, "rotary": options.rotary, "layer": options.layer, "seed": options.seed}
+        mixers = []
+        for name, heads, own in options.parts or ():
+            fixed = {"max_length": options.max_length} if mechanism(name).traits.fixed_length else {}
+            mixers.append(build(name, dim=heads * width, heads=heads, **{**shared, **fixed, **own}))
+        self.parts: Iterable[Mixer] = nn.ModuleList(mixers)  # type: ignore[assignment]
+        self.widths = [mix.options.dim for mix in mixers]
+        self.into = nn.Linear(options.dim, options.dim)
+        self.out = nn.Linear(options.dim, options.dim)
+        states = [mix.traits.state for mix in mixers]
+        stateful = None not in states
+        self.traits = self.traits._replace(
+            cross=all(mix.traits.cross for mix in mixers),
+            state=max((s for s in states if s), key=ORDER.index) if stateful else None,
+            fixed_length=any(mix.traits.fixed_length for mix in mixers),
+        )
+        if stateful:
+            # one flat tuple: the parts' fields under numbered names, and the position they share
+            self.fields = [[f for f in _fields(mix) if f != "position"] for mix in mixers]
+            names = [f"part{n}_{f}" for n, fields in enumerate(self.fields) for f in fields]
+            self.state_type = namedtuple("State", [*names, "position"])  # type: ignore[misc]
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        slices = self._slices(x)
+        contexts = [None] * len(slices) if context is None else self._slices(context)
+        outputs = (
+            mix(part, lengths, other, context_lengths)
+            for mix, part, other in zip(self.parts, slices, contexts, strict=True)
+        )
+        return self.out(torch.cat(list(outputs), dim=-1))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        start, outputs = 0, []
+        for mix in self.parts:
+            own = slice(start, start + mix.options.dim)
+            part = nn.functional.linear(x, self.into.weight[own], self.into.bias[own])
+            other = (
+                None if context is None else nn.functional.linear(context, self.into.weight[own], self.into.bias[own])
+            )
+            outputs.append(mix.reference(part, lengths, other, context_lengths))
+            start = own.stop
+        return self.out(torch.cat(outputs, dim=-1))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        return torch.cat([mix.pattern(part) for mix, part in zip(self.parts, self._slices(x), strict=True)], dim=1)
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        for mix in self.parts:
+            mix.redraw(generator)
+
+    def _init_state(self, batch: int, capacity: int | None) -> Any:
+        return self._join([mix.init_state(batch, capacity) for mix in self.parts])
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        states = [None] * len(self.widths) if state is None else self._split(state)
+        done = [
+            mix.prefill(part, lengths, own) for mix, part, own in zip(self.parts, self._slices(x), states, strict=True)
+        ]
+        return self.out(torch.cat([y for y, _ in done], dim=-1)), self._join([new for _, new in done])
+
+    def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        parts = zip(self.parts, self._slices(x), self._split(state), strict=True)
+        done = [mix.step(part, own) for mix, part, own in parts]
+        return self.out(torch.cat([y for y, _ in done], dim=-1)), self._join([new for _, new in done])
+
+    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.into(x).split(self.widths, dim=-1)
+
+    def _join(self, states: list[Any]) -> Any:
+        flat = [getattr(state, f) for state, fields in zip(states, self.fields, strict=True) for f in fields]
+        return self.state_type(*flat, states[0].position)  # type: ignore[misc]
+
+    def _split(self, state: Any) -> list[Any]:
+        states = []
+        for n, (mix, fields) in enumerate(zip(self.parts, self.fields, strict=True)):
+            make: Any = mix.state_type
+            states.append(make(**{f: getattr(state, f"part{n}_{f}") for f in fields}, position=state.position))
+        return states
+
+
+def _fields(mix: Mixer) -> tuple[str, ...]:
+    return tuple(mix.state_type._fields)  # type: ignore[union-attr]

@@ -1,0 +1,146 @@
+"""Transformer-XL: attention over the last `memory` positions, across segments, with relative positions.
+
+Paper       Dai et al. 2019, "Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context",
+            arXiv:1901.02860, §3
+Definition  oₜ = Σₛ softmaxₛ(((qₜ + u)·kₛ + (qₜ + w)·W_r R_{t-s}) / √K) vₛ,  t - memory ≤ s ≤ t when causal,
+            |t - s| ≤ memory otherwise; R is the sinusoid of a distance, u and w are learned per head
+Cost        train O(T·memory·D) time and O(T·memory·H) memory; decode O(memory·D) a token; state 2·memory·D
+Departures  every query sees exactly `memory` positions back, wherever segments are cut, so that a sequence gives the
+            same numbers whole, segment by segment and token by token (the paper's queries see one to two segments);
+            the state keeps projected keys and values of the past, without gradient; u and w belong to the layer
+Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-s}, segments against one pass, 1e-12;
+            transformers no longer ships this model, so not against public code
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, memory, H, K], the last positions; those before the first token are zero and never seen
+    v: Tensor  # [B, memory, H, V]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    memory: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, memory=1)
+
+
+class TransformerXL(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, state="window")
+    family = "recurrence"
+    exponent = 1.0
+    unused = Mixer.unused | {"rotary"}
+    small = ({"memory": 5}, {"memory": 64})
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        width = options.dim // options.heads
+        self.heads = Heads(options.dim, options.heads)
+        self.relative = nn.Linear(options.dim, options.dim, bias=False)  # W_r
+        self.u = nn.Parameter(torch.randn(options.heads, width) * 0.02)
+        self.w = nn.Parameter(torch.randn(options.heads, width) * 0.02)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self.heads.split(x)
+        memory, after = self.options.memory, self._after()
+        seen = keep(lengths, x.shape[1])
+        seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
+        k, v = (F.pad(t, (0, 0, 0, 0, memory, after)) for t in (k, v))
+        return self.heads.merge(self._attend(q, k, v, F.pad(seen, (memory, after))))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        weights = self._weights(x, lengths)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, self.heads.split(x)[2]))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        return self._weights(x, None)
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads = self.options.heads
+        past = self._like.new_zeros(batch, self.options.memory, heads, self.options.dim // heads)
+        return State(past, past.clone(), torch.zeros(batch, dtype=torch.int64, device=past.device))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        state = state if state is not None else self._init_state(x.shape[0], None)
+        q, k, v = self.heads.split(x)
+        k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
+        memory = self.options.memory
+        slots = torch.arange(k.shape[1], device=x.device)
+        seen = slots >= memory - state.position[:, None]  # [B, memory + T]
+        added = self._advance(torch.zeros_like(state.position), x, lengths)
+        last = (added[:, None] + slots[:memory])[..., None, None]  # each row's last `memory` entries
+        past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
+        return self.heads.merge(self._attend(q, k, v, seen)), State(past[0], past[1], state.position + added)
+
+    def _after(self) -> int:
+        return 0 if self.options.causal else self.options.memory
+
+    def _relative(self, like: Tensor) -> Tensor:
+        """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
+        distances = self.options.memory - torch.arange(self.options.memory + self._after() + 1, device=like.device)
+        return self.relative(sinusoid(distances, self.options.dim).to(like.dtype)).unflatten(
+            -1, (self.options.heads, -1)
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Query t sees entries t .. t + span of k, v and `seen`, which start `memory` before the first query.
+
+        Queries go in blocks of C, each against the C + span keys that some query of the block can see.
+        """
+        size, span = q.shape[1], self.options.memory + self._after()
+        c = min(size, self.options.memory)
+        extra = -size % c
+        q = F.pad(q, (0, 0, 0, 0, 0, extra)).unflatten(1, (-1, c))  # [B, N, C, H, K]
+        k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
+        seen = F.pad(seen, (0, extra)).unfold(1, c + span, c)  # [B, N, C + span]
+        content = torch.einsum("bnchk,bnhks->bnhcs", q + self.u, k)
+        offsets = torch.einsum("bnchk,ohk->bnhco", q + self.w, self._relative(q))  # [B, N, H, C, span + 1]
+        offset = torch.arange(c + span, device=q.device) - torch.arange(c, device=q.device)[:, None]  # [C, C + span]
+        position = offsets.gather(-1, offset.clamp(0, span).expand(*offsets.shape[:3], -1, -1))
+        visible = ((offset >= 0) & (offset <= span)) & seen[:, :, None]  # [B, N, C, C + span]
+        visible = visible | ~visible.any(-1, keepdim=True)  # a padded query sees anything rather than nothing
+        scores = (content + position) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
+        weights = F.dropout(weights, self.options.dropout, self.training)
+        return torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2)[:, :size]
+
+    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        q, k, _ = self.heads.split(x)
+        s = torch.arange(x.shape[1], device=x.device)
+        distance = s[:, None] - s  # [T, S]
+        r = self.relative(sinusoid(distance, self.options.dim).to(x.dtype)).unflatten(-1, (self.options.heads, -1))
+        scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
+        visible = (distance <= self.options.memory) & (distance >= -self._after())
+        if lengths is not None:
+            visible = visible & (s < lengths[:, None])[:, None]
+        visible = visible if visible.ndim == 3 else visible[None]
+        visible = visible | torch.eye(len(s), dtype=torch.bool, device=x.device)  # padded queries see themselves
+        return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible[:, None], -math.inf).softmax(-1)
+
+
+def sinusoid(distances: Tensor, dim: int) -> Tensor:
+    """R: sines of a distance at dim/2 rates, then the cosines, as in the paper's code; [...] -> [..., dim]."""
+    rates = 10000 ** -(torch.arange(0, dim, 2, device=distances.device, dtype=torch.float64) / dim)
+    angle = distances[..., None] * rates
+    return torch.cat((angle.sin(), angle.cos()), dim=-1)[..., :dim]
