@@ -1,0 +1,444 @@
+# ruff: noqa: ARG001 (fake kernels have the signature of the operator and read only shapes)
+"""The fused kernels of linear attention as torch operators, so that autograd, torch.compile and CUDA graphs see them.
+
+Registering costs nothing: triton is imported when an operator first runs. Shapes alone decide how the work is cut and
+what is allocated, so nothing here waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+MAPS = ("elu+1", "relu", "exp", "identity")
+
+# About four programs for each of an H200's 132 multiprocessors; a shorter segment is not worth its state.
+PROGRAMS = 528
+MIN_SEGMENT = 256
+
+_OPTIONS = "bool causal, str feature_map, bool signed, bool normalize, float eps"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? lengths, Tensor? cu_seqlens, Tensor? s0, Tensor? z0"
+
+
+def fused_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    log_gate: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V] and the states after the last token, s [N, H, K, V] and z [N, H, K]; `linear` checks."""
+    if feature_map not in MAPS:
+        raise ValueError(f"feature_map={feature_map!r}: the fused kernels accept {', '.join(map(repr, MAPS))}")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    state = _state_type(q)
+    if s0 is not None and z0 is None:
+        z0 = s0.new_zeros(s0.shape[:-1])
+    if z0 is not None and s0 is None:
+        s0 = z0.new_zeros((*z0.shape, v.shape[-1]))
+    s0, z0 = (None if x is None else x.to(state).contiguous() for x in (s0, z0))
+    wanted = (x is not None and x.requires_grad for x in (q, k, v, log_gate, s0, z0))
+    save = torch.is_grad_enabled() and any(wanted)
+    out = torch.ops.subquad.linear_attention(
+        q, k, v, log_gate, lengths, cu_seqlens, s0, z0, causal, feature_map, signed, normalize, eps, save
+    )
+    return out[0], out[1], out[2]
+
+
+def fused_linear_attention_step(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    *,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+    log_gate: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token: q_t, k_t [B, H, K], v_t [B, H, V], log_gate [B, H] -> o [B, H, V], s [B, H, K, V], z [B, H, K]."""
+    if feature_map not in MAPS:
+        raise ValueError(f"feature_map={feature_map!r}: the fused kernels accept {', '.join(map(repr, MAPS))}")
+    q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
+    tensors = (q_t, k_t, v_t, s, z, log_gate)
+    if inplace:
+        if not (s[0, 0].is_contiguous() and z.stride(-1) == 1):
+            raise ValueError(f"inplace=True with strides {s.stride()} of s: K and V of the state must be contiguous")
+        o = torch.ops.subquad.linear_attention_step_(q_t, k_t, v_t, log_gate, s, z, feature_map, signed, normalize, eps)
+        return o, s, z
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        gate = None if log_gate is None else log_gate[:, None]
+        o, s, z = fused_linear_attention(
+            q_t[:, None],
+            k_t[:, None],
+            v_t[:, None],
+            causal=True,
+            feature_map=feature_map,
+            signed=signed,
+            normalize=normalize,
+            eps=eps,
+            lengths=None,
+            cu_seqlens=None,
+            log_gate=gate,
+            s0=s,
+            z0=z,
+        )
+        return o[:, 0], s, z
+    out = torch.ops.subquad.linear_attention_step(
+        q_t, k_t, v_t, log_gate, s.contiguous(), z.contiguous(), feature_map, signed, normalize, eps
+    )
+    return out[0], out[1], out[2]
+
+
+def _state_type(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _segment(q: Tensor, k: Tensor) -> int:
+    """Tokens per segment: the shortest power of two that leaves no more programs than the chip runs at once."""
+    b, h = q.shape[0], q.shape[2]
+    longest = max(q.shape[1], k.shape[1])
+    length = MIN_SEGMENT
+    while length < longest and b * h * longest > length * PROGRAMS:
+        length *= 2
+    return length
+
+
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _slots(x: Tensor, segment: int, cu_seqlens: Tensor | None) -> int:
+    """Rows of segment states; packed, an upper bound that needs no look at the lengths."""
+    if cu_seqlens is not None:
+        return x.shape[1] // segment + cu_seqlens.shape[0] - 1
+    return x.shape[0] * -(-x.shape[1] // segment)
+
+
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, normalize: bool, save: bool
+) -> tuple[Tensor, ...]:
+    """o, s, z, the denominators, and the state before each segment (empty where not needed)."""
+    h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
+    n, state = _sequences(q, cu_seqlens), _state_type(q)
+    segment = _segment(q, k)
+    shape = (q.shape[0], q.shape[1], h, width_v)
+    # packed: tokens after the last sequence belong to nobody and stay zero
+    o = q.new_empty(shape) if cu_seqlens is None else q.new_zeros(shape)
+    s = q.new_empty((n, h, width_k, width_v), dtype=state)
+    z = q.new_empty((n, h, width_k), dtype=state)
+    den = q.new_empty(shape[:3] if save and normalize else (0,), dtype=state)
+    slots = 0
+    if save and causal and (cu_seqlens is not None or k.shape[1] > segment):
+        slots = _slots(k, segment, cu_seqlens)
+    rows = q.new_empty((slots, h, width_k, width_v), dtype=state)
+    zrows = q.new_empty((slots, h, width_k), dtype=state)
+    return o, s, z, den, rows, zrows
+
+
+torch.library.define(
+    "subquad::linear_attention",
+    f"({_INPUTS}, {_OPTIONS}, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("subquad::linear_attention", "CompositeExplicitAutograd")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    from subquad.ops import linear_triton
+
+    outputs = _outputs(q, k, v, cu_seqlens, causal, normalize, save)
+    o, s, z, den, rows, zrows = outputs
+    segment = _segment(q, k)
+    if not len(rows) and (not causal or cu_seqlens is not None or k.shape[1] > segment):
+        slots = _slots(k, segment, cu_seqlens)
+        rows, zrows = s.new_empty((slots, *s.shape[1:])), z.new_empty((slots, *z.shape[1:]))
+    call = linear_triton.Call(
+        q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, segment
+    )
+    linear_triton.launch_forward(
+        call,
+        s0,
+        z0,
+        o,
+        s,
+        z,
+        den if len(den) else None,
+        rows if len(rows) else None,
+        zrows if len(rows) else None,
+    )
+    return outputs
+
+
+@torch.library.register_fake("subquad::linear_attention")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    return _outputs(q, k, v, cu_seqlens, causal, normalize, save)
+
+
+torch.library.define(
+    "subquad::linear_attention_backward",
+    f"(Tensor do, Tensor? ds, Tensor? dz, {_INPUTS}, Tensor o, Tensor den, Tensor? init, Tensor? zinit,"
+    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("subquad::linear_attention_backward", "CompositeExplicitAutograd")
+def _backward(
+    do: Tensor,
+    ds: Tensor | None,
+    dz: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    o: Tensor,
+    den: Tensor,
+    init: Tensor | None,
+    zinit: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    from subquad.ops import linear_triton
+
+    dq, dk, dv, dg, ds0, dz0 = _gradients(q, k, v, log_gate, cu_seqlens, s0, z0)
+    if ds is None and dz is not None:
+        ds = dz.new_zeros((*dz.shape, v.shape[3]))
+    if dz is None and ds is not None:
+        dz = ds.new_zeros(ds.shape[:-1])
+    call = linear_triton.Call(
+        q,
+        k,
+        v,
+        log_gate,
+        lengths,
+        cu_seqlens,
+        causal,
+        feature_map,
+        signed,
+        normalize,
+        eps,
+        _segment(q, k),
+    )
+    gate = linear_triton.launch_backward(
+        call,
+        do if do.stride(-1) == 1 else do.contiguous(),
+        None if ds is None else ds.contiguous(),
+        None if dz is None else dz.contiguous(),
+        o,
+        den,
+        init,
+        zinit,
+        dq,
+        dk,
+        dv,
+        None if s0 is None else ds0,
+        None if z0 is None else dz0,
+    )
+    if gate is not None:
+        dg.copy_(gate)
+    return dq, dk, dv, dg, ds0, dz0
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    cu_seqlens: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+) -> tuple[Tensor, ...]:
+    dq, dk, dv = (x.new_empty(x.shape) if cu_seqlens is None else x.new_zeros(x.shape) for x in (q, k, v))
+    none = q.new_empty((0,), dtype=_state_type(q))
+    dg, ds0, dz0 = (none.clone() if x is None else x.new_empty(x.shape) for x in (log_gate, s0, z0))
+    return dq, dk, dv, dg, ds0, dz0
+
+
+@torch.library.register_fake("subquad::linear_attention_backward")
+def _(
+    do: Tensor,
+    ds: Tensor | None,
+    dz: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    o: Tensor,
+    den: Tensor,
+    init: Tensor | None,
+    zinit: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    return _gradients(q, k, v, log_gate, cu_seqlens, s0, z0)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, causal, feature_map, signed, normalize, eps, save = inputs
+    o, s, z, den, rows, zrows = output
+    ctx.options = causal, feature_map, signed, normalize, eps
+    ctx.saved = save
+    ctx.set_materialize_grads(False)
+    if not save:
+        return
+    init, zinit = tensors[-2:]  # one segment: the walk starts from s0
+    if not causal:
+        init, zinit = s, z
+    elif len(rows):
+        init, zinit = rows, zrows
+    ctx.save_for_backward(*tensors, o, den, init, zinit)
+
+
+def _gradient(ctx, do, ds, dz, *unused):  # type: ignore[no-untyped-def]
+    if not ctx.saved:
+        raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
+    *tensors, o, den, init, zinit = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(o)
+    out = torch.ops.subquad.linear_attention_backward(do, ds, dz, *tensors, o, den, init, zinit, *ctx.options)
+    dq, dk, dv, dg, ds0, dz0 = out
+    log_gate, s0, z0 = tensors[3], tensors[6], tensors[7]
+    dg, ds0, dz0 = (None if x is None else d for x, d in ((log_gate, dg), (s0, ds0), (z0, dz0)))
+    return dq, dk, dv, dg, None, None, ds0, dz0, None, None, None, None, None, None
+
+
+torch.library.register_autograd("subquad::linear_attention", _gradient, setup_context=_setup)
+
+_STEP = "str feature_map, bool signed, bool normalize, float eps"
+
+
+torch.library.define(
+    "subquad::linear_attention_step",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor s, Tensor z, {_STEP}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("subquad::linear_attention_step", "CompositeExplicitAutograd")
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    from subquad.ops import linear_triton
+
+    o, s_new, z_new = q.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape)
+    linear_triton.launch_step(q, k, v, log_gate, s, z, o, s_new, z_new, feature_map, signed, normalize, eps)
+    return o, s_new, z_new
+
+
+@torch.library.register_fake("subquad::linear_attention_step")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    return q.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape)
+
+
+torch.library.define(
+    "subquad::linear_attention_step_",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z, {_STEP}) -> Tensor",
+)
+
+
+@torch.library.impl("subquad::linear_attention_step_", "CompositeExplicitAutograd")
+def _step_inplace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    from subquad.ops import linear_triton
+
+    o = q.new_empty(v.shape)
+    linear_triton.launch_step(q, k, v, log_gate, s, z, o, s, z, feature_map, signed, normalize, eps)
+    return o
+
+
+@torch.library.register_fake("subquad::linear_attention_step_")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    return q.new_empty(v.shape)

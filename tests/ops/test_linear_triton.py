@@ -1,0 +1,346 @@
+"""The fused kernels against the dense definition in float64, through Triton's interpreter, and compiled for sm_90.
+
+Interpreting and compiling need opposite settings when triton is first imported, so both run in processes of their own:
+`test_in_its_own_process` starts this file again with TRITON_INTERPRET set, and again without.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from subquad.ops import linear_fused
+from subquad.ops.linear_fused import fused_linear_attention, fused_linear_attention_step
+
+pytest.importorskip("triton")
+INNER = os.environ.get("SUBQUAD_TRITON_TEST")
+interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
+
+MAPS = {"elu+1": lambda x: F.elu(x) + 1, "relu": F.relu, "exp": torch.exp, "identity": lambda x: x}
+BASE: dict[str, Any] = {
+    "causal": True, "feature_map": "elu+1", "signed": False, "normalize": True, "eps": 1e-6,
+    "lengths": None, "cu_seqlens": None, "log_gate": None, "s0": None, "z0": None,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(INNER is not None, reason="already inside")
+@pytest.mark.parametrize("mode", ["interpret", "compile"])
+def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
+    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_registering_the_operators_does_not_import_triton() -> None:
+    code = f"import runpy, sys; runpy.run_path({linear_fused.__file__!r}); sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_fused, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(linear_fused, "PROGRAMS", 1)
+
+
+def one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    keys: int,
+    opt: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition for one sequence: q [T, H, K], k [S, H, K], v [S, H, V], of which `keys` keys are real."""
+    t, s = q.shape[0], k.shape[0]
+    keep = torch.arange(s) < keys
+    q, k = MAPS[opt["feature_map"]](q), MAPS[opt["feature_map"]](k) * keep[:, None, None]
+    age = torch.zeros(t, q.shape[1], dtype=q.dtype) if gate is None else torch.cumsum(gate * keep[:, None], 0)
+    a = torch.einsum("thk,shk->hts", q, k)
+    if opt["causal"]:
+        a = a * (age.T[:, :, None] - age.T[:, None, :]).tril().exp().tril()
+    num, den = torch.einsum("hts,shv->thv", a, v), a.sum(-1).T
+    late = (age[-1:] - age).exp()[..., None] if opt["causal"] else torch.ones(s, q.shape[1], 1, dtype=q.dtype)
+    state, norm = torch.einsum("shk,shv->hkv", k * late, v), (k * late).sum(0)
+    if s0 is not None and z0 is not None:
+        num = num + torch.einsum("thk,hkv->thv", q, s0) * age.exp()[..., None]
+        den = den + torch.einsum("thk,hk->th", q, z0) * age.exp()
+        last = age.exp()[-1] if opt["causal"] and t else torch.ones(q.shape[1], dtype=q.dtype)
+        state, norm = state + s0 * last[:, None, None], norm + z0 * last[:, None]
+    if opt["normalize"]:
+        den = torch.where(den < 0, -1.0, 1.0) * den.abs().clamp(min=opt["eps"]) if opt["signed"] else den + opt["eps"]
+        num = num / den[..., None]
+    real = keys if s == t else t
+    return num * (torch.arange(t) < real)[:, None, None], state, norm
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, **opt: Any) -> tuple[Tensor, ...]:
+    gate, s0, z0 = opt["log_gate"], opt["s0"], opt["z0"]
+    pick = lambda x, i: None if x is None else x[i]  # noqa: E731
+    if opt["cu_seqlens"] is not None:
+        spans = list(itertools.pairwise(opt["cu_seqlens"].tolist()))
+        parts = [
+            one(
+                q[0, a:b],
+                k[0, a:b],
+                v[0, a:b],
+                None if gate is None else gate[0, a:b],
+                pick(s0, i),
+                pick(z0, i),
+                b - a,
+                opt,
+            )
+            for i, (a, b) in enumerate(spans)
+        ]
+        return torch.cat([p[0] for p in parts])[None], *(torch.stack([p[j] for p in parts]) for j in (1, 2))
+    sizes = [k.shape[1]] * len(q) if opt["lengths"] is None else opt["lengths"].tolist()
+    parts = [one(q[i], k[i], v[i], pick(gate, i), pick(s0, i), pick(z0, i), n, opt) for i, n in enumerate(sizes)]
+    return tuple(torch.stack([p[j] for p in parts]) for j in range(3))
+
+
+def draw(b: int, t: int, s: int, h: int, k: int, v: int, n: int, gate: bool, init: bool) -> list[Tensor | None]:
+    torch.manual_seed(b * t + k)
+    out: list[Tensor | None] = [torch.randn(b, x, h, w).double() for x, w in ((t, k), (s, k), (s, v))]
+    out.append(-torch.rand(b, t, h).double() * 0.3 if gate else None)
+    out += [torch.randn(n, h, k, v).double(), torch.rand(n, h, k).double() * 3] if init else [None, None]
+    return [None if x is None else x.requires_grad_() for x in out]
+
+
+def compare(
+    b: int, t: int, h: int, k: int, v: int, s: int | None = None, gate: bool = False, init: bool = False, **more: Any
+) -> None:
+    """Outputs, states and the gradients of every input, to the last digits of float64."""
+    for name in ("lengths", "cu_seqlens"):
+        if more.get(name) is not None:
+            more[name] = torch.tensor(more[name], dtype=torch.int32)
+    n = b if more.get("cu_seqlens") is None else len(more["cu_seqlens"]) - 1
+    tensors = draw(b, t, s or t, h, k, v, n, gate, init)
+    q, key, val, g, s0, z0 = tensors
+    opt = BASE | more | {"log_gate": g, "s0": s0, "z0": z0}
+    leaves = [x for x in tensors if x is not None]
+    ours, exact = fused_linear_attention(q, key, val, **opt), dense(q, key, val, **opt)
+    weights = [torch.randn_like(x) for x in exact]
+    grads = [torch.autograd.grad(x, leaves, weights) for x in (ours, exact)]
+    for x, y in zip((*ours, *grads[0]), (*exact, *grads[1]), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"t": 40},
+        {"t": 1, "init": True, "gate": True},
+        {"t": 70, "b": 2, "h": 2, "k": 20, "v": 24, "init": True},
+        {"t": 70, "gate": True, "init": True},
+        {"t": 70, "b": 2, "gate": True, "init": True, "lengths": [70, 37]},
+        {"t": 40, "b": 2, "lengths": [0, 33]},
+        {"t": 110, "gate": True, "init": True, "cu_seqlens": [0, 40, 40, 57, 110]},
+        {"t": 110, "h": 2, "cu_seqlens": [0, 40, 41, 110]},
+        {"t": 70, "causal": False, "init": True},
+        {"t": 50, "s": 70, "b": 2, "causal": False, "lengths": [70, 33]},
+        {"t": 50, "b": 2, "causal": False, "lengths": [0, 33], "feature_map": "exp"},
+        {"t": 110, "causal": False, "init": True, "cu_seqlens": [0, 40, 40, 57, 110]},
+        {"t": 70, "feature_map": "identity", "signed": True, "eps": 1e-2},
+        {"t": 70, "feature_map": "relu", "normalize": False, "gate": True},
+        {"t": 40, "feature_map": "exp", "normalize": False},
+        {"t": 40, "k": 80, "v": 48, "gate": True, "init": True},  # blocks of K and of V
+        {"t": 40, "k": 48, "v": 80, "causal": False},
+    ],
+    ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()),
+)
+def test_equals_the_definition(case: dict[str, Any]) -> None:
+    compare(**({"b": 1, "h": 1, "k": 16, "v": 16} | case))
+
+
+@interpreted
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=3).filter(lambda sizes: sum(sizes) > 0), st.booleans())
+def test_any_packing(sizes: list[int], causal: bool) -> None:
+    compare(1, sum(sizes), 1, 16, 16, cu_seqlens=[0, *itertools.accumulate(sizes)], causal=causal)
+
+
+@interpreted
+def test_gradcheck() -> None:
+    leaves = [x for x in draw(1, 33, 33, 1, 4, 3, 1, True, True) if x is not None]
+
+    def fn(*x: Tensor) -> tuple[Tensor, ...]:
+        return fused_linear_attention(*x[:3], **BASE | {"log_gate": x[3], "s0": x[4], "z0": x[5]})
+
+    assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_error_at_most_twice_that_of_the_plain_expression(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, 70, 1, 16).to(dtype).requires_grad_() for _ in range(3)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    ours, rough, true = fused_linear_attention(*leaves, **BASE), dense(*leaves, **BASE), dense(*exact, **BASE)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, torch.float32]
+    w = torch.randn_like(ours[0])
+    grads = [
+        torch.autograd.grad(o[0], x, w.to(o[0].dtype)) for o, x in ((ours, leaves), (rough, leaves), (true, exact))
+    ]
+    for x, y, z in zip((*ours, *grads[0]), (*rough, *grads[1]), (*true, *grads[2]), strict=True):
+        assert (x.double() - z).norm() <= 2 * (y.double() - z).norm() + 1e-7 * z.norm()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu", "identity"])
+def test_large_inputs_stay_finite(dtype: torch.dtype, feature_map: str) -> None:
+    torch.manual_seed(0)
+    x = [((torch.rand(1, 40, 1, 16) * 2 - 1) * 1e4).to(dtype).requires_grad_() for _ in range(3)]
+    signed = feature_map == "identity"
+    out = fused_linear_attention(*x, **BASE | {"feature_map": feature_map, "signed": signed})
+    for y in (*out, *torch.autograd.grad(out[0].float().sum(), x)):
+        assert torch.isfinite(y).all()
+
+
+@interpreted
+def test_closed_gates_forget_exactly() -> None:
+    torch.manual_seed(0)
+    x = [torch.randn(1, 70, 1, 16, requires_grad=True) for _ in range(3)]
+    gate = torch.zeros(1, 70, 1)
+    gate[:, 20] = -1e4
+    gate[:, 50:] = -1e4
+    gate.requires_grad_()
+    out = fused_linear_attention(*x, **BASE | {"log_gate": gate})
+    fresh = fused_linear_attention(*(y[:, 20:50] for y in x), **BASE)
+    torch.testing.assert_close(out[0][:, 20:50], fresh[0], rtol=2e-4, atol=1e-5)
+    torch.testing.assert_close(out[0][:, 50:], x[2][:, 50:], rtol=1e-4, atol=1e-5)
+    for y in torch.autograd.grad(out[0].square().sum(), [*x, gate]):
+        assert torch.isfinite(y).all()
+
+
+@interpreted
+def test_views_of_one_projection_are_read_in_place() -> None:
+    qkv = torch.randn(2, 40, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    views, copies = qkv.unbind(2), [x.contiguous() for x in qkv.unbind(2)]
+    for x, y in zip(fused_linear_attention(*views, **BASE), fused_linear_attention(*copies, **BASE), strict=True):
+        assert torch.equal(x, y)
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+def test_step_continues_the_sequence(gated: bool) -> None:
+    q, k, v, g, s0, z0 = (None if x is None else x.detach() for x in draw(2, 3, 3, 2, 20, 24, 2, gated, True))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert s0 is not None
+    assert z0 is not None
+    whole = dense(q, k, v, **BASE | {"log_gate": g, "s0": s0, "z0": z0})
+    opt: dict[str, Any] = {"feature_map": "elu+1", "signed": False, "normalize": True, "eps": 1e-6}
+    s, z = s0.clone(), z0.clone()
+    for t in range(3):
+        args = (q[:, t], k[:, t], v[:, t])
+        gate = None if g is None else g[:, t]
+        kept = s.clone()
+        o, s1, z1 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=False)
+        assert torch.equal(s, kept), "step is pure unless asked"
+        leaves = [x.clone().requires_grad_() for x in args]
+        o2, s2, _ = fused_linear_attention_step(*leaves, s, z, **opt, log_gate=gate, inplace=False)
+        assert o2.grad_fn is not None
+        torch.testing.assert_close((o2, s2), (o, s1))
+        o3, s3, z3 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=True)
+        assert s3 is s
+        assert z3 is z
+        torch.testing.assert_close((o3, s, z), (o, s1, z1))
+        torch.testing.assert_close(o, whole[0][:, t])
+    torch.testing.assert_close((s, z), whole[1:])
+
+
+@interpreted
+def test_the_operators_are_well_formed() -> None:
+    q, k, v, g, s0, z0 = draw(1, 33, 33, 1, 16, 16, 1, True, True)
+    options = ("elu+1", False, True, 1e-6)
+    ops = torch.ops.subquad
+    torch.library.opcheck(ops.linear_attention.default, (q, k, v, g, None, None, s0, z0, True, *options, True))
+    torch.library.opcheck(ops.linear_attention.default, (q, k, v, None, None, None, None, None, False, *options, True))
+    row = [None if x is None else x.detach()[:, 0] for x in (q, k, v, g)]
+    state = [x.detach() for x in (s0, z0) if x is not None]
+    torch.library.opcheck(ops.linear_attention_step.default, (*row, *state, *options))
+    torch.library.opcheck(ops.linear_attention_step_.default, (*row, *state, *options))
+
+
+@interpreted
+def test_compiles_without_a_graph_break_and_recomputes_under_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v, *_ = draw(1, 40, 40, 1, 16, 16, 1, False, False)
+
+    def loss(*x: Tensor) -> Tensor:
+        o, s, z = fused_linear_attention(*x, **BASE)
+        return o.square().sum() + s.sum() + z.square().sum()
+
+    leaves = [x for x in (q, k, v) if x is not None]
+    plain = torch.autograd.grad(loss(*leaves), leaves)
+    graph = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    again = torch.autograd.grad(checkpoint(loss, *leaves, use_reentrant=False), leaves)
+    for x, y, z in zip(plain, torch.autograd.grad(graph(*leaves), leaves), again, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
+
+
+@interpreted
+def test_unknown_feature_map_is_refused() -> None:
+    x = torch.randn(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="feature_map='tanh'"):
+        fused_linear_attention(x, x, x, **BASE | {"feature_map": "tanh"})
+
+
+@compiled
+@pytest.mark.parametrize("kernel", ["states", "forward", "backward_q", "backward_kv", "step", "scan"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
+    """The real compiler accepts every kernel; registers and shared memory are within a multiprocessor's."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from subquad.ops import linear_triton
+
+    fn = getattr(linear_triton, kernel)
+    cfg = linear_triton.config(kernel, 64, 64, 2)
+    half = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
+    numbers = {"eps": "fp32"} | dict.fromkeys(("cu", "owner", "lengths"), "*i32")
+    constants = {
+        "K": 64, "V": 64, "C": cfg.chunk, "BK": 64, "BV": 64, "MAP": "elu+1", "CAUSAL": True, "SIGNED": False,
+        "NORM": True, "GATED": gated, "PACKED": gated, "LENGTHS": False, "INIT": True, "SPLIT": True, "SAVE": True,
+        "FINAL": True, "DK": True, "DV": True, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
+        "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
+    }  # fmt: skip
+    scalars = {"T", "L", "NS", "H", "E", "TOKENS"}
+    signature, constexprs = {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in constants and fn.params[i].is_constexpr:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = constants[name]
+        elif name in numbers:
+            signature[name] = numbers[name]
+        elif name in scalars or (len(name) == 2 and name[1] in "bth" and name[0] in "qkvgosz"):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*bf16" if name in half else "*fp32"
+    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
+    options = {"num_warps": cfg.warps, "num_stages": cfg.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= 227 * 1024
