@@ -96,6 +96,16 @@ def test_the_state_is_the_open_block_and_the_summaries() -> None:
     assert open_block.init_state(1, capacity=800).k.shape[1] == 8
 
 
+@torch.no_grad()
+def test_compiles_without_a_break() -> None:
+    """Heads with different patterns are the harder case: the compiler must take all of them for constants."""
+    mix, x = fixed(block=8, summary=2, causal=True), tokens(2, 20, DIM)
+    forward, step = (torch.compile(f, backend="eager", fullgraph=True) for f in (mix, mix.step))
+    assert torch.equal(forward(x), mix(x))
+    _, state = mix.prefill(x[:, :11], state=mix.init_state(2, capacity=20))
+    assert torch.equal(step(x[:, 11], state)[0], mix.step(x[:, 11], state)[0])
+
+
 def test_options() -> None:
     for options, match in (
         ({"block": 0}, "block=0"),

@@ -114,6 +114,15 @@ def test_the_cache_is_as_large_as_the_reach(name: str, slots: int) -> None:
     assert state.k.shape == state.v.shape == (B, slots, H, K), "reallocated inside its capacity"
 
 
+def test_one_pattern_serves_all_heads() -> None:
+    q, k, v = tokens(20)
+    for pattern in (Local(4) | Global(2), Local(2, 0) | Strided(4)):
+        one, each = SparseCache(pattern), SparseCache([pattern] * H)
+        o, state = one.attend(q, k, v, one.empty(B, H, K, 20, q))
+        assert torch.equal(o, each.attend(q, k, v, each.empty(B, H, K, 20, q))[0])
+        assert state.k.shape[2] == H
+
+
 def test_growth_is_rare_and_windows_never_grow() -> None:
     q, k, v = tokens(120)
     shapes = {}

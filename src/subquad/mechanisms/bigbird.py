@@ -156,7 +156,6 @@ class Bigbird(Patterned):
         o = sparse_attention(
             q, k, v, Dense(), key_lengths=self._longer(lengths), scale=self.scale, impl=self.options.impl
         )
-        assert isinstance(o, Tensor)
         return tokens + self.heads.merge(o)
 
     def _read_dense(self, x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -86,7 +86,6 @@ class Longformer(Patterned):
         if self.global_rows:
             q, k, v = self._project_global(x)
             rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
-            assert isinstance(rows, Tensor)
             o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
         return self.heads.merge(o)
 

@@ -34,7 +34,7 @@ class Patterned(Mixer):
 
     state_type = SparseState
     traits = Traits(causal=True, bidirectional=True, state="window")
-    family = "patterns"
+    family = "human patterns"
     unused = Mixer.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
     options: Options
 
@@ -72,6 +72,9 @@ class Patterned(Mixer):
         q, k, v = self._project(x)
         return self.heads.merge(torch.einsum("bhts,bshv->bthv", self._weights(q, k, lengths), v))
 
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._project(x)
+
     def _pattern(self, x: Tensor) -> Tensor:
         q, k, _ = self._project(x)
         return self._weights(q, k, None)
@@ -96,11 +99,9 @@ class Patterned(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
         patterns, options = self.patterns, self.options
-        o = sparse_attention(
+        return sparse_attention(
             q, k, v, patterns, causal=options.causal, lengths=lengths, scale=self.scale, impl=options.impl
         )
-        assert isinstance(o, Tensor)
-        return o
 
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         size = q.shape[1]

@@ -4,6 +4,7 @@ from subquad.ops.linear import LinearState, linear_attention, linear_attention_s
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.similarity import similarity_attention
 from subquad.ops.sparse import attend_cached, sparse_attention
+from subquad.ops.sparse_cache import SparseCache, SparseState
 
 __all__ = [
     "Block",
@@ -14,6 +15,8 @@ __all__ = [
     "Local",
     "Pattern",
     "Random",
+    "SparseCache",
+    "SparseState",
     "Strided",
     "Summary",
     "attend_cached",

@@ -18,7 +18,7 @@ Nothing of size [T, T] is made, and memory is linear in T.
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import inf
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ from subquad.ops.impl import choose
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary, from_json
 
 __all__ = ["attend_cached", "sparse_attention"]
+
+Fn = TypeVar("Fn")
 
 TILE = 128  # queries of a tile
 STRAIGHT = (Global, Local, Block, Summary, Dense)  # atoms whose tiles hold consecutive queries
@@ -89,7 +91,8 @@ def sparse_attention(
     if key_lengths is None:
         key_lengths = lengths
     parts: list[tuple[Tensor, Tensor]] = []
-    groups = _groups(pattern if isinstance(pattern, Pattern) else tuple(pattern), q.shape[2], k.shape[2])
+    texts = (_text(pattern),) * q.shape[2] if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
+    groups = _groups(texts, q.shape[2], k.shape[2])
     for text, own, kv in groups:
         qs, ks, vs = _heads(q, own), _heads(k, kv), _heads(v, kv)
         parts.append(
@@ -165,14 +168,25 @@ def _unsupported(q: Tensor) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
-def _groups(
-    pattern: Pattern | tuple[Pattern, ...], H: int, Hkv: int
-) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+def _constant(function: Fn) -> Fn:
+    """torch.compiler.assume_constant_result without its import of the whole compiler, Triton included."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def _text(pattern: Pattern) -> str:
+    """A compiler takes one pattern for a constant, but not a tuple of them; of strings it takes both."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: one Pattern, or one for each query head; got {pattern!r}")
+    return pattern.to_json()
+
+
+@_constant
+def _groups(heads: tuple[str, ...], H: int, Hkv: int) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
     """Heads of equal pattern are computed together: the pattern as JSON, its query heads, the key heads they read."""
-    heads = (pattern,) * H if isinstance(pattern, Pattern) else pattern
-    if len(heads) != H or not all(isinstance(p, Pattern) for p in heads):
-        raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {pattern!r}")
+    if len(heads) != H:
+        raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(heads)}")
     groups = []
     share = H // Hkv
     for one in dict.fromkeys(heads):
@@ -180,7 +194,7 @@ def _groups(
         # whole groups of query heads keep sharing their key head; a group that patterns split is written out
         shared = tuple(h // share for h in own[::share])
         whole = own == tuple(h for g in shared for h in range(g * share, (g + 1) * share))
-        groups.append((one.to_json(), own, shared if whole else tuple(h // share for h in own)))
+        groups.append((one, own, shared if whole else tuple(h // share for h in own)))
     return tuple(groups)
 
 

@@ -34,10 +34,15 @@ class SparseState(NamedTuple):
 
 
 class SparseCache:
-    """How the patterns of the heads are decoded. The tensors are in the `SparseState` that goes in and comes out."""
+    """How a pattern, or one for each head, is decoded; the tensors are in the `SparseState` that goes in and comes out.
 
-    def __init__(self, patterns: Sequence[Pattern]):
-        self.patterns = tuple(patterns)
+    cache = SparseCache(Local(256, 0) | Global(4))
+    state = cache.empty(batch, heads, width, capacity, like=k)
+    o, state = cache.attend(q, k, v, state)     # [B, T, H, D]: a prompt, or T = 1 for a token
+    """
+
+    def __init__(self, patterns: Pattern | Sequence[Pattern]):
+        self.patterns = (patterns,) if isinstance(patterns, Pattern) else tuple(patterns)
         need = reach(self.patterns)
         summaries = [[atom for atom in p.atoms if isinstance(atom, Summary)] for p in self.patterns]
         shapes = {(atom.l, atom.c) for head in summaries for atom in head}
