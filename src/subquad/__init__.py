@@ -1,15 +1,29 @@
 """subquad: the efficient transformers of the literature under one contract.
 
-    mix = subquad.build("linear", dim=256, heads=8, causal=True)
-    y = mix(x)                                  # [B, T, 256] in parallel
-    y, state = mix.prefill(prompt)              # or as a recurrence
-    y_t, state = mix.step(x_t, state)
+mix = subquad.build("linear", dim=256, heads=8, causal=True)
+y = mix(x)                                  # [B, T, 256] in parallel
+y, state = mix.prefill(prompt)              # or as a recurrence
+y_t, state = mix.step(x_t, state)
 """
 
 from subquad import ops
 from subquad.mechanisms import MECHANISMS, build
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import Mixer
+from subquad.mechanisms.error import approximation_error
+from subquad.models import Classifier, LanguageModel, Matcher, Seq2Seq, Transformer, load
 
 __version__ = "0.1.0"
 
-__all__ = ["MECHANISMS", "Mixer", "Traits", "build", "ops"]
+__all__ = [
+    "MECHANISMS",
+    "Classifier",
+    "LanguageModel",
+    "Matcher",
+    "Mixer",
+    "Seq2Seq",
+    "Transformer",
+    "approximation_error",
+    "build",
+    "load",
+    "ops",
+]

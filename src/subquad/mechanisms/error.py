@@ -1,13 +1,18 @@
 """How far a mechanism is from the exact softmax attention that it approximates."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @torch.no_grad()
@@ -31,6 +36,8 @@ def approximation_error(mix: Mixer, x: Tensor) -> Tensor:
 
 def error_table(name: str, lengths: tuple[int, ...] = (64, 256, 1024)) -> Table:
     """The error at default options on random tokens, untrained: dim 64, 4 heads."""
+    from rich.table import Table
+
     cls = MECHANISMS[name]
     table = Table(title="Distance to exact softmax attention, untrained, random tokens, per head", title_justify="left")
     table.add_column("T")

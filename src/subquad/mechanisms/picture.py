@@ -32,7 +32,7 @@ def draw(name: str, path: Path) -> None:
             axis.set_axis_off()
             if head < len(weights):
                 w = weights[head]
-                axis.imshow(w / w.amax(-1, keepdim=True).clamp(min=1e-9), cmap="Blues", vmin=0, vmax=1)
+                axis.imshow((w / w.amax(-1, keepdim=True).clamp(min=1e-9)).numpy(), cmap="Blues", vmin=0, vmax=1)
                 axis.set_title(f"{'causal' if causal else 'bidirectional'}, head {head}", fontsize=9)
     figure.suptitle(f"{name}: queries down, keys across, each row scaled to its largest weight", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ def picture(real: Tensor, generated: Tensor, path: Path, columns: int = 16) -> N
         rows = len(images) // columns
         sheet = images[: rows * columns].view(rows, columns, digits.SIDE, digits.SIDE)
         sheet = torch.nn.functional.pad(sheet, (1, 0, 1, 0)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-        axis.imshow(sheet, cmap="gray_r", vmin=0, vmax=digits.SHADES - 1)
+        axis.imshow(sheet.numpy(), cmap="gray_r", vmin=0, vmax=digits.SHADES - 1)
         axis.set_title(title, fontsize=10)
         axis.set_axis_off()
     figure.savefig(path, dpi=150)

@@ -1,0 +1,46 @@
+"""What importing the package costs and loads, and what the wheel holds."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import subquad
+
+HEAVY = (
+    "triton",
+    "matplotlib",
+    "plotly",
+    "transformers",
+    "rich",
+    "typer",
+    "pandas",
+    "scipy",
+    "torchvision",
+    "tensorboard",
+)
+
+
+def test_importing_loads_nothing_heavy_beside_torch() -> None:
+    code = "import sys, torch; before = set(sys.modules); import subquad; print(*(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "subquad.mechanisms.linear" in loaded
+    assert not {name for name in loaded if name.split(".")[0] in HEAVY}
+
+
+def test_fewer_than_a_dozen_public_names() -> None:
+    assert len(subquad.__all__) < 12
+    assert all(hasattr(subquad, name) for name in subquad.__all__)
+
+
+def test_the_wheel_is_pure_python_and_carries_the_data(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    build = "from hatchling.build import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True
+    )
+    name = done.stdout.split()[-1]
+    assert name.endswith("-py3-none-any.whl")
+    held = zipfile.ZipFile(tmp_path / name).namelist()
+    assert {"subquad/py.typed", "subquad/data/digits.npz", "subquad/mechanisms/linear.py"} <= set(held)
+    assert not [path for path in held if path.endswith((".so", ".c", ".cpp", ".cu"))]
