@@ -14,7 +14,9 @@ Departures  The authors subtract the largest exponent of all keys, which looks a
             features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
             exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
             |denominator|, in units of the largest exp(|k|²/2). Ω is drawn once, and anew by `redraw`.
-Verified    tests/mechanisms/test_performer.py
+Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
+            performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16, softmax with eps=0 on both sides 1e-13, causal
+            and not; with its own eps of 1e-4, 1e-4 for tokens of size 0.5 and apart for large ones, where eps decides
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from subquad.ops.linear import LinearState, linear_attention, linear_attention_s
 from subquad.ops.random_features import Norms, draw_directions, positive, project, trigonometric
 
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
-KERNELS = {"softmax": 1e-6, "hyperbolic": 1e-6, "trig": 1e-6, "relu": 1e-3}  # and their eps
+KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 1e-6, "relu": 1e-3}  # and their eps
 
 
 class State(NamedTuple):
@@ -46,7 +48,7 @@ class Options(base.Options):
     kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"
     orthogonal: bool = True
     norms: Norms = "chi"  # lengths of orthogonal rows: drawn like those of Gaussian vectors, or all √K ("sqrt")
-    eps: float | None = None  # None: 1e-6, and 1e-3 for relu
+    eps: float | None = None  # None: 1e-9, 1e-6 for trig, 1e-3 for relu
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -129,8 +131,8 @@ class Performer(Mixer):
         q, k, v = self.heads.split(x, context)
         return *self._rotate(q, k, position), v
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        return None if self.options.kernel == "relu" else self._project(x)
 
     def _prepare(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
@@ -157,8 +159,9 @@ class Performer(Mixer):
                 reached = reached.amax(dim=1, keepdim=True)
                 largest = reached[:, 0]
             k = k * (exponent - reached).exp()[..., None]
-        # float16 holds neither a small feature nor the gradient of a small denominator
-        dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
+        # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
+        narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
+        dtype = v.dtype if narrow else torch.promote_types(v.dtype, torch.float32)
         return q.to(dtype), k.to(dtype), v.to(dtype), gate, largest
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,8 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
 Departures  the denominator can be near zero or negative, and is sign(d)·max(|d|, eps); the authors' release raises it
             to at least 1. The paper draws Ω from a pool for each batch in training: call `redraw` before the batch
-Verified    tests/mechanisms/test_rfa.py
+Verified    tests/mechanisms/test_rfa.py; the release's masked and incremental functions in float64: 1e-4 once its floor
+            of 1 is passed, from x/(|x| + 0.001), and 1e-15 with |x| in place of that. It has no gate to compare with
 """
 
 from dataclasses import dataclass
