@@ -1,0 +1,116 @@
+"""Linformer: attention has low rank, nearly, so a few learned mixtures of the keys and values can stand for them all.
+
+Paper       Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv:2006.04768, §4
+Definition  O = softmax(Q (E K)ᵀ / √K) (F V) per head, with learned E, F of shape rank × max_length; a row of n keys
+            uses their first n columns. share="none": an E and an F for each head; "heads": one E and one F for all;
+            "keyvalue": E = F as well; "layer": the same E for all layers too, once `share_with` has joined them
+Cost        train O(T·rank·D) time, O((T + rank)·D) memory, E and F rank·max_length each; no decoding
+Departures  E and F start uniform in ±1/√rank; any T up to max_length is served; rotary turns q and k before E
+Verified    tests/mechanisms/test_linformer.py: E = F = I is full attention, 1e-12; the PyPI package linformer 0.2.3
+            with copied weights (full length, shorter, with context) agrees to 1e-12, its share_kv to 1e-7 in float32
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of
+
+Share = Literal["none", "heads", "keyvalue", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    rank: int = 128
+    share: Share = "heads"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, rank=1)
+        one_of(self, share=get_args(Share))
+
+
+class Linformer(Mixer):
+    options_type = Options
+    traits = Traits(cross=True, fixed_length=True)
+    family = "fewer queries or keys"
+    exponent = 1.0
+    unused = Mixer.unused - {"max_length"}
+    small = (
+        {"rank": 7},
+        {"rank": 7, "share": "none"},
+        {"rank": 60, "share": "keyvalue"},
+        {"rank": 7, "share": "layer"},
+    )
+    options: Options
+    _why_not_causal = "E and F mix all positions before any query reads them"
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+        shape = (options.heads if options.share == "none" else 1, options.rank, options.max_length or 0)
+        bound = 1 / math.sqrt(options.rank)
+        self.key_rows = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))  # E
+        separate = options.share in ("none", "heads")
+        self.value_rows = nn.Parameter(torch.empty(shape).uniform_(-bound, bound)) if separate else None  # F
+
+    def share_with(self, first: "Linformer") -> None:
+        """Use the E of another layer from now on: models call it with their first layer where share="layer"."""
+        if self.options.share != "layer" or not isinstance(first, Linformer) or first.options.share != "layer":
+            raise ValueError('share_with joins two linformer layers: accepted are modules built with share="layer"')
+        if self.key_rows.shape != first.key_rows.shape:
+            raise ValueError(
+                f"first has rank and max_length {tuple(first.key_rows.shape[1:])}: "
+                f"this module has {tuple(self.key_rows.shape[1:])}"
+            )
+        self.key_rows = first.key_rows
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._qkv(x, context)
+        present = keep(lengths if context is None else context_lengths, k.shape[1])
+        if present is not None:  # a zero row adds nothing to E k: the same as fewer columns of E
+            k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
+        k, v = self._compress(self.key_rows, k), self._compress(self._value_rows, v)
+        dropout = self.options.dropout if self.training else 0.0
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, dropout_p=dropout)  # [B, H, T, V]
+        return self.heads.merge(o.transpose(1, 2))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._qkv(x, context)
+        if context is not None:
+            lengths = context_lengths
+        counts = [k.shape[1]] * len(x) if lengths is None else lengths.tolist()
+        rows = [self._weights(q[b], k[b], n) @ v[b, :n].movedim(1, 0) for b, n in enumerate(counts)]  # [H, T, V]
+        return self.heads.merge(torch.stack(rows).movedim(1, 2))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._qkv(x)
+        return torch.stack([self._weights(q[b], k[b], x.shape[1]) for b in range(len(x))])
+
+    @property
+    def _value_rows(self) -> Tensor:
+        return self.key_rows if self.value_rows is None else self.value_rows
+
+    def _qkv(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x, context)
+        return *self._rotate(q, k), v
+
+    def _compress(self, rows: Tensor, t: Tensor) -> Tensor:
+        """E k: [B, S, H, K] -> [B, H, rank, K]"""
+        return rows[..., : t.shape[1]] @ t.transpose(1, 2)
+
+    def _weights(self, q: Tensor, k: Tensor, n: int) -> Tensor:
+        """softmax(Q (E K)ᵀ / √K) F of one row with n keys, the matrix that multiplies V: [H, T, n]"""
+        queries, keys = q.movedim(1, 0), k[:n].movedim(1, 0)  # [H, T, K]
+        few = self.key_rows[..., :n] @ keys  # [H, rank, K]
+        scores = torch.einsum("htk,hrk->htr", queries, few) / math.sqrt(q.shape[-1])
+        return scores.softmax(-1) @ self._value_rows[..., :n]
