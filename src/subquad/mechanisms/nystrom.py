@@ -1,0 +1,172 @@
+"""Nyström attention: a few landmark queries and keys stand for all, and a small inverse undoes what they share.
+
+Paper       Xiong et al. 2021, "Nyströmformer: A Nyström-based Algorithm for Approximating Self-Attention",
+            arXiv:2102.03902, §3
+Definition  O = softmax(Q K̃ᵀ) Z softmax(Q̃ Kᵀ) V + conv(V) per head, scores over √K. Q̃ and K̃ are means of `landmarks`
+            segments, cut at ⌊n·i/landmarks⌋ of the row's own length n. Z ≈ A⁺ for A = softmax(Q̃ K̃ᵀ): six rounds of
+            Z ← ¼ Z (13 − AZ (15 − AZ (7 − AZ))), from Aᵀ / (‖A‖₁ ‖A‖_∞). conv: one kernel a head, along positions.
+            A row of at most `landmarks` queries or keys gets exact attention, as in the authors' code
+Cost        train O(T·landmarks·D + landmarks³·H) time, O(T·(D + landmarks)) memory; no decoding
+Departures  each matrix has its own norms in Z₀ (the authors' default takes the largest of the batch, which ties rows
+            together); segments need not be equal; no convolution in cross-attention, where values have positions of
+            their own; all but the convolution in at least float32, because Z can be large; dropout on both long factors
+Verified    tests/mechanisms/test_nystrom.py: landmarks ≥ T is full attention, 1e-12; Z becomes the pseudo-inverse;
+            transformers 5.22.2 NystromformerSelfAttention with the per-matrix norms, and the PyPI package
+            nystrom-attention 0.0.14 with one row and one head (its norms span the batch), both with copied weights and
+            T divisible by the landmarks, agree to 1e-12
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    landmarks: int = 64
+    conv: int = 33  # width of the convolution over values, odd; 0: none
+    iterations: int = 6  # of the inverse
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, landmarks=1, conv=0, iterations=0)
+        if self.conv and self.conv % 2 == 0:
+            refuse("conv", self.conv, "0 or an odd width, which leaves the length as it is")
+
+
+class Nystrom(Mixer):
+    options_type = Options
+    traits = Traits(cross=True)
+    family = "fewer queries or keys"
+    exponent = 1.0
+    small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
+    options: Options
+    _why_not_causal = "a landmark is a mean over a segment, so every query would read the future through it"
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+        width, heads = options.conv, options.heads
+        self.conv = (
+            nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False) if width else None
+        )
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._qkv(x, context)
+        with torch.autocast(x.device.type, enabled=False):
+            o = self._attend(q, k, v, lengths, lengths if context is None else context_lengths).to(v.dtype)
+        if self.conv is not None and context is None:
+            present = keep(lengths, x.shape[1])
+            v = v if present is None else v.masked_fill(~present[..., None, None], 0)
+            o = o + self.conv(v.transpose(1, 2)).transpose(1, 2)
+        return self.heads.merge(o)
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in self._qkv(x, context))  # [B, H, T, K]
+        keys = lengths if context is None else context_lengths
+        o = torch.zeros_like(q)
+        for b in range(len(x)):
+            t, s = (size if n is None else int(n[b]) for n, size in ((lengths, q.shape[2]), (keys, k.shape[2])))
+            if t and s:
+                o[b, :, :t] = self._weights(q[b, :, :t], k[b, :, :s]) @ v[b, :, :s]
+            if self.conv is not None and context is None:
+                kernel, half = self.conv.weight[:, 0, :, 0], self.options.conv // 2  # [H, conv]
+                for i in range(t):
+                    for j in range(max(0, i - half), min(t, i + half + 1)):
+                        o[b, :, i] += kernel[:, j - i + half, None] * v[b, :, j]
+        return self.heads.merge(o.transpose(1, 2))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        """The attention alone, without the convolution; entries may be negative."""
+        q, k, _ = (t.transpose(1, 2) for t in self._qkv(x))
+        return torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])
+
+    def _qkv(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x, context)
+        return *self._rotate(q, k), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (t.to(exact) for t in (q, k, v))
+        counts, key_counts = _counts(lengths, q), _counts(key_lengths, k)  # [B, 1, 1, 1]
+        few_q, few_k = self._landmarks(q, counts), self._landmarks(k, key_counts)  # [B, H, M, K]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
+        visible, few_visible = (_visible(key_lengths, t.shape[2]) for t in (k, few_k))
+
+        scores = few_q @ few_k.mT / math.sqrt(q.shape[-1])
+        if few_visible is not None:
+            scores = scores.masked_fill(~few_visible, -math.inf)
+        inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
+        dropout = self.options.dropout if self.training else 0.0
+        summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
+        # where every key is its own landmark, its own value is exact
+        own = key_counts <= self.options.landmarks
+        values = torch.where(own, v[:, :, : few_k.shape[2]], inverse @ summary)  # [B, H, M, V]
+        o = F.scaled_dot_product_attention(q, few_k, values, few_visible, dropout_p=dropout)
+        # where every query is its own landmark, its own summary is exact
+        own = ~own & (counts <= self.options.landmarks)
+        size = few_q.shape[2]
+        return torch.cat((torch.where(own, summary, o[:, :, :size]), o[:, :, size:]), dim=2).transpose(1, 2)
+
+    def _landmarks(self, t: Tensor, counts: Tensor) -> Tensor:
+        """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]"""
+        size = min(self.options.landmarks, t.shape[1])
+        n = counts[:, :, 0]  # [B, 1, 1]
+        m = n.clamp(max=size)
+        segment = (torch.arange(1, t.shape[1] + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
+        index = torch.arange(size, device=t.device)[:, None]
+        member = ((segment == index) & (index < m)).to(t.dtype)  # [B, M, T]
+        return torch.einsum("bmt,bthk->bhmk", member, t) / member.sum(-1).clamp(min=1)[:, None, :, None]
+
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The matrix that multiplies the values of one row: q [H, n, K] -> [H, n, S]"""
+
+        def softmax(q: Tensor, k: Tensor) -> Tensor:
+            return torch.softmax(torch.einsum("htk,hsk->hts", q, k) / math.sqrt(q.shape[-1]), -1)
+
+        m = self.options.landmarks
+        if q.shape[1] <= m or k.shape[1] <= m:
+            return softmax(q, k)
+        few_q, few_k = (
+            torch.stack([t[:, t.shape[1] * i // m : t.shape[1] * (i + 1) // m].mean(1) for i in range(m)], 1)
+            for t in (q, k)
+        )
+        a = softmax(few_q, few_k)
+        one = torch.eye(m, dtype=a.dtype, device=a.device)
+        z = torch.stack([h.T / (h.sum(0).max() * h.sum(1).max()) for h in a])
+        for _ in range(self.options.iterations):
+            az = a @ z
+            z = z @ (13 * one - 15 * az + 7 * az @ az - az @ az @ az) / 4
+        return softmax(q, few_k) @ z @ softmax(few_q, k)
+
+
+def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
+    """Iterate towards the Moore-Penrose inverse of a matrix without negative entries, [..., M, N] -> [..., N, M]."""
+    z = a.mT / (a.sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
+    one = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
+    return z
+
+
+def _counts(lengths: Tensor | None, t: Tensor) -> Tensor:
+    """Tokens in each row, [B, 1, 1, 1]; at least one, so that no mean is over nothing."""
+    n = torch.full((len(t),), t.shape[1], device=t.device) if lengths is None else lengths.clamp(min=1)
+    return n[:, None, None, None]
+
+
+def _visible(lengths: Tensor | None, size: int) -> Tensor | None:
+    """Keys a query may see, [B, 1, 1, S]."""
+    mask = None if lengths is None else keep(lengths.clamp(min=1), size)
+    return None if mask is None else mask[:, None, None]
