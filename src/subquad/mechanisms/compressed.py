@@ -1,0 +1,227 @@
+"""Memory-compressed attention: a strided convolution turns every few keys and values into one slot; queries read slots.
+
+Paper       Liu et al. 2018, "Generating Wikipedia by Summarizing Long Sequences", arXiv:1801.10198, §4.2.3
+Definition  kⱼ' = Σᵢ Wᵢ k_{j·stride + i} + b for 0 ≤ i < stride, per head, and vⱼ' likewise with weights of its own;
+            oₜ = Σⱼ softmaxⱼ(qₜ·kⱼ' / √K) vⱼ'. Slot j starts at position j·stride whatever T is.
+            Bidirectional: a row's last slot is completed with zeros. Causal: t reads the slots whose last position is
+            at most t; a t before the end of slot 0 reads a learned value that stands for nothing
+Cost        train O(T²/stride·D) time, O(T·D) memory; decode O(T/stride·D) a token; state 2·(T/stride + stride)·D
+Departures  nothing is read only where there is no slot, so stride=1 with W = I is full attention; a query does not see
+            the tokens of its own unfinished slot (its own token arrives by the residual connection around the layer);
+            rotary positions turn a slot at its last position, after the convolution; the paper alternates this with
+            layers of local attention, which here is a choice of mechanism per layer
+Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; the PyPI package
+            memory_compressed_attention 0.0.7 with copied weights, one head, T divisible by the stride, both directions,
+            agrees to 1e-12 once its null slot, which competes with the others, has a score far below theirs
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep
+from subquad.ops.cache import append
+from subquad.ops.rotary import rotate
+
+ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, C/stride, H, K], finished slots
+    v: Tensor  # [B, C/stride, H, V]
+    last_k: Tensor  # [B, stride-1, H, K], the position % stride keys of the unfinished slot
+    last_v: Tensor  # [B, stride-1, H, V]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    stride: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, stride=1)
+
+
+class Compressed(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
+    family = "fewer queries or keys"
+    exponent = 2.0
+    small = ({}, {"stride": 1}, {"stride": 8})
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        dim, heads, stride = options.dim, options.heads, options.stride
+        self.heads = Heads(dim, heads)
+        self.key = nn.Conv1d(dim, dim, stride, stride, groups=heads)
+        self.value = nn.Conv1d(dim, dim, stride, stride, groups=heads)
+        self.nothing = nn.Parameter(torch.zeros(heads, dim // heads)) if options.causal and stride > 1 else None
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self.heads.split(x, context)
+        q, stride = self._turn(q, torch.arange(x.shape[1], device=x.device)), self.options.stride
+        if self.options.causal:
+            whole = k.shape[1] // stride * stride
+            return self.heads.merge(self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole])))
+        counts = lengths if context is None else context_lengths
+        present = keep(counts, k.shape[1])
+        if present is not None:
+            k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
+        k, v = self._compress(*(F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % stride)) for t in (k, v)))
+        if counts is None:
+            return self.heads.merge(self._attend(q, k, v))
+        count = counts.clamp(min=1)  # an empty row sees one slot, so that no softmax is over nothing
+        visible = torch.arange(0, k.shape[1] * stride, stride, device=x.device) < count[:, None]  # [B, N]
+        return self.heads.merge(self._attend(q, k, v, visible[:, None, None]))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self.heads.split(x, context)
+        if context is not None:
+            lengths = context_lengths
+        counts = [k.shape[1]] * len(x) if lengths is None else lengths.tolist()
+        nothing = torch.zeros_like(q[0, 0]) if self.nothing is None else self.nothing  # [H, V]
+        rows = []
+        for b, n in enumerate(counts):
+            values = torch.stack([nothing, *self._slots(v[b, :n], self.value)])  # [1+N, H, V]
+            rows.append(torch.einsum("htn,nhv->thv", self._weights(q[b], k[b, :n]), values))
+        return self.heads.merge(torch.stack(rows))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        """The weight of a slot, in equal parts for each of its tokens."""
+        q, k, _ = self.heads.split(x)
+        weights = torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])[..., 1:]  # [B, H, T, N]
+        tokens = torch.arange(x.shape[1], device=x.device) // self.options.stride
+        member = (tokens == torch.arange(weights.shape[-1], device=x.device)[:, None]).to(x.dtype)  # [N, T]
+        return weights @ (member / member.sum(-1, keepdim=True))
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads, stride = self.options.heads, self.options.stride
+        width = self.options.dim // heads
+        k = self._like.new_zeros(batch, -(-(capacity or 64) // stride), heads, width)
+        last = self._like.new_zeros(batch, stride - 1, heads, width)
+        return State(k, k.clone(), last, last.clone(), torch.zeros(batch, dtype=torch.int64, device=k.device))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        fresh = state is None
+        state = state if state is not None else self._init_state(*x.shape[:2])
+        (size, stride), device = (x.shape[1], self.options.stride), x.device
+        q, k, v = self.heads.split(x)
+        at = state.position[:, None] + torch.arange(size, device=device)  # [B, T]
+        q = self._turn(q, at)
+        first, rest = (
+            state.position // stride,
+            state.position % stride,
+        )  # [B], the slot to be finished and its tokens so far
+        k, v = (
+            append(
+                F.pad(last, (0, 0, 0, 0, 0, size)).to(new.dtype), new, rest
+            )  # [B, stride-1+T, H, K], from slot `first` on
+            for last, new in ((state.last_k, k), (state.last_v, v))
+        )
+        position = self._advance(state.position, x, lengths)
+        kept = ((position // stride - first) * stride)[:, None] + torch.arange(
+            stride - 1, device=device
+        )  # [B, stride-1]
+        kept = kept.clamp(max=k.shape[1] - 1)  # beyond the row's tokens anything may stand
+        rows = torch.arange(len(x), device=device)[:, None]
+        slots_k, slots_v = self._compress(k, v, first)
+        new = State(
+            append(state.k, slots_k, first),
+            append(state.v, slots_v, first),
+            k[rows, kept].to(state.last_k.dtype),
+            v[rows, kept].to(state.last_v.dtype),
+            position,
+        )
+        if fresh:
+            whole = size // stride
+            return self.heads.merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
+        parts = []
+        for start in range(0, size, ROWS):
+            part = q[:, start : start + ROWS]
+            seen = ((at[:, start : start + ROWS] + 1) // stride)[:, None, :, None]  # [B, 1, T, 1]
+            visible = torch.arange(new.k.shape[1], device=device) < seen.clamp(min=1)
+            o = self._attend(part, new.k.to(q.dtype), new.v.to(q.dtype), visible)
+            parts.append(
+                o if self.nothing is None else torch.where(seen.movedim(1, -1) > 0, o, self.nothing.to(o.dtype))
+            )
+        return self.heads.merge(torch.cat(parts, dim=1)), new
+
+    def _compress(self, k: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[B, N·stride, H, K] -> [B, N, H, K]; the first slot of a row has index `first` [B] (0 if None)."""
+        heads, stride = self.options.heads, self.options.stride
+        if k.shape[1] < stride:
+            return k[:, :0], v[:, :0]
+        k, v = (
+            conv(t.flatten(2).mT)
+            .mT.contiguous()
+            .unflatten(-1, (heads, -1))  # fused attention wants channels side by side
+            for conv, t in ((self.key, k), (self.value, v))
+        )
+        index = torch.arange(k.shape[1], device=k.device)
+        index = index if first is None else first[:, None] + index
+        return self._turn(k, index * stride + stride - 1), v
+
+    def _turn(self, t: Tensor, positions: Tensor) -> Tensor:
+        return rotate(t, positions) if self.options.rotary else t
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        dropout = self.options.dropout if self.training else 0.0
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout).transpose(1, 2)
+
+    def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n: as so many heads they
+        make an ordinary causal attention over slots, and no mask is needed."""
+        (batch, size, heads, width), slots, stride = q.shape, k.shape[1], self.options.stride
+        early = q.new_zeros(batch, 0, heads, width)
+        if self.nothing is not None:
+            early = self.nothing.to(q.dtype).expand(batch, min(size, stride - 1), -1, -1)
+        if slots == 0:
+            return early
+        q = F.pad(q[:, stride - 1 :], (0, 0, 0, 0, 0, (slots + 1) * stride - 1 - size))  # [B, N·stride, H, K]
+        q = q.unflatten(1, (slots, stride)).permute(0, 3, 2, 1, 4).flatten(1, 2)  # [B, H·stride, N, K]
+        k, v = (t.transpose(1, 2).repeat_interleave(stride, dim=1) for t in (k, v))
+        dropout = self.options.dropout if self.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        o = o.unflatten(1, (heads, stride)).permute(0, 3, 2, 1, 4).flatten(1, 2)  # [B, N·stride, H, V]
+        return torch.cat((early, o[:, : size - stride + 1]), dim=1)
+
+    def _slots(self, t: Tensor, conv: nn.Conv1d) -> list[Tensor]:
+        """The convolution of one row by its definition: [n, H, K] -> N x [H, K]"""
+        (size, heads, _), stride = t.shape, self.options.stride
+        weight, bias = conv.weight.unflatten(0, (heads, -1)), conv.bias
+        assert bias is not None
+        count = size // stride if self.options.causal else -(-size // stride)
+        return [
+            sum(
+                (
+                    torch.einsum("hok,hk->ho", weight[..., i], t[j * stride + i])
+                    for i in range(min(stride, size - j * stride))
+                ),
+                bias.unflatten(0, (heads, -1)),
+            )
+            for j in range(count)
+        ]
+
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """Weights of one row: of nothing, visible only where no slot is, and of its slots: [H, T, 1+N]"""
+        keys = torch.stack([torch.zeros_like(q[0]), *self._slots(k, self.key)])
+        ends = torch.arange(len(keys), device=q.device) * self.options.stride - 1
+        at = torch.arange(len(q), device=q.device)
+        q, keys = self._turn(q[None], at)[0], self._turn(keys[None], ends)[0]
+        scores = torch.einsum("thk,nhk->htn", q, keys) / math.sqrt(q.shape[-1])
+        visible = (ends <= at[:, None]) | (not self.options.causal)  # [T, 1+N]
+        visible[:, 0] = ~visible[:, 1:].any(-1)
+        return scores.masked_fill(~visible, -math.inf).softmax(-1)
