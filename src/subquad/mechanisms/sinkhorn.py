@@ -1,0 +1,194 @@
+"""Sinkhorn attention: learn which block of keys each block of queries should see, as a relaxed permutation of blocks.
+
+Paper       Tay et al. 2020, "Sparse Sinkhorn Attention", arXiv:2002.11296, §3
+Definition  q̄, k̄ are means over blocks. R = balance((q̄ k̄ᵀ/√K + Gumbel noise in training) / temperature): exp, then
+            `iterations` times columns and rows divided by their sums, so that R nears a permutation. Block n of the
+            queries attends to its own keys and to the sorted ones Σₘ Rₙₘ Kₘ, with values Σₘ Rₙₘ Vₘ, in one softmax.
+            sortcut=c: every query attends to the first c sorted blocks and to nothing else
+            Causal: row n of R is a softmax over m < n, with q̄ₙ the mean of the queries up to block n's first; block 0
+            sees only itself. The own block is read causally
+Cost        train O(T·block·D + T²/block·D) time, O(T·(D + block·H) + (T/block)²·H) memory; the quadratic term mixes
+            the T/block blocks into sorted ones; with sortcut O(T·sortcut·block·D + (T/block)²·D) time; no decoding
+Departures  R from q̄·k̄, as in the sinkhorn_transformer package, where the paper has a network with an output per block,
+            so that T is free. Causal rows are not balanced against each other: column sums would see the future, and
+            the only lower triangular matrix whose rows and columns sum to one is the identity. The last block may be
+            short: a sorted slot counts in the softmax by the part of R that falls on real tokens. R ignores rotary
+Verified    tests/mechanisms/test_sinkhorn.py: R = I is block-local attention, R = a shift is attention to the own and
+            the next block, 1e-9. The PyPI package sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and
+            its attention given our R and v = k agree to 1e-7 in float32; with v ≠ k it differs, because it sorts keys
+            in place of values. Its causal form, which picks one block of a learned score, was not compared
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, refuse
+
+ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    block: int = 64
+    iterations: int = 8
+    temperature: float = 0.75
+    sortcut: int | None = None  # attend to so many sorted blocks only
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, block=1, iterations=1)
+        if not self.temperature > 0:
+            refuse("temperature", self.temperature, "a positive number")
+        if self.sortcut is not None:
+            at_least(self, sortcut=1)
+            if self.causal:
+                refuse(
+                    "sortcut", self.sortcut, "None with causal=True, because the first sorted blocks hold any position"
+                )
+
+
+class Sinkhorn(Mixer):
+    options_type = Options
+    traits = Traits(causal=True, bidirectional=True)
+    family = "learnable patterns"
+    exponent = 2.0
+    small = ({"block": 6}, {"block": 8, "sortcut": 2}, {"block": 5, "iterations": 3, "temperature": 0.2})
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        (batch, size, _), block = x.shape, self.options.block
+        n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
+        present = torch.arange(-(-size // block) * block, device=x.device) < n[:, None]
+        q, k, v = (t.masked_fill(~present[:, :size, None, None], 0) for t in self.heads.split(x))
+        with torch.autocast(x.device.type, enabled=False):
+            sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
+            present = present.unflatten(1, (-1, block))  # [B, N, C]
+            share = torch.einsum("bhnm,bmc->bnhc", sort, present.to(sort.dtype))  # of real tokens in each sorted slot
+        q, k, v = (self._blocks(t) for t in (*self._rotate(q, k), v))  # [B, N, C, H, K]
+        sorted_k, sorted_v = (torch.einsum("bhnm,bmchk->bnchk", sort.to(t.dtype), t) for t in (k, v))
+        bias = share.masked_fill(share < ABSENT, 1).log().masked_fill(share < ABSENT, -math.inf).to(q.dtype)
+        if self.options.sortcut is not None:
+            bias = bias.movedim(2, 1).flatten(2)[:, :, None]  # [B, H, 1, S]
+            o = self._attend(q.flatten(1, 2), sorted_k.flatten(1, 2), sorted_v.flatten(1, 2), bias)
+            return self.heads.merge(o[:, :size])
+        present[..., 0] = True  # in blocks beyond the row as well, so that no softmax is over nothing
+        visible = present[:, :, None, None]  # [B, N, 1, 1, C]
+        if self.options.causal:
+            visible = visible & torch.ones(block, block, dtype=torch.bool, device=x.device).tril()  # [B, N, 1, C, C]
+        own = torch.zeros(visible.shape, dtype=q.dtype, device=x.device).masked_fill(~visible, -math.inf)
+        shape = (*bias.shape[:3], visible.shape[3], block)
+        bias = torch.cat((own.expand(shape), bias[..., None, :].expand(shape)), -1)  # [B, N, H, 1 or C, 2C]
+        k, v = torch.cat((k, sorted_k), dim=2), torch.cat((v, sorted_v), dim=2)
+        o = self._attend(*(t.flatten(0, 1) for t in (q, k, v, bias)))  # [B·N, C, H, V]
+        return self.heads.merge(o.reshape(batch, -1, *o.shape[2:])[:, :size])
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self.heads.split(x)
+        o = torch.zeros_like(v)
+        for b, n in enumerate([x.shape[1]] * len(x) if lengths is None else lengths.tolist()):
+            if n:
+                o[b, :n] = torch.einsum("hts,shv->thv", self._weights(q[b, :n], k[b, :n]), v[b, :n])
+        return self.heads.merge(o)
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self.heads.split(x)
+        return torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x)
+        return *self._rotate(q, k), v
+
+    def _blocks(self, t: Tensor) -> Tensor:
+        """[B, T, H, K] -> [B, N, C, H, K], the last block completed with zeros."""
+        return F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % self.options.block)).unflatten(1, (-1, self.options.block))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
+        dropout = self.options.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout).transpose(1, 2)
+
+    def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
+        """R of rows with n [B] tokens, zero beyond them: [B, H, N, N], or its first rows for sortcut."""
+        block, exact = self.options.block, torch.promote_types(q.dtype, torch.float32)
+        starts = torch.arange(0, q.shape[1], block, device=q.device)
+        sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
+        mean_k = self._blocks(k.to(exact)).sum(2) / sizes
+        if self.options.causal:
+            mean_q = q.to(exact).cumsum(1)[:, starts] / (starts + 1)[:, None, None]
+        else:
+            mean_q = self._blocks(q.to(exact)).sum(2) / sizes
+        logits = torch.einsum("bnhk,bmhk->bhnm", mean_q, mean_k) / math.sqrt(q.shape[-1])
+        if self.training:
+            logits = logits - torch.empty_like(logits).exponential_().clamp(min=ABSENT).log()  # Gumbel
+        logits = logits / self.options.temperature
+        if self.options.causal:
+            later = torch.ones_like(logits[0, 0], dtype=torch.bool).triu()
+            past = logits.masked_fill(later, -math.inf)[:, :, 1:, :-1].softmax(-1)  # row 0 has no past
+            return F.pad(past, (0, 1, 1, 0))
+        real = starts < n[:, None]  # [B, N]
+        identity = (
+            torch.eye(len(starts), dtype=torch.bool, device=q.device) & ~real[:, None]
+        )  # for blocks beyond the row
+        logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
+        logits = logits.masked_fill(identity[:, None], 0)
+        return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
+
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The matrix that multiplies the values of one row, by the definition: q [n, H, K] -> [H, n, n]"""
+        n, block, cut = len(q), self.options.block, self.options.sortcut
+        blocks = [slice(i, min(i + block, n)) for i in range(0, n, block)]
+        mean_q, mean_k = (torch.stack([t[s].mean(0) for s in blocks]) for t in (q, k))  # [N, H, K]
+        if self.options.causal:
+            mean_q = torch.stack([q[: s.start + 1].mean(0) for s in blocks])
+        scale = math.sqrt(q.shape[-1])
+        logits = torch.einsum("nhk,mhk->hnm", mean_q, mean_k) / scale / self.options.temperature
+        sort = (logits - logits.amax((1, 2), keepdim=True)).exp()
+        if self.options.causal:
+            sort = sort.tril(-1)
+            sort = torch.cat((sort[:, :1], sort[:, 1:] / sort[:, 1:].sum(-1, keepdim=True)), dim=1)
+        else:
+            for _ in range(self.options.iterations):
+                sort = sort / sort.sum(1, keepdim=True)
+                sort = sort / sort.sum(2, keepdim=True)
+        moved = torch.zeros(len(sort), len(blocks), block, n, dtype=sort.dtype, device=sort.device)  # [H, N, C, n]
+        for token in range(n):  # how much of the token is in its slot of each sorted block
+            moved[:, :, token % block, token] = sort[:, :, token // block]
+        q, k = (t[0] for t in self._rotate(q[None], k[None]))
+        identity, rows = torch.eye(n, dtype=sort.dtype, device=sort.device), []
+        for i, s in enumerate(blocks):
+            slots = (
+                moved[:, :cut].flatten(1, 2)
+                if cut
+                else torch.cat((identity[s].expand(len(sort), -1, -1), moved[:, i]), 1)
+            )
+            share = slots.sum(-1)[:, None]  # [H, 1, S]
+            scores = torch.einsum("thk,nhk,hsn->hts", q[s], k, slots) / scale
+            scores = scores.masked_fill(share == 0, -math.inf)
+            if self.options.causal:
+                later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+                later[:, s.stop - s.start :] = False  # only the own block has a future
+                scores = scores.masked_fill(later, -math.inf)
+            weights = share * (scores - scores.amax(-1, keepdim=True)).exp()
+            rows.append(weights / weights.sum(-1, keepdim=True) @ slots)
+        return torch.cat(rows, dim=1)
+
+
+def balance(logits: Tensor, iterations: int) -> Tensor:
+    """Sinkhorn's alternation in log space: columns, then rows, of exp(logits) divided by their sums, over and over."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
