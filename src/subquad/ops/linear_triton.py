@@ -770,7 +770,7 @@ def config(kernel: str, width_k: int, width_v: int, itemsize: int) -> Config:
         block = min(v, max(16, room // k))
         area = k * block
     warps = 4 if area <= room // 2 else 8
-    return Config(chunk, block, warps, 2) if itemsize == 2 else Config(chunk, block, warps, 1, 255)
+    return Config(chunk, block, warps, 2 if itemsize == 2 else 1, 255)  # uncapped, ptxas gives up on the largest ones
 
 
 def _power(n: int) -> int:
