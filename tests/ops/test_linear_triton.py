@@ -255,7 +255,9 @@ def test_step_continues_the_sequence(gated: bool) -> None:
         o, s1, z1 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=False)
         assert torch.equal(s, kept), "step is pure unless asked"
         leaves = [x.clone().requires_grad_() for x in args]
-        o2, s2, _ = fused_linear_attention_step(*leaves, s, z, **opt, log_gate=gate, inplace=False)
+        o2, s2, _ = fused_linear_attention_step(
+            leaves[0], leaves[1], leaves[2], s, z, **opt, log_gate=gate, inplace=False
+        )
         assert o2.grad_fn is not None
         torch.testing.assert_close((o2, s2), (o, s1))
         o3, s3, z3 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=True)
