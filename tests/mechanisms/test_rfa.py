@@ -41,6 +41,7 @@ def test_many_features_reach_the_gaussian_kernel(tau: float) -> None:
         q, k = (mix.sigma * t / t.norm(dim=-1, keepdim=True) / tau for t in (q, k))
         kernel = (-torch.cdist(q.transpose(1, 2), k.transpose(1, 2)).square() / 2).exp()
         want = (kernel / kernel.sum(-1, keepdim=True)).detach()
+        torch.testing.assert_close(mix(x), mix.reference(x))
         errors.append(float((mix.pattern(x) - want).detach().norm() / want.norm()))
     assert errors[1] < (0.02 if tau == 1 else 0.05)  # a sharper kernel is smaller between most tokens, the noise is not
     assert 8 < errors[0] / errors[1] < 32
