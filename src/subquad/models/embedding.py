@@ -37,11 +37,10 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """`position` [B]: where each row starts (0 if None). What lies beyond `lengths` may hold anything."""
         if self.config.vocab is not None:
-            ids = clean_ids(inputs, self.config.vocab, lengths, name)
+            ids = clean_ids(inputs, self.weight, lengths, name)
             x = nn.functional.embedding(ids, self.weight) * self.scale
         else:
-            assert self.config.features is not None
-            x = self.frames(clean_frames(inputs, self.config.features, lengths, name))
+            x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name))
         batch, size, _ = x.shape
         mask = keep(lengths, size)
         if self.positions is not None:

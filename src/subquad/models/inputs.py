@@ -8,12 +8,15 @@ from subquad.mechanisms.base import keep
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def clean_ids(ids: Tensor, vocab: int, lengths: Tensor | None, name: str) -> Tensor:
-    """Token ids [B, T] as int64; beyond `lengths` anything may stand."""
+def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str) -> Tensor:
+    """Token ids [B, T] of a `table` [vocab, width], as int64; beyond `lengths` anything may stand."""
+    vocab = table.shape[0]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(ids)}: accepted are token ids [batch, T], at least one")
     if ids.dtype not in INTEGERS:
         raise ValueError(f"{name} has dtype {ids.dtype}: accepted are integers")
+    if ids.device != table.device:
+        raise ValueError(f"{name} is on {ids.device}: this model is on {table.device}")
     mask = keep(check_lengths(lengths, ids), ids.shape[1])
     ids = (ids if mask is None else ids.masked_fill(~mask, 0)).long()
     if readable(ids):
@@ -23,13 +26,21 @@ def clean_ids(ids: Tensor, vocab: int, lengths: Tensor | None, name: str) -> Ten
     return ids
 
 
-def clean_frames(frames: Tensor, width: int, lengths: Tensor | None, name: str) -> Tensor:
-    """Frames of features [B, T, width]; beyond `lengths` anything may stand."""
+def clean_frames(frames: Tensor, like: Tensor, lengths: Tensor | None, name: str) -> Tensor:
+    """Frames [B, T, width] for a weight `like` [..., width]; beyond `lengths` anything may stand."""
+    width = like.shape[-1]
     if not isinstance(frames, Tensor) or frames.ndim != 3 or frames.shape[-1] != width or frames.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(frames)}: accepted is [batch, T, {width}], at least one frame")
-    if not frames.is_floating_point():
-        raise ValueError(f"{name} has dtype {frames.dtype}: accepted are floating point numbers")
+    check_type(frames, like, name)
     return zero_padding(frames, check_lengths(lengths, frames))
+
+
+def check_type(x: Tensor, like: Tensor, name: str) -> None:
+    """Refuse another type or another device than a weight's, unless autocast will see to the type."""
+    if x.dtype != like.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(f"{name} has dtype {x.dtype}: this model computes in {like.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
 
 
 def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:

@@ -11,7 +11,7 @@ from subquad.mechanisms.base import Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_lengths, clean_frames, shape_of, zero_padding
+from subquad.models.inputs import check_lengths, check_type, clean_frames, shape_of, zero_padding
 from subquad.models.model import Model
 
 
@@ -121,6 +121,7 @@ class Transformer(Model):
         self._check_stateful("step")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
+        check_type(x, self._weight(), "x")
         position, states = self._check_state(state, x.shape[0])
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
@@ -132,8 +133,12 @@ class Transformer(Model):
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
 
+    def _weight(self) -> Tensor:
+        """A weight as wide as the model, of its type and on its device."""
+        return self._blocks()[0].ff.inner.weight
+
     def _enter(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        x = clean_frames(x, self.config.dim, lengths, "x")
+        x = clean_frames(x, self._weight(), lengths, "x")
         return x, check_lengths(lengths, x)
 
     def _open(self, x: Tensor) -> Stream:
@@ -174,6 +179,7 @@ class Transformer(Model):
             return None
         if not isinstance(memory, Tensor) or memory.ndim != 3 or memory.shape[::2] != (batch, self.config.dim):
             raise ValueError(f"memory has shape {shape_of(memory)}: accepted is [{batch}, S, {self.config.dim}]")
+        check_type(memory, self._weight(), "memory")
         return check_lengths(lengths, memory, "memory_lengths")
 
     def _check_stateful(self, method: str) -> None:

@@ -1,0 +1,155 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from subquad.models import Transformer, TransformerConfig
+from subquad.models.blocks import FeedForward, mean_pool, shorten
+
+
+def gradients(model: torch.nn.Module, y: Tensor) -> dict[str, Tensor]:
+    """The parameters' gradients for one fixed direction of y."""
+    model.zero_grad()
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_feed_forward_is_its_formula(activation: str) -> None:
+    ff = FeedForward(TransformerConfig(dim=6, heads=2, activation=activation, ff_dim=10)).double()
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    h = x @ ff.inner.weight.T + ff.inner.bias
+    if activation == "relu":
+        h = h.clamp(min=0)
+    elif activation == "gelu":
+        h = h * 0.5 * (1 + torch.erf(h / 2**0.5))
+    else:
+        h = h[..., :10] * h[..., :10].sigmoid() * h[..., 10:]
+    torch.testing.assert_close(ff(x), h @ ff.out.weight.T + ff.out.bias)
+
+
+def test_feed_forward_widths() -> None:
+    assert TransformerConfig(dim=96).ff_width == 384
+    assert TransformerConfig(dim=96, activation="swiglu").ff_width == 256
+    assert TransformerConfig(dim=96, ff_dim=7).ff_width == 7
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 20])
+def test_chunked_feed_forward_is_the_whole(chunks: int) -> None:
+    plain = Transformer(dim=8, heads=2, depth=2, dropout=0.2).double()
+    chunked = Transformer(dim=8, heads=2, depth=2, dropout=0.2, ff_chunks=chunks).double()
+    chunked.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    results = []
+    for model in (plain, chunked):
+        torch.manual_seed(3)
+        y = model(x)
+        results.append((y, gradients(model, y)))
+    torch.testing.assert_close(results[0], results[1])
+    with torch.no_grad():
+        torch.testing.assert_close(chunked.eval()(x), plain.eval()(x))
+
+
+def saved_bytes(model: torch.nn.Module, x: Tensor) -> int:
+    """Bytes that backward keeps, counting a storage once and parameters not at all."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    held = []  # so that no address is used twice
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in known:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            held.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    assert y.requires_grad
+    return sum(kept.values())
+
+
+def test_chunks_and_checkpoints_keep_less() -> None:
+    x = torch.randn(2, 64, 8, requires_grad=True)
+    wide = {"dim": 8, "heads": 2, "depth": 4, "ff_dim": 256}
+    plain = saved_bytes(Transformer(**wide), x)
+    chunked = saved_bytes(Transformer(**wide, ff_chunks=4), x)
+    checkpointed = saved_bytes(Transformer(**wide, checkpoint=True), x)
+    assert chunked < plain - 4 * 2 * 64 * 256 * 4  # at least one wide tensor a layer
+    assert checkpointed <= 4 * 2 * 64 * 8 * 4 * 2 + 4096  # an input a block, and the last norm's
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear, local"])
+@pytest.mark.parametrize("cross", [None, "additive"])
+def test_checkpointed_is_plain(mechanism: str, cross: str | None) -> None:
+    fields = {"dim": 8, "heads": 2, "depth": 2, "mechanism": mechanism, "causal": True, "cross": cross}
+    fields |= {"dropout": 0.2, "ff_dropout": 0.1, "attention_dropout": 0.1}
+    plain, saver = Transformer(**fields).double(), Transformer(**fields, checkpoint=True).double()
+    saver.load_state_dict(plain.state_dict())
+    x, lengths = torch.randn(2, 7, 8, dtype=torch.float64), torch.tensor([7, 4])
+    memory = None if cross is None else torch.randn(2, 5, 8, dtype=torch.float64)
+    results = []
+    for model in (plain, saver):
+        torch.manual_seed(3)
+        y = model(x, lengths, memory)
+        results.append((y, gradients(model, y)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(size=st.integers(1, 9), pool=st.integers(1, 5), data=st.data())
+def test_mean_pool_averages_what_is_there(size: int, pool: int, data: st.DataObject) -> None:
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=3)))
+    x = torch.randn(len(lengths), size, 2, dtype=torch.float64)
+    pooled, short = mean_pool(x, lengths, pool), shorten(lengths, pool)
+    assert short is not None
+    assert pooled.shape == (len(lengths), -(-size // pool), 2)
+    for b, n in enumerate(lengths.tolist()):
+        groups = [x[b, i : min(i + pool, n)].mean(0) for i in range(0, n, pool)]
+        assert len(groups) == short[b]
+        for i, group in enumerate(groups):
+            torch.testing.assert_close(pooled[b, i], group)
+        assert (pooled[b, len(groups) :] == 0).all()
+    torch.testing.assert_close(mean_pool(x, None, pool), mean_pool(x, torch.full_like(lengths, size), pool))
+
+
+def test_pooled_queries_attend_to_everything() -> None:
+    model = Transformer(dim=8, heads=2, depth=1, pool=2, mechanism="linear").double().eval()
+    block = model.blocks[0]
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    short = torch.stack((x[0, :2].mean(0), x[0, 2:4].mean(0), x[0, 4]))[None]
+    norm = block.mixer_residual.norm
+    h = short + block.mixer(norm(short), context=norm(x))
+    h = h + block.ff(block.ff_residual.norm(h))
+    torch.testing.assert_close(model(x), model.norm(h))
+
+
+def test_mixers_without_cross_attention_are_pooled_after_mixing() -> None:
+    for fields in ({"mechanism": "local"}, {"rotary": True}):
+        model = Transformer(dim=8, heads=2, depth=1, pool=2, **fields).double().eval()  # type: ignore[arg-type]
+        block = model.blocks[0]
+        x = torch.randn(1, 4, 8, dtype=torch.float64)
+        y = x + block.mixer(block.mixer_residual.norm(x))
+        h = y.view(1, 2, 2, 8).mean(2)
+        h = h + block.ff(block.ff_residual.norm(h))
+        torch.testing.assert_close(model(x), model.norm(h))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_order_of_norms(norm: str, position: str) -> None:
+    model = Transformer(dim=8, heads=2, depth=2, norm=norm, norm_position=position, activation="relu").double().eval()
+    h = x = torch.randn(2, 5, 8, dtype=torch.float64)
+    assert isinstance(model.norm, torch.nn.LayerNorm if norm == "layer" else torch.nn.RMSNorm)
+    for block in model.blocks:
+        first, second = block.mixer_residual.norm, block.ff_residual.norm
+        if position == "pre":
+            h = h + block.mixer(first(h))
+            h = h + block.ff(second(h))
+        else:
+            h = first(h + block.mixer(h))
+            h = second(h + block.ff(h))
+    torch.testing.assert_close(model(x), model.norm(h))
+    model.norm = torch.nn.Identity()
+    torch.testing.assert_close(model(x), h)
+    assert isinstance(Transformer(dim=8, heads=2, depth=1, final_norm=False).norm, torch.nn.Identity)

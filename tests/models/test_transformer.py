@@ -1,0 +1,273 @@
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from subquad.mechanisms import MECHANISMS
+from subquad.models import Transformer
+
+CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+
+
+def small(name: str, **fields: Any) -> Transformer:
+    """Two layers of a mechanism, with options at which a few tokens already show it at work."""
+    cls = MECHANISMS[name]
+    fields = {"dim": 16, "heads": 4, "depth": 2, "max_length": 24, **fields}
+    return Transformer(mechanism=(name, dict(cls.small[0])), **fields).double().eval()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_makes_a_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = small(name, causal=not MECHANISMS[name].traits.bidirectional)
+    x, lengths = torch.randn(3, 14, 16, dtype=torch.float64, requires_grad=True), torch.tensor([14, 5, 0])
+    y = model(x, lengths)
+    assert y.shape == x.shape
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert x.grad is not None
+    assert (x.grad[1, 5:] == 0).all()
+    assert (y[1, 5:] == 0).all()
+    assert (y[2] == 0).all()
+    torch.testing.assert_close(y[1:2, :5], model(x[1:2, :5]))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_prefill_and_step_are_forward(name: str) -> None:
+    torch.manual_seed(0)
+    model = small(name, causal=True)
+    if model.traits.state is None:
+        with pytest.raises(NotImplementedError, match=rf"prefill: layer 0 \({name}\) has no recurrent form"):
+            model.prefill(torch.zeros(1, 3, 16, dtype=torch.float64))
+        return
+    check_recurrence(model, 19, [11, 3])
+
+
+HYBRIDS: list[dict[str, Any]] = [
+    {"mechanism": "linear, linear, softmax", "depth": 4},
+    {"mechanism": ["additive", ("local", {"window": 3})], "norm_position": "post"},
+    {"mechanism": "linear, softmax", "rotary": True, "norm": "rms", "activation": "swiglu"},
+    {"mechanism": "linear, softmax", "reversible": True},
+    {"mechanism": "softmax", "cross": "additive, linear"},
+]
+
+
+@pytest.mark.parametrize("fields", HYBRIDS, ids=lambda fields: str(fields["mechanism"]))
+@settings(deadline=None, max_examples=6, derandomize=True)
+@given(data=st.data())
+def test_hybrids_as_recurrences(fields: dict[str, Any], data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    model = Transformer(**{"dim": 16, "heads": 4, "depth": 2, "causal": True, **fields}).double().eval()
+    prompts = data.draw(st.lists(st.integers(0, 8), min_size=2, max_size=3).filter(any))
+    check_recurrence(model, 12, prompts)
+
+
+@torch.no_grad()
+def check_recurrence(model: Transformer, size: int, prompts: list[int]) -> None:
+    """Ragged prompts, then a second ragged piece from the state, then a token at a time, equal forward."""
+    batch = len(prompts)
+    x = torch.randn(batch, size, 16, dtype=torch.float64)
+    memory: dict[str, Tensor] = {}
+    if model.traits.cross:
+        memory = {"memory": torch.randn(batch, 5, 16, dtype=torch.float64), "memory_lengths": torch.arange(batch) + 1}
+    whole = model(x, **memory)
+    lengths = torch.tensor(prompts)
+    y, state = model.prefill(x[:, : max(prompts)], lengths, **memory)
+    assert state.position.tolist() == prompts
+    for b, n in enumerate(prompts):
+        torch.testing.assert_close(y[b, :n], whole[b, :n])
+        assert (y[b, n:] == 0).all()
+    more = torch.tensor([2, 0, 1][:batch])
+    piece = torch.stack([x[b, n : n + 2] for b, n in enumerate(prompts)])
+    y, state = model.prefill(piece, more, state, **memory)
+    for b, n in enumerate(prompts):
+        torch.testing.assert_close(y[b, : more[b]], whole[b, n : n + int(more[b])])
+    rows = torch.arange(batch)
+    before = copy.deepcopy(state)
+    for _ in range(2):
+        out, after = model.step(x[rows, state.position], state, **memory)
+        torch.testing.assert_close(out, whole[rows, state.position])
+        for old, kept in zip(torch.utils._pytree.tree_leaves(state), torch.utils._pytree.tree_leaves(before), strict=True):
+            assert torch.equal(old, kept)
+        state, before = after, copy.deepcopy(after)
+    state = model.init_state(batch, capacity=size)
+    for t in range(3):
+        out, state = model.step(x[:, t], state, **memory)
+        torch.testing.assert_close(out, whole[:, t])
+    assert state.position.tolist() == [3] * batch
+
+
+def test_a_causal_stack_sees_no_future() -> None:
+    model = Transformer(dim=16, heads=4, depth=3, mechanism="linear, softmax, local", causal=True).double().eval()
+    x = torch.randn(1, 9, 16, dtype=torch.float64, requires_grad=True)
+    for t in (0, 4, 8):
+        (grad,) = torch.autograd.grad(model(x)[0, t, :5].sum(), x)
+        assert (grad[0, t + 1 :] == 0).all()
+        assert (grad[0, : t + 1].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"norm_position": "post"},
+        {"reversible": True},
+        {"pool": (1, 2)},
+        {"pool": 3, "mechanism": "local"},
+        {"ff_chunks": 3},
+        {"checkpoint": True, "norm": "rms"},
+    ],
+    ids=str,
+)
+def test_padding_is_invisible(fields: dict[str, Any]) -> None:
+    model = Transformer(**{"dim": 16, "heads": 4, "depth": 2, **fields}).double()
+    x, lengths = torch.randn(3, 10, 16, dtype=torch.float64), torch.tensor([10, 4, 0])
+    poisoned = x.clone()
+    poisoned[1, 4:] = poisoned[2] = torch.nan
+    y = model(poisoned, lengths)
+    short = model.short_lengths(lengths)
+    assert short is not None
+    for b, n in enumerate(lengths.tolist()):
+        if n:
+            torch.testing.assert_close(y[b : b + 1, : short[b]], model(x[b : b + 1, :n]))
+        assert (y[b, short[b] :] == 0).all()
+    y.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_papers_model_is_the_authors_layer() -> None:
+    """Post-norm, ReLU, a final norm: torch's own encoder layer with copied weights."""
+    torch.manual_seed(0)
+    ours = Transformer(dim=16, heads=4, depth=2, norm_position="post", activation="relu", ff_dim=32).double().eval()
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dtype=torch.float64)
+    theirs = torch.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(16, dtype=torch.float64), enable_nested_tensor=False)
+    for mine, their in zip(ours.blocks, theirs.layers, strict=True):
+        pairs = {
+            their.self_attn.out_proj: mine.mixer.heads.out,
+            their.linear1: mine.ff.inner,
+            their.linear2: mine.ff.out,
+            their.norm1: mine.mixer_residual.norm,
+            their.norm2: mine.ff_residual.norm,
+        }
+        for to, source in pairs.items():
+            to.load_state_dict(source.state_dict())
+        their.self_attn.in_proj_weight.data.copy_(mine.mixer.heads.qkv.weight)
+        their.self_attn.in_proj_bias.data.copy_(mine.mixer.heads.qkv.bias)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    lengths = torch.tensor([7, 3])
+    with torch.no_grad():
+        expected = theirs.eval()(x, src_key_padding_mask=torch.arange(7) >= lengths[:, None])
+        torch.testing.assert_close(ours(x, lengths)[1, :3], expected[1, :3])
+        torch.testing.assert_close(ours(x)[0], expected[0])
+
+
+def test_depth_does_not_blow_up_the_residual() -> None:
+    torch.manual_seed(0)
+    model = Transformer(dim=64, heads=4, depth=24, final_norm=False)
+    x = torch.randn(2, 16, 64)
+    assert 0.8 < model(x).std() < 1.6
+    assert model.blocks[0].mixer.heads.out.weight.std() < 0.2 * math.sqrt(1 / (3 * 64))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear", "additive"])
+def test_autocast(mechanism: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(dim=32, heads=4, depth=2, mechanism=mechanism, causal=True)
+    x = torch.randn(2, 9, 32)
+    expected = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x, torch.tensor([9, 9]))
+        z, state = model.prefill(x[:, :8])
+        last, _ = model.step(x[:, 8], state)
+    y.sum().backward()
+    assert (y - expected).norm() / expected.norm() < 0.03
+    assert (last - expected[:, 8]).norm() / expected[:, 8].norm() < 0.03
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_bfloat16_and_deepcopy() -> None:
+    model = Transformer(dim=32, heads=4, depth=2, mechanism="linear, softmax", causal=True, reversible=True).bfloat16()
+    x = torch.randn(2, 9, 32).bfloat16()
+    y = model(x)
+    assert y.dtype == torch.bfloat16
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), y)
+    with torch.no_grad():
+        twin.blocks[0].ff.out.weight.zero_()
+    assert torch.equal(model(x), y)
+    assert not torch.equal(twin(x), y)
+    assert twin.config == model.config
+
+
+def test_traits_of_the_whole_stack() -> None:
+    def state(mechanism: str) -> str | None:
+        return Transformer(dim=16, heads=4, depth=2, mechanism=mechanism, causal=True).traits.state
+
+    assert state("linear") == "constant"
+    assert state("linear, local") == "window"
+    assert state("softmax, local") == "growing"
+    assert Transformer(dim=16, heads=4, depth=1).traits.state is None
+
+
+def test_layers_draw_differently_and_seeds_repeat() -> None:
+    a, b, c = (Transformer(dim=16, heads=4, depth=2, mechanism="performer", seed=seed) for seed in (0, 0, 1))
+    draws = [[t for n, t in m.named_buffers() if t.numel()] for m in (a, b, c)]
+    assert all(torch.equal(x, y) for x, y in zip(draws[0], draws[1], strict=True))
+    assert not torch.equal(draws[0][0], draws[2][0])
+    half = len(draws[0]) // 2
+    assert half
+    assert not torch.equal(draws[0][0], draws[0][half])
+
+
+def test_bad_input() -> None:
+    model = Transformer(dim=16, heads=4, depth=2, causal=True)
+    x = torch.randn(2, 5, 16)
+    for bad in (torch.randn(2, 5, 8), torch.randn(5, 16), torch.zeros(2, 0, 16), "x"):
+        with pytest.raises(ValueError, match=r"x has shape .*: accepted is \[batch, T, 16\]"):
+            model(bad)
+    with pytest.raises(ValueError, match="x has dtype torch.int64"):
+        model(x.long())
+    with pytest.raises(ValueError, match="x has dtype torch.float64"):
+        model(x.double())
+    for lengths, what in (([5, 6], "ranges from 5 to 6"), ([-1, 3], "ranges from -1 to 3"), ([5], "has shape")):
+        with pytest.raises(ValueError, match=f"lengths {what}"):
+            model(x, torch.tensor(lengths))
+    with pytest.raises(ValueError, match="lengths has dtype torch.float32"):
+        model(x, torch.tensor([5.0, 5.0]))
+    with pytest.raises(ValueError, match="memory came: this model has no cross-attention"):
+        model(x, memory=x)
+    with pytest.raises(ValueError, match="memory_lengths came without memory"):
+        model(x, memory_lengths=torch.tensor([1, 1]))
+    state = model.init_state(2)
+    with pytest.raises(ValueError, match="state has batch 2: the input has batch 3"):
+        model.step(torch.randn(3, 16), state)
+    with pytest.raises(ValueError, match=r"step takes one token, \[batch, 16\]"):
+        model.step(x, state)
+    with pytest.raises(ValueError, match="state is a state of 1 layers: accepted is"):
+        model.step(x[:, 0], Transformer(dim=16, heads=4, depth=1, causal=True).init_state(2))
+    with pytest.raises(ValueError, match="state is a tuple"):
+        model.prefill(x, state=())  # type: ignore[arg-type]
+
+
+def test_bad_memory() -> None:
+    model = Transformer(dim=16, heads=4, depth=2, causal=True, cross="softmax")
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(ValueError, match="memory is missing: this model has cross-attention"):
+        model(x)
+    with pytest.raises(ValueError, match=r"memory has shape \[2, 4, 8\]: accepted is \[2, S, 16\]"):
+        model(x, memory=torch.randn(2, 4, 8))
+    with pytest.raises(ValueError, match=r"memory has shape \[3, 4, 16\]"):
+        model(x, memory=torch.randn(3, 4, 16))
+    with pytest.raises(ValueError, match="memory_lengths ranges from 1 to 7"):
+        model(x, memory=torch.randn(2, 4, 16), memory_lengths=torch.tensor([1, 7]))
+
+
+def test_no_state_without_causality() -> None:
+    model = Transformer(dim=16, heads=4, depth=2)
+    for call in (lambda: model.init_state(2), lambda: model.prefill(torch.randn(1, 2, 16))):
+        with pytest.raises(NotImplementedError, match="causal=False"):
+            call()
