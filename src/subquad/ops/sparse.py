@@ -541,7 +541,10 @@ def _(
     return_lse: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_wide(q))
+    B, T, H, _ = q.shape
+    if impl == "triton":  # a head's log-sum-exp stands together
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=_wide(q)).transpose(1, 2)
+    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=_wide(q))
 
 
 @torch.library.custom_op("subquad::sparse_backward", mutates_args=())

@@ -1,0 +1,242 @@
+"""The Triton path of sparse attention: exact in Triton's interpreter, and compiled for a Hopper GPU without one.
+
+The interpreter is chosen by an environment variable before Triton is imported, so those tests run in a process of
+their own, which `test_interpreter` starts; where no Triton is installed, everything here is skipped.
+"""
+
+import os
+import subprocess
+import sys
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime import interpreter
+
+from subquad.ops import sparse_triton
+from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse_triton import CONFIGS, Config, passes
+from tests.ops.test_sparse import dense, inputs, unions
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter runs it in a process of its own")
+
+CASES: list[tuple[Pattern, bool]] = [
+    (Local(9, 0), True),
+    (Local(20, 3) | Global(3), False),
+    (Local(7, 0) | Strided(7), True),
+    (Local(2) | Strided(2), False),
+    (Block(8) | Summary(8, 2), True),
+    (Block(6, 0, 1) | Summary(5, 2, 1), False),
+    (Local(2) | Global(2) | Random(2, 4, 1), False),
+    (Global(3) | Random(2, 8, 1) | Random(1, 12), True),
+    (Dilated(3, 4) | Local(2) | Strided(9), True),
+    (Summary(4, 1) | Dense(), False),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a short sequence has interior ones, and loop bounds that numpy's newest versions accept."""
+    if not INTERPRETED:
+        return
+    for kind, size in list(CONFIGS):
+        monkeypatch.setitem(CONFIGS, (kind, size), Config(16, 16, 4, 1))
+    monkeypatch.setattr(sparse_triton, "SPLIT", 32)
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def agree(
+    pattern: Pattern, causal: bool, T: int, S: int, heads: tuple[int, int], ragged: bool, with_lse: bool, D: int = 8
+) -> None:
+    q, k, v = inputs(2 if ragged else 1, T, S, *heads, D, seed=T)
+    lengths = torch.tensor([T, max(1, T // 2)]) if ragged else None
+    key_lengths = torch.tensor([S, max(1, S // 2)]) if ragged and not causal else None
+    low = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    result = sparse_attention(
+        low[0],
+        low[1],
+        low[2],
+        pattern,
+        causal=causal,
+        lengths=lengths,
+        key_lengths=key_lengths,
+        return_lse=True,
+        impl="triton",
+    )
+    want, want_lse = dense(q, k, v, pattern, causal, lengths, key_lengths)
+    torch.testing.assert_close(result[0].double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[1].double(), want_lse, rtol=1e-5, atol=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    wl = torch.randn(want_lse.shape, generator=generator, dtype=torch.float64) * with_lse
+    loss, want_loss = (
+        (o * w.to(o.dtype)).sum() + (lse.masked_fill(lse == -inf, 0) * wl.to(o.dtype)).sum()
+        for o, lse in (result, (want, want_lse))
+    )
+    if not with_lse:
+        loss = (sparse_attention(*low, pattern, causal=causal, lengths=lengths, impl="triton") * w.float()).sum()  # type: ignore[call-overload]
+    for a, b in zip(torch.autograd.grad(loss, low), torch.autograd.grad(want_loss, (q, k, v)), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("pattern", "causal"), CASES, ids=repr)
+def test_interpreted_values_and_gradients(pattern: Pattern, causal: bool) -> None:
+    agree(pattern, causal, 37, 37, (2, 1), ragged=False, with_lse=True)
+
+
+@interpreted
+@pytest.mark.parametrize(("pattern", "causal"), [CASES[0], CASES[6]], ids=repr)
+def test_interpreted_padding(pattern: Pattern, causal: bool) -> None:
+    agree(pattern, causal, 25, 25, (1, 1), ragged=True, with_lse=True)
+
+
+@interpreted
+@given(unions(), st.integers(1, 30), st.integers(1, 30), st.booleans())
+@settings(deadline=None, max_examples=8, derandomize=True)
+def test_interpreted_unions(pattern: Pattern, T: int, S: int, causal: bool) -> None:
+    agree(pattern, causal, T, T if causal else S, (1, 1), ragged=False, with_lse=True, D=5)
+
+
+@interpreted
+@pytest.mark.parametrize("pattern", [Block(8) | Summary(8, 2), Block(6) | Summary(6, 3, 1)], ids=repr)
+@pytest.mark.parametrize("T", [5, 50])
+def test_interpreted_far_part_of_a_summary(pattern: Pattern, T: int) -> None:
+    assert passes(pattern.to_json(), True, True).far
+    agree(pattern, True, T, T, (1, 1), ragged=False, with_lse=False)
+
+
+@interpreted
+def test_interpreted_padding_may_hold_anything() -> None:
+    q, k, v = (x.detach().float() for x in inputs(1, 24, 24, 1, 1, 8))
+    for pattern, causal in ((Local(4, 0) | Strided(5), True), (Local(3) | Global(2), False)):
+        want = sparse_attention(q[:, :13], k[:, :13], v[:, :13], pattern, causal=causal)
+        bad = [torch.cat([x[:, :13], torch.full_like(x[:, 13:], inf)], 1) for x in (q, k, v)]
+        n = torch.tensor([13])
+        o = sparse_attention(bad[0], bad[1], bad[2], pattern, causal=causal, lengths=n, impl="triton")
+        torch.testing.assert_close(o[:, :13], want, rtol=1e-5, atol=1e-5)
+        assert bool((o[:, 13:] == 0).all())
+
+
+POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), "*bf16"),
+    **dict.fromkeys(("lse", "dlse", "norm", "delta"), "*fp32"),
+    **dict.fromkeys(("table", "starts", "readers"), "*i32"),
+    **dict.fromkeys(("lengths", "key_lengths"), "*i64"),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
+def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> None:
+    kernel = getattr(sparse_triton, f"_{kind}")
+    work = passes((Local(128, 0) | Strided(128)).to_json(), True, True)
+    config = CONFIGS[kind, 128]
+    constants = {
+        "A": work.atoms,
+        "PARTS": (0,),
+        "KEYS": 0,
+        "CAUSAL": True,
+        "STEP": 1,
+        "CONTINUE": False,
+        "SPLITS": False,
+        "LENGTHS": False,
+        "DLSE": False,
+        "H": 16,
+        "HKV": 16,
+        "SHARE": 1,
+        "D": 64,
+        "BD": 64,
+        "BM": config.queries,
+        "BN": config.keys,
+        "PRECISION": "tf32",
+    }
+    names = [p.name for p in kernel.params]
+    signature = {
+        n: "constexpr" if n in constants else POINTERS.get(n, "fp32" if n.startswith("scale") else "i32") for n in names
+    }
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, n in enumerate(names)
+        if n in POINTERS or n.endswith(("_batch", "_stride", "_head", "_piece"))
+    }
+    source = ASTSource(
+        kernel, signature, {(names.index(n),): value for n, value in constants.items() if n in names}, aligned
+    )
+    binary = compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": config.warps, "num_stages": config.stages},
+    )
+    ptx = binary.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx
+    assert binary.metadata.shared <= 227 * 1024
+
+
+def test_nothing_compiled_depends_on_the_length() -> None:
+    for kernel in (sparse_triton._forward, sparse_triton._dq, sparse_triton._dkv):
+        names = set(kernel.arg_names)
+        changing = {"T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows"}
+        if not INTERPRETED:
+            assert {p.name for p in kernel.params if p.do_not_specialize} == changing & names
+
+
+def test_passes_of_the_named_patterns() -> None:
+    strided = passes((Local(128, 0) | Strided(128)).to_json(), True, True)
+    assert (strided.queries, strided.keys, strided.lattices) == ((0,), (0,), ((1, 128),))
+    fixed = passes((Block(128) | Summary(128, 32)).to_json(), True, True)
+    assert (fixed.far, fixed.queries, fixed.keys, fixed.summaries) == ((128, 32, 96), (0, 1), (0,), (1,))
+    both_ways = passes((Block(128) | Summary(128, 32)).to_json(), False, True)
+    assert both_ways.far is None
+    longformer = passes((Local(256) | Global(64)).to_json(), False, True)
+    assert (longformer.rows, longformer.columns, longformer.queries) == (64, 64, (0, 1))
+    assert passes((Local(256) | Global(64)).to_json(), True, True).rows == 0
+
+
+def test_random_tables_list_each_pair_once_from_both_sides() -> None:
+    drawn = (Random(2, 4, 1), Random(3, 6, 2), Random(1, 4, 7))
+    for causal, lengths in ((True, None), (False, None), (False, torch.tensor([50, 23]))):
+        table, starts, readers = sparse_triton._table(drawn, 50, 50, causal, lengths, torch.device("cpu"))
+        for b in range(len(table)):
+            n = 50 if lengths is None else int(lengths[b])
+            want = torch.zeros(50, 50, dtype=torch.bool)
+            for atom in drawn:
+                want |= atom.mask(torch.arange(50)[:, None], torch.arange(50), causal=causal, length=n)
+            by_rows, by_columns = (torch.zeros(25, 25, dtype=torch.int64) for _ in range(2))
+            for row in range(25):
+                for block in table[b, row].tolist():
+                    if block >= 0:
+                        by_rows[row, block] += 1
+            for block in range(25):
+                for row in readers[b, starts[b, block] : starts[b, block + 1]].tolist():
+                    by_columns[row, block] += 1
+            assert torch.equal(by_rows, by_columns)
+            blocks = want.view(25, 2, 25, 2).any(3).any(1)
+            # causal cuts pairs inside a block of keys that is listed, never a block of a listed pair
+            assert torch.equal(by_rows[:, : blocks.shape[1]], blocks.long())
