@@ -32,6 +32,7 @@ from subquad.ops.buckets import (
     admit,
     empty_lists,
     give_back,
+    in_reach,
     lookup,
     rank_slots,
     recall,
@@ -84,6 +85,7 @@ class Reformer(Mixer):
         {"rounds": 3, "chunk": 4, "buckets": 4},
         {"rounds": 2, "chunk": 3, "buckets": (2, 4)},
         {"rounds": 2, "chunk": 16, "buckets": 1},
+        {"rounds": 2, "chunk": 5, "buckets": 4, "strict_causal": False},
     )
     options: Options
 
@@ -140,10 +142,7 @@ class Reformer(Mixer):
         size, chunk = q.shape[1], self.options.chunk
         token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
         if lists is not None and start is not None:
-            earlier = recall(lists)  # [B, H, R, buckets, 2C]
-            own = torch.arange(self.buckets, device=q.device)[:, None]
-            bucket = torch.cat((torch.where(earlier < 0, -1, own).flatten(-2), bucket), dim=-1)
-            token = torch.cat((earlier.flatten(-2), token + start[:, None, None, None]), dim=-1)
+            bucket, token = in_reach(lists, bucket, start)
         if self.strict:
             slots = rank_slots(bucket, self.buckets, min(chunk, bucket.shape[-1]))
         else:

@@ -15,7 +15,7 @@ class Slots(NamedTuple):
 
     query: Tensor  # [G, N, C] tokens
     key: Tensor  # [G, N, W] tokens: the slot itself, then its neighbours
-    place: Tensor  # [G, T] where a token sits, n·C + c; 0 for a token that was left out
+    place: Tensor  # [G, T] where a token sits, n·C + c; -1 for a token that was left out
 
 
 def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
@@ -45,9 +45,28 @@ def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
     return _with_neighbours(place, bucket >= 0, -(-size // chunk), chunk, ahead)
 
 
-def same_bucket(bucket: Tensor, slots: Slots) -> Tensor:
-    """Pairs (query, key) of one bucket, [G, N, C, W]."""
-    return lookup(bucket, slots.query, -1)[..., :, None] == lookup(bucket, slots.key, -2)[..., None, :]
+def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
+    """The same keys for queries that ask another bucket than their own token's: token t asks `asked[t]` [G, T].
+
+    It sees the slots of the newest token of that bucket up to itself, and sits with others that do; -1 asks for none.
+    """
+    size, (*_, held, chunk) = bucket.shape[-1], slots.query.shape
+    last = torch.where(bucket < 0, 1 << 31, bucket)
+    here = torch.arange(size, device=bucket.device)
+    ordered, order = (last * size + here).sort(dim=-1)
+    newest = torch.searchsorted(ordered.contiguous(), (asked * size + here).contiguous(), right=True) - 1
+    newest = order.gather(-1, newest.clamp(min=0))
+    known = (asked >= 0) & (bucket.gather(-1, newest) == asked)
+    slot = torch.where(known, slots.place.gather(-1, newest) // chunk, -1)
+    sitting = rank_slots(slot, held, chunk)
+    key = lookup(slot, sitting.query[..., :1], 0).expand(*sitting.query.shape[:-1], slots.key.shape[-1])
+    return Slots(sitting.query, slots.key.gather(-2, key), sitting.place)
+
+
+def same_bucket(bucket: Tensor, slots: Slots, asked: Tensor | None = None) -> Tensor:
+    """Pairs (query, key) of one bucket, [G, N, C, W]; queries ask for `asked`, or their own bucket."""
+    asking = lookup(bucket if asked is None else asked, slots.query, -1)
+    return asking[..., :, None] == lookup(bucket, slots.key, -2)[..., None, :]
 
 
 def lookup(values: Tensor, tokens: Tensor, empty: int) -> Tensor:
@@ -107,12 +126,11 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def give_back(x: Tensor, place: Tensor) -> Tensor:
-    """Results from their places to their tokens: x [B, H, N, C, D], place [B, H, ...] -> [B, H, ..., D]."""
-    flat = x.flatten(0, 3)
-    group = torch.arange(place.shape[0] * place.shape[1], device=x.device).view(
-        *place.shape[:2], *[1] * (place.ndim - 2)
-    )
-    return flat.index_select(0, (group * (x.shape[2] * x.shape[3]) + place).flatten()).view(*place.shape, -1)
+    """Results from places to tokens: x [B, H, N, C, D], place [B, H, ...] -> [B, H, ..., D]; zeros at -1."""
+    group = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * (place.ndim - 2))
+    flat = group * (x.shape[2] * x.shape[3]) + place.clamp(min=0)
+    found = x.flatten(0, 3).index_select(0, flat.flatten()).view(*place.shape, -1)
+    return found.masked_fill((place < 0)[..., None], 0)
 
 
 class Lists(NamedTuple):
@@ -152,6 +170,15 @@ def recall(lists: Lists) -> Tensor:
     return positions.masked_fill((rank < 0) | (rank >= lists.total[..., None]), -1)
 
 
+def in_reach(lists: Lists, bucket: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Listed tokens, then new ones of these buckets [B, ..., T] from position `start` [B] on: buckets and positions."""
+    earlier = recall(lists)
+    own = torch.arange(earlier.shape[-2], device=bucket.device)[:, None]
+    fresh = start.view(-1, *[1] * (bucket.ndim - 1)) + torch.arange(bucket.shape[-1], device=bucket.device)
+    buckets = torch.cat((torch.where(earlier < 0, -1, own).flatten(-2), bucket), dim=-1)
+    return buckets, torch.cat((earlier.flatten(-2), fresh.expand_as(bucket)), dim=-1)
+
+
 def _ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """Each token's rank among the earlier ones of its bucket [G, T], and the size of each bucket [G, buckets]."""
     size = bucket.shape[-1]
@@ -180,4 +207,4 @@ def _with_neighbours(place: Tensor, member: Tensor, slots: int, chunk: int, ahea
     seen = [query, torch.cat((none, query[..., :-1, :]), dim=-2)]
     if ahead:
         seen.append(torch.cat((query[..., 1:, :], none), dim=-2))
-    return Slots(query, torch.cat(seen, dim=-1), torch.where(member, place, 0))
+    return Slots(query, torch.cat(seen, dim=-1), torch.where(member, place, -1))

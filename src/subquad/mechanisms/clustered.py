@@ -1,0 +1,276 @@
+"""Clustered attention: group similar queries, attend once for each group, and repair what matters most for each query.
+
+Paper       Vyas, Katharopoulos, Fleuret 2020, "Fast Transformers with Clustered Attention", arXiv:2007.04825, §3
+Definition  Queries are hashed to sign bits and grouped by k-means in Hamming space. A group's centroid μ, the mean of
+            its queries, attends to all keys: a = softmax(μ·k/√K)
+            plain: every query of the group gets Σ aₛvₛ
+            improved: P = the top-k keys of a, m = Σ_P aₛ; query i gets m·Σ_P softmax_P(qᵢ·kₛ/√K)vₛ + Σ_{s ∉ P} aₛvₛ
+            causal: the own block exactly, and the blocks before as above, joined as the parts of one softmax are; the
+            exp-mass of the blocks before is Σ exp(μ·k) if plain, Σ_P exp(q·k)/m if improved. Each time the sequence
+            has doubled, to 2ⁿ blocks, groups are formed anew from all queries so far, and later queries join the
+            nearest
+Cost        train O(T·clusters·(K + V + bits·iterations) + T·topk·(K + V)) time a head, causal also O(T·block·(K + V));
+            O(T·(clusters + topk·(K + V) + block)) memory; no decoding
+Departures  The causal form is ours: the published one lets the future decide the groups and drops all but the top-k.
+            k-means starts from queries spread evenly over the row instead of random ones, and the planes are drawn
+            once, not in every forward
+Verified    tests/mechanisms/test_clustered.py: full attention for topk = T, and for as many clusters as queries
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+from subquad.ops.buckets import give_back, lookup, rank_slots, slot_attention, take
+from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
+from subquad.ops.prefix import join_softmax, join_top, prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    clusters: int = 64
+    topk: int = 32
+    improved: bool = True
+    bits: int = 63
+    iterations: int = 10
+    block: int = 64  # causal: attended to exactly
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, clusters=1, topk=1, bits=1, iterations=0, block=1)
+        if self.improved not in (True, False):
+            refuse("improved", self.improved, "True or False")
+
+
+class Clustered(Mixer):
+    options_type = Options
+    traits = Traits(causal=True, bidirectional=True, cross=True)
+    family = "clustering"
+    exponent = 1.0
+    small = (
+        {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3, "block": 5},
+        {"clusters": 5, "improved": False, "bits": 16, "iterations": 3, "block": 4},
+        {"clusters": 3, "topk": 9, "bits": 7, "iterations": 2, "block": 7},
+    )
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.heads = Heads(options.dim, options.heads)
+        self.scale = (options.dim // options.heads) ** -0.5
+        # the last column shifts planes off the origin, so that near in Hamming distance is near and not just parallel
+        self.register_buffer("planes", torch.empty(options.bits, options.dim // options.heads + 1))
+        self.planes: Tensor
+        self.redraw()
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        self.planes.copy_(torch.randn(self.planes.shape, generator=generator or self._generator()))
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        if self.options.causal:
+            return self.heads.merge(self._causal(q, k, v))
+        return self.heads.merge(self._bidirectional(q, k, v, lengths, lengths if context is None else context_lengths))
+
+    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x, context)
+        return *self._rotate(q, k), v
+
+    def _bidirectional(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
+    ) -> Tensor:
+        clusters, (_, size, heads, _) = self.options.clusters, q.shape
+        counts = None if lengths is None else lengths[:, None].expand(-1, heads)
+        _, label = hamming_clusters(self._bits(q), clusters, self.options.iterations, counts)  # [B, H, T]
+        if lengths is not None:
+            label = label.masked_fill(~keep(lengths, size)[:, None], -1)  # type: ignore[index]
+        centroids, _ = cluster_means(_wide(q).transpose(1, 2), label, clusters)  # [B, H, N, K]
+        scores = torch.einsum("bhnk,bshk->bhns", centroids, _wide(k)) * self.scale
+        if key_lengths is not None:
+            hidden = ~keep(key_lengths.clamp(min=1), k.shape[1])[:, None, None]  # type: ignore[index]
+            scores = scores.masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(-1)
+        own = label.clamp(min=0)[..., None]  # [B, H, T, 1]
+        if not self.options.improved:
+            o = torch.einsum("bhns,bshv->bhnv", self._dropped(weights), _wide(v))
+            return _pick(o, own).to(v.dtype).transpose(1, 2)
+
+        found, top = scores.topk(min(self.options.topk, k.shape[1]), dim=-1)  # [B, H, N, topk]
+        mass = weights.gather(-1, top).sum(-1, keepdim=True)
+        rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), _wide(v))
+        slots = rank_slots(label, clusters, -(-size // clusters))  # a cluster sits together and shares its keys
+        cluster = lookup(label, slots.query[..., :1], 0)
+        keys = _pick(top.masked_fill(found == -torch.inf, -1), cluster)  # [B, H, N, topk]
+        visible = (slots.query >= 0)[..., :, None] & (keys >= 0)[..., None, :]
+        o, _ = slot_attention(q * self.scale, k, v, slots.query, keys, visible, dropout=self._dropout())
+        o = give_back(o, slots.place) * _pick(mass, own) + _pick(rest, own)
+        return o.to(v.dtype).transpose(1, 2)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size, block, dtype = q.shape[1], self.options.block, v.dtype
+        bits = self._bits(q)
+        q, k, v = (_wide(F.pad(t, (0, 0, 0, 0, 0, -size % block))) for t in (q * self.scale, k, v))
+        own, mass = self._own_block(q, k, v)  # [B, H, T, V] and [B, H, T]
+        parts, start = [own[:, :, :block]], block
+        while start < size:  # twice as far each time
+            stop = min(2 * start, q.shape[1])
+            before, before_mass = self._blocks_before(
+                q[:, :stop], k[:, : stop - block], v[:, : stop - block], bits, start
+            )
+            share = torch.sigmoid(before_mass - mass[:, :, start:stop])[..., None]
+            parts.append(torch.lerp(own[:, :, start:stop], before, share.expand_as(before)))
+            start = stop
+        return torch.cat(parts, dim=2)[:, :, :size].to(dtype).transpose(1, 2)
+
+    def _own_block(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact causal attention inside each block, and the log of its exp-mass."""
+        block = self.options.block
+        q, k, v = (t.unflatten(1, (-1, block)) for t in (q, k, v))  # [B, N, C, H, ·]
+        scores = torch.einsum("bnchk,bndhk->bhncd", q, k)
+        future = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+        o = torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v)
+        return o.flatten(2, 3), scores.logsumexp(-1).flatten(2, 3)
+
+    def _blocks_before(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """What queries from `start` on get from the blocks before their own, and the log of its exp-mass.
+
+        Groups are those of the queries before `start`. k and v end a block before q does.
+        """
+        clusters, block = self.options.clusters, self.options.block
+        codes, label = hamming_clusters(bits[:, :, :start], clusters, self.options.iterations)
+        centroids, count = cluster_means(q[:, :start].transpose(1, 2), label, clusters)  # [B, H, N, K]
+        label = nearest_bits(bits[:, :, start : q.shape[1]], codes, count > 0)  # [B, H, T]
+        label = F.pad(label, (0, q.shape[1] - start - label.shape[-1]))  # the rest of the last block
+        scores = torch.einsum("bhnk,bshk->bhns", centroids, k)
+        in_blocks = scores.unflatten(-1, (-1, block))  # [B, H, N, blocks, C]
+        o = torch.einsum("bhnmc,bmchv->bhnmv", in_blocks.softmax(-1), v.unflatten(1, (-1, block)))
+        mass, o = prefix((in_blocks.logsumexp(-1, keepdim=True), o), join_softmax)  # over the blocks up to each
+        upto = torch.arange(start, q.shape[1], device=q.device) // block - 1
+        at = (label * mass.shape[-2] + upto)[..., None]  # [B, H, T, 1]: its cluster, up to the block before its own
+        o, mass = _pick(o.flatten(2, 3), at), _pick(mass.flatten(2, 3), at)
+        if not self.options.improved:
+            return o, mass[..., 0]
+
+        more = max(0, self.options.topk - block)
+        found, key = in_blocks.detach().topk(self.options.topk - more, dim=-1)
+        key = key + torch.arange(0, k.shape[1], block, device=q.device)[:, None]
+        found, key = F.pad(found, (0, more), value=-torch.inf), F.pad(key, (0, more), value=-1)
+        _, key = prefix((found, key), join_top)  # the top keys of the blocks up to each
+        top = _pick(key.flatten(2, 3), at)  # [B, H, T, topk]
+        none = top < 0
+        keys, values = take(k, top), take(v, top)  # [B, H, T, topk, ·]
+        of_centroid = scores.flatten(2).gather(-1, (label[..., None] * scores.shape[-1] + top.clamp(min=0)).flatten(2))
+        of_centroid = of_centroid.view(top.shape).masked_fill(none, -torch.inf)
+        of_query = torch.einsum("bthk,bhtpk->bhtp", q[:, start:], keys).masked_fill(none, -torch.inf)
+        known = (of_centroid - mass).exp()
+        rest = o - torch.einsum("bhtp,bhtpv->bhtv", known, values)
+        exact = torch.einsum("bhtp,bhtpv->bhtv", self._dropped(of_query.softmax(-1)), values)
+        total = of_query.logsumexp(-1) - of_centroid.logsumexp(-1) + mass[..., 0]
+        return exact * known.sum(-1, keepdim=True) + rest, total
+
+    def _bits(self, q: Tensor) -> Tensor:
+        return sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
+
+    def _dropout(self) -> float:
+        return self.options.dropout if self.training else 0.0
+
+    def _dropped(self, weights: Tensor) -> Tensor:
+        return F.dropout(weights, self._dropout())
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._project(x)
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        weights = self._weights(q, k, lengths, lengths if context is None else context_lengths)
+        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        q, k, _ = self._project(x)
+        return self._weights(q, k, None, None)
+
+    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        """The definition, one row and head after the other: [B, H, T, S]."""
+        (batch, size, heads, _), keys = q.shape, k.shape[1]
+        define = self._define_causal if self.options.causal else self._define
+        rows = []
+        for b in range(batch):
+            n = size if lengths is None else int(lengths[b])
+            m = keys if key_lengths is None else int(key_lengths[b])
+            for h in range(heads):
+                w = define(q[b, :n, h], k[b, :m, h]) if n and m else q.new_zeros(n, m)
+                rows.append(F.pad(w, (0, keys - m, 0, size - n)))
+        return torch.stack(rows).view(batch, heads, size, keys)
+
+    def _define(self, q: Tensor, k: Tensor) -> Tensor:
+        _, label = self._lloyd(q)
+        weights = q.new_zeros(len(q), len(k))
+        for cluster in label.unique():
+            own = label == cluster
+            weights[own] = self._for_cluster(q[own].mean(0), q[own], k)[0]
+        return weights
+
+    def _define_causal(self, q: Tensor, k: Tensor) -> Tensor:
+        block, rows = self.options.block, []
+        groups = {}
+        for i in range(len(q)):
+            first = i // block * block
+            mass, weights = (q[i] @ k[first : i + 1].T * self.scale).exp(), q.new_zeros(0)
+            if first:
+                start = block << int(math.log2(first // block))
+                if start not in groups:
+                    groups[start] = self._lloyd(q[:start])
+                codes, label = groups[start]
+                differ = [
+                    (codes[c] != self._sides(q[i])).sum() if (label == c).any() else math.inf for c in range(len(codes))
+                ]
+                centroid = q[:start][label == min(range(len(codes)), key=lambda c: differ[c])].mean(0)
+                shares, before = self._for_cluster(centroid, q[i : i + 1], k[:first])
+                weights = shares[0] * before[0]
+            total = weights.sum() + mass.sum()
+            rows.append(F.pad(torch.cat((weights, mass)) / total, (0, len(k) - i - 1)))
+        return torch.stack(rows)
+
+    def _for_cluster(self, centroid: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights that queries q of one group give to all keys k, and the exp-mass that stands behind them."""
+        scores = centroid @ k.T * self.scale
+        share = scores.softmax(-1).expand(len(q), -1)
+        if not self.options.improved:
+            return share, scores.exp().sum().expand(len(q))
+        top = scores.topk(min(self.options.topk, len(k))).indices
+        exact = q @ k[top].T * self.scale
+        kept = share[0, top].sum()
+        return share.index_copy(1, top, kept * exact.softmax(-1)), exact.exp().sum(-1) / kept
+
+    def _sides(self, q: Tensor) -> Tensor:
+        return q @ self.planes[:, :-1].T + self.planes[:, -1] >= 0
+
+    def _lloyd(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The bits of each centroid and the group of each query."""
+        bits, clusters = self._sides(q), self.options.clusters
+        codes = bits[[c * len(q) // clusters for c in range(clusters)]]
+        for _ in range(self.options.iterations):
+            label = (bits[:, None] != codes).sum(-1).argmin(-1)
+            for c in range(clusters):
+                ones, number = bits[label == c].sum(0), (label == c).sum()
+                codes[c] = torch.where(2 * ones == number, codes[c], 2 * ones > number)
+        return codes, (bits[:, None] != codes).sum(-1).argmin(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, H, N, D] at index [B, H, T, 1] -> [B, H, T, D]"""
+    return x.gather(2, index.expand(-1, -1, -1, x.shape[-1]))

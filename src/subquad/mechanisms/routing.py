@@ -1,0 +1,300 @@
+"""Routing attention: learn centroids by online k-means, and let tokens attend to those nearest to the same centroid.
+
+Paper       Roy, Saffar, Vaswani, Grangier 2020, "Efficient Content-Based Sparse Attention with Routing Transformers",
+            arXiv:2003.05997, §4
+Definition  q, k are layer-normed without scale or shift; μ the centroids of the head, kept in the same space.
+            bidirectional: each μ takes the w queries and the w keys nearest to it, and these queries attend to these
+            keys by softmax(q·k/√K); a query chosen several times gets the mean of its results, one never chosen gets 0
+            causal: each token joins the centroid nearest to it. Keys of a cluster form chunks of w, by rank among the
+            earlier ones. A query sees the newest chunk of its cluster and the one before, up to itself; 0 if none
+            training moves μ ← norm(λμ + (1 - λ)·mean of the queries and keys nearest to it)
+Cost        train O(T·(clusters·K + w·(K + V))) time, O(T·(clusters + w + K + V)) memory a head, sorting aside;
+            decode O(w·(K + V)) a token and head; state 2·T·D, and clusters·2w integers a head.
+            The paper's T^1.5 comes from clusters = √T and w = √T: choose clusters·window ≥ T, or tokens go unchosen
+Departures  Causal by cluster and rank, because the w nearest of a whole sequence depend on its future;
+            strict_causal=False is the paper's, with the causal mask inside a cluster. 1/√K, which the released code
+            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where the released
+            code adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
+            `commitment` returns it (β = 1e-4 there). Rotary positions turn q and k, not what is routed
+Verified    tests/mechanisms/test_routing.py: full attention with normed q, k in the limit
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms import base
+from subquad.mechanisms.base import Mixer, Traits, at_least, keep, refuse
+from subquad.ops.buckets import (
+    Lists,
+    admit,
+    asking_slots,
+    empty_lists,
+    give_back,
+    in_reach,
+    lookup,
+    rank_slots,
+    recall,
+    same_bucket,
+    slot_attention,
+)
+from subquad.ops.cache import append
+from subquad.ops.clusters import kmeans_step
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, C, H, K]
+    v: Tensor  # [B, C, H, V]
+    members: Tensor  # [B, H, clusters, 2·window], see ops.buckets.Lists
+    total: Tensor  # [B, H, clusters]
+    position: Tensor  # [B]
+
+
+class Routed(NamedTuple):
+    q: Tensor  # [B, T, H, K]
+    k: Tensor
+    v: Tensor  # [B, T, H, V]
+    normed: tuple[Tensor, ...]  # q and k as they are routed, or just the one that they share
+    near: tuple[Tensor, ...]  # their nearness to each centroid, [B, H, clusters, T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.Options):
+    clusters: int = 16
+    window: int = 128
+    share_qk: bool | None = None  # one projection for q and k; None: when causal
+    decay: float = 0.999  # λ, a training forward; with gradient accumulation each micro-batch is a step of its own
+    scale: float | None = None  # of the scores; None: 1/√K
+    strict_causal: bool = True  # False: the balanced choice of the paper, which looks ahead
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, clusters=1, window=1)
+        if self.share_qk not in (None, True, False):
+            refuse("share_qk", self.share_qk, "True, False, or None to share when causal")
+        if not 0 <= self.decay <= 1:
+            refuse("decay", self.decay, "a number from 0 to 1")
+        if self.scale is not None and not self.scale > 0:
+            refuse("scale", self.scale, "None or a positive number")
+
+
+class Routing(Mixer):
+    options_type = Options
+    state_type = State
+    traits = Traits(causal=True, bidirectional=True, state="growing")
+    family = "clustering"
+    exponent = 1.0
+    small = (
+        {"clusters": 4, "window": 5},
+        {"clusters": 3, "window": 4, "share_qk": False},
+        {"clusters": 4, "window": 6, "share_qk": True, "strict_causal": False},
+    )
+    options: Options
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        self.shared = options.causal if options.share_qk is None else options.share_qk
+        self.strict = options.causal and options.strict_causal
+        width = options.dim // options.heads
+        self.scale = options.scale or 1 / math.sqrt(width)
+        self.qkv = nn.Linear(options.dim, (2 if self.shared else 3) * options.dim)
+        self.out = nn.Linear(options.dim, options.dim)
+        self.register_buffer("centroids", torch.empty(options.heads, options.clusters, width))
+        self.register_buffer("_last", torch.empty_like(self.centroids), persistent=False)
+        self.centroids: Tensor
+        self._last: Tensor  # what the last training forward routed by
+        self.redraw()
+        if not self.strict:
+            self.traits = self.traits._replace(state=None)
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        drawn = torch.randn(self.centroids.shape, generator=generator or self._generator())
+        self.centroids.copy_(_norm(drawn))
+        self._last.copy_(self.centroids)
+
+    def commitment(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Mean squared distance of queries and keys to their centroids; the paper adds 1e-4 times this to the loss."""
+        self._check_tokens(x, "x")
+        lengths = self._check_lengths(lengths, x, "lengths")
+        routed = self._project(x)
+        label = torch.cat(self._nearest(routed, lengths), dim=-1)  # [B, H, T], or [B, H, 2T]
+        heads = torch.arange(self.options.heads, device=x.device)[:, None]
+        own = self.centroids[heads, label.clamp(min=0)].transpose(1, 2)
+        distance = (torch.cat(routed.normed, dim=1) - own).square().mean(-1)  # [B, T, H]
+        return distance[label.transpose(1, 2) >= 0].mean()
+
+    def _forward(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        # Checkpointed and reversible layers run forward again in backward: no new batch, and it must route the same way
+        again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        routed = self._project(x, centroids=self._last if again else self.centroids)
+        if self.training and not again:
+            self._learn(routed, lengths)
+        if self.strict:
+            return self._merge(self._by_rank(routed, self._nearest(routed, lengths)))
+        return self._merge(self._balanced(routed, lengths))
+
+    def _project(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
+        parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.options.dim // self.options.heads)).unbind(2)
+        *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
+        q, k = self._rotate(normed[0], normed[-1], position)
+        with torch.no_grad():
+            centroids = self.centroids if centroids is None else centroids
+            wide = torch.promote_types(x.dtype, torch.float32)
+            near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide), t.to(wide)) for t in normed)
+        return Routed(q * self.scale, k, v, tuple(normed), near)
+
+    @torch.no_grad()
+    def _learn(self, routed: Routed, lengths: Tensor | None) -> None:
+        """One step of k-means with the tokens of this batch, on all ranks."""
+        self._last.copy_(self.centroids)
+        tokens = torch.cat(routed.normed, dim=1).movedim(2, 0).flatten(1, 2)  # [H, B·T, K], or [H, B·2T, K]
+        label = torch.cat(self._nearest(routed, lengths), dim=-1).transpose(0, 1).flatten(1)
+        self.centroids.copy_(_norm(kmeans_step(self.centroids, tokens, label, self.options.decay)))
+
+    def _balanced(self, routed: Routed, lengths: Tensor | None) -> Tensor:
+        """The w nearest of each centroid: [B, T, H, V]."""
+        q, k, v, _, near = routed
+        (batch, size, heads), width = q.shape[:3], v.shape[-1]
+        chosen = []
+        for nearness in near:
+            if lengths is not None:
+                nearness = nearness.masked_fill(~keep(lengths, size)[:, None, None], -torch.inf)  # type: ignore[index]
+            values, tokens = nearness.topk(min(self.options.window, size), dim=-1)  # [B, H, clusters, w]
+            chosen.append(tokens.masked_fill(values == -torch.inf, -1))
+        queries, keys = chosen[0], chosen[-1]
+        visible = (queries >= 0)[..., :, None] & (keys >= 0)[..., None, :]
+        if self.options.causal:
+            visible &= keys[..., None, :] <= queries[..., :, None]
+        o, _ = slot_attention(q, k, v, queries, keys, visible, dropout=self._dropout())  # [B, H, clusters, w, V]
+        o = torch.cat((o, visible.any(-1, keepdim=True).to(o.dtype)), dim=-1)  # one more column, to count
+        wide = torch.promote_types(o.dtype, torch.float32)
+        index = queries.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, width + 1)
+        total = torch.zeros(batch, heads, size, width + 1, dtype=wide, device=o.device)
+        total = total.scatter_add(2, index, o.flatten(2, 3).to(wide))
+        return (total[..., :-1] / total[..., -1:].clamp(min=1)).to(v.dtype).transpose(1, 2)
+
+    def _nearest(self, routed: Routed, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The clusters of queries and keys, [B, H, T], -1 for padding."""
+        clusters = tuple(near.argmax(-2) for near in routed.near)
+        if lengths is None:
+            return clusters
+        padding = ~keep(lengths, routed.q.shape[1])[:, None]  # type: ignore[index]
+        return tuple(c.masked_fill(padding, -1) for c in clusters)
+
+    def _by_rank(
+        self, routed: Routed, clusters: tuple[Tensor, ...], lists: Lists | None = None, start: Tensor | None = None
+    ) -> Tensor:
+        """Two chunks of the own cluster, [B, T, H, V]; q and clusters are of tokens from `start` on, k and v of all."""
+        q, k, v, *_ = routed
+        size = q.shape[1]
+        asked, cluster = clusters[0], clusters[-1]
+        token = torch.arange(size, device=q.device).expand_as(cluster)  # [B, H, T]
+        if lists is not None and start is not None:
+            cluster, token = in_reach(lists, cluster, start)
+            asked = F.pad(asked, (cluster.shape[-1] - size, 0), value=-1)
+        slots = rank_slots(cluster, self.options.clusters, min(self.options.window, cluster.shape[-1]))
+        if not self.shared:
+            slots = asking_slots(slots, cluster, asked)
+        queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)
+        visible = same_bucket(cluster, slots, asked) & (keys[..., None, :] <= queries[..., :, None])
+        rows = slots.query - (cluster.shape[-1] - size)
+        visible &= (rows >= 0)[..., None]
+        o, _ = slot_attention(q, k, v, rows, keys, visible, dropout=self._dropout())  # [B, H, N, C, V]
+        return give_back(o, slots.place[..., -size:]).transpose(1, 2)
+
+    def _dropout(self) -> float:
+        return self.options.dropout if self.training else 0.0
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.out(o.flatten(-2))
+
+    def _reference(
+        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
+    ) -> Tensor:
+        weights, v = self._weights(x, lengths), self._project(x).v
+        return self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
+
+    def _pattern(self, x: Tensor) -> Tensor:
+        return self._weights(x, None)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *_ = self._project(x)
+        return q * q.shape[-1] ** 0.5, k, v
+
+    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The definition, one row and head after the other: [B, H, T, T]."""
+        batch, size, _ = x.shape
+        q, k, _, normed, _ = self._project(x)
+        rows = []
+        for b in range(batch):
+            n = size if lengths is None else int(lengths[b])
+            for h in range(self.options.heads):
+                scores = q[b, :n, h] @ k[b, :n, h].T
+                near_q, near_k = (t[b, :n, h] @ self.centroids[h].T.to(t.dtype) for t in (normed[0], normed[-1]))
+                sets = self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k)
+                total, times = torch.zeros_like(scores), scores.new_zeros(n, 1)
+                for queries, keys in sets:
+                    seen = torch.zeros_like(scores, dtype=torch.bool)
+                    seen[queries[:, None], keys] = True
+                    seen = seen.tril() if self.options.causal else seen
+                    some = seen.any(-1, keepdim=True)
+                    weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
+                    total, times = total + weights * some, times + some
+                rows.append(F.pad(total / times.clamp(min=1), (0, size - n, 0, size - n)))
+        return torch.stack(rows).view(batch, self.options.heads, size, size)
+
+    def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each centroid, the queries and the keys nearest to it."""
+        w = min(self.options.window, len(near_q))
+        return [(near_q[:, c].topk(w).indices, near_k[:, c].topk(w).indices) for c in range(self.options.clusters)]
+
+    def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each query, the newest chunk of its cluster and the one before."""
+        sets = []
+        for i, cluster in enumerate(near_q.argmax(-1)):
+            members = (near_k[: i + 1].argmax(-1) == cluster).nonzero()[:, 0]
+            newest = (len(members) - 1) // self.options.window
+            sets.append((torch.tensor([i], device=near_q.device), members[max(0, newest - 1) * self.options.window :]))
+        return sets
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        heads = self.options.heads
+        cache = self._like.new_zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        lists = empty_lists((batch, heads), self.options.clusters, self.options.window, cache.device)
+        return State(cache, cache.clone(), *lists, torch.zeros(batch, dtype=torch.int64, device=cache.device))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        fresh = state is None
+        state = state if state is not None else self._init_state(*x.shape[:2])
+        routed, lists = self._project(x, state.position), Lists(state.members, state.total)
+        clusters = self._nearest(routed, lengths)
+        keys, values = append(state.k, routed.k, state.position), append(state.v, routed.v, state.position)
+        position = state.position[:, None, None] + torch.arange(x.shape[1], device=x.device)
+        new = State(keys, values, *admit(lists, clusters[-1], position), self._advance(state.position, x, lengths))
+        if fresh:
+            return self._merge(self._by_rank(routed, clusters)), new
+        routed = routed._replace(k=keys.to(routed.k.dtype), v=values.to(routed.v.dtype))
+        return self._merge(self._by_rank(routed, clusters, lists, state.position)), new
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        routed = self._project(x[:, None], state.position)
+        q, k, v, *_ = routed
+        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
+        clusters = self._nearest(routed)  # [B, H, 1]
+        lists = admit(Lists(state.members, state.total), clusters[-1], state.position[:, None, None])
+        asked = clusters[0][..., None].expand(-1, -1, -1, lists.members.shape[-1])
+        near = recall(Lists(lists.members.gather(-2, asked), lists.total.gather(-1, clusters[0])))  # [B, H, 1, 2w]
+        o, _ = slot_attention(
+            q, keys.to(q.dtype), values.to(v.dtype), torch.zeros_like(near[..., :1]), near, (near >= 0)[..., None, :]
+        )  # [B, H, 1, 1, V]
+        return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])

@@ -1,0 +1,75 @@
+"""Clusters of vectors: k-means in Hamming space over one sequence, and online k-means over training.
+
+G stands for any leading dimensions, N for clusters.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.no_grad()
+def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
+    """On which side of each plane x lies, -1 or 1: x [..., K], planes [M, K + 1] with the bias last -> [..., M]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    planes = planes.to(wide)
+    side = x.to(wide) @ planes[:, :-1].T + planes[:, -1]
+    return torch.where(side >= 0, 1.0, -1.0)
+
+
+@torch.no_grad()
+def hamming_clusters(
+    bits: Tensor, clusters: int, iterations: int, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's k-means of bits [G, T, M]: the centroids' bits [G, N, M] and the labels of the tokens [G, T].
+
+    Only each row's first `lengths` [G] tokens count; the others get a label all the same.
+    It starts from tokens spread evenly over the row, so that it is deterministic, and N = T tokens are all centroids.
+    A centroid takes the majority of each bit and keeps it in a tie; of equally near centroids the first is taken.
+    """
+    size = bits.shape[-2]
+    spread = torch.arange(clusters, device=bits.device)
+    if lengths is None:
+        first, member = (spread * size // clusters).expand(*bits.shape[:-2], -1), bits
+    else:
+        first = spread * lengths[..., None] // clusters
+        member = bits * (torch.arange(size, device=bits.device) < lengths[..., None])[..., None]
+    centroids = bits.gather(-2, first[..., None].expand(*first.shape, bits.shape[-1]))
+    for _ in range(iterations):
+        label = nearest_bits(bits, centroids)
+        votes = torch.zeros_like(centroids).scatter_add_(-2, label[..., None].expand_as(bits), member)
+        centroids = torch.where(votes == 0, centroids, votes.sign())
+    return centroids, nearest_bits(bits, centroids)
+
+
+@torch.no_grad()
+def nearest_bits(bits: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor:
+    """The first of the nearest centroids, among those in use [G, N]: bits [G, T, M], centroids [G, N, M] -> [G, T]."""
+    agreement = bits @ centroids.transpose(-1, -2)
+    if used is not None:
+        agreement = agreement.masked_fill(~used[..., None, :], -torch.inf)
+    return agreement.argmax(-1)
+
+
+def cluster_means(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Means [G, N, K] of x [G, T, K] by label [G, T] (-1: none), zero for an empty cluster, and counts [G, N]."""
+    index = torch.where(label < 0, clusters, label)[..., None]
+    counted = F.pad(x, (0, 1), value=1.0)
+    total = counted.new_zeros(*x.shape[:-2], clusters + 1, x.shape[-1] + 1)
+    total = total.scatter_add(-2, index.expand_as(counted), counted)[..., :-1, :]
+    return total[..., :-1] / total[..., -1:].clamp(min=1), total[..., -1]
+
+
+@torch.no_grad()
+def kmeans_step(centroids: Tensor, x: Tensor, label: Tensor, decay: float) -> Tensor:
+    """Centroids [H, N, K] moved towards the means of x [H, T, K] by label [H, T]; those without tokens stay.
+
+    Where torch.distributed is running, the means are those of all ranks' tokens.
+    """
+    means, count = cluster_means(x.to(torch.promote_types(x.dtype, torch.float32)), label, centroids.shape[-2])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        stats = torch.cat((means * count[..., None], count[..., None]), dim=-1)
+        torch.distributed.all_reduce(stats)
+        means, count = stats[..., :-1] / stats[..., -1:].clamp(min=1), stats[..., -1]
+    moved = decay * centroids.to(means.dtype) + (1 - decay) * means
+    return torch.where(count[..., None] > 0, moved, centroids.to(means.dtype))
