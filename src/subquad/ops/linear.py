@@ -1,25 +1,30 @@
 """Linear attention: o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t) with S = Σ φ(k)vᵀ and z = Σ φ(k), over s <= t when causal.
 
-Causal sums run in chunks: inside a chunk of C tokens the masked scores are a small matrix, and between chunks one [M, V] state is
-handed on, so time is O(T·(C + M)·V) and nothing of size [T, T] exists. z rides along as one more column of v.
-Three things change how a state travels from chunk to chunk, and all are a decay of that step: gates multiply it by exp(g),
-a packed sequence that starts multiplies it by zero, everything else by one.
+Causal sums run in chunks: inside a chunk of C tokens the masked scores are a small matrix, and between chunks one state
+(s and z) is handed on, so time is O(T·(C + M)·V) and nothing of size [T, T] exists. Gates, and the borders of packed
+sequences, only change how a state travels from chunk to chunk: it is multiplied by exp(g), or by zero.
+
+The torch path is one differentiable operator, so that torch.compile sees one node. It works on slabs, some heads over a
+segment of tokens, that stay in the caches of a CPU; the state goes from segment to segment.
 
 Legend: B batch, T queries, S keys, H heads, K key width, M features, V value width, C chunk, N chunks, G = B·H.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.ops.feature_maps import FEATURE_MAPS, FeatureMap
+from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
 
-CHUNK = 64
-BLOCK = 64  # chunks whose states are handed on by one matrix product
+BUDGET = 4096  # tokens of all heads that a CPU works on at once
+BLOCK = 16  # chunks whose states are handed on by one matrix product
 FORGET = -1000.0  # exp of this is zero even in float64, and differences of sums of it stay exact to 1e-11
 
 
@@ -171,10 +176,11 @@ def recurrent_linear_attention_step(
     else:
         s = torch.addcmul(s, k[..., None], x[..., None, :])
         z = z + k
-    o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
+    with torch.autocast(q.device.type, enabled=False):
+        o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
     if normalize:
         o = o / _divisor((q * z).sum(-1, keepdim=True), signed, eps)
-    return o.to(v_t.dtype), s, z
+    return _saturate(o, v_t.dtype).to(v_t.dtype), s, z
 
 
 def chunked_linear_attention(
@@ -194,21 +200,238 @@ def chunked_linear_attention(
     z0: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The torch path: o and the final s and z. The signature is that of the fused path."""
-    plan = (causal, feature_map, signed, normalize, eps)
-    return _Chunked.apply(q, k, v, log_gate, s0, z0, lengths, cu_seqlens, plan)
+    return _forward(q, k, v, log_gate, s0, z0, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps)[:3]
+
+
+@torch.library.custom_op("subquad::linear_chunked", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    name: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final s and z, the divisor of each o, and the states [segments - 1, R, H, F] between segments."""
+    o, s, z, divisor, starts = _outputs(q, v, cu_seqlens, causal, normalize)
+    state = _join(s0, z0, s, z)  # [R, H, F]
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, heads in _slabs(q, cu_seqlens, causal):
+            across = slice(None) if cu_seqlens is not None else rows
+            now = state[across, heads]
+            for i, part in enumerate(_segments(q, cu_seqlens, causal)):
+                if i > 0:
+                    starts[i - 1, across, heads] = now
+                c = _Chunks((rows, part, heads), q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
+                scores = c.scores()
+                wide = c.read(scores)
+                if normalize:
+                    d = c.read_z(scores)
+                    d = _divisor(d, signed, eps)
+                    c.q_layout.merge(d, divisor[rows, part, heads, None])
+                    wide.div_(d)
+                c.q_layout.merge(wide, o[rows, part, heads])
+                now = c.final
+            s[across, heads], z[across, heads] = _divide(now, s.shape[-1])
+    return o, s, z, divisor, starts
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
+    _, _, _, _, cu_seqlens, causal, _, _, normalize, _ = rest
+    return _outputs(q, v, cu_seqlens, causal, normalize)
+
+
+def _outputs(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, length, heads, features = q.shape
+    width = v.shape[-1]
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    cuts = 0 if cu_seqlens is not None or not causal else (length - 1) // _segment(q)
+    return (
+        v.new_empty(batch, length, heads, width),
+        v.new_empty(rows, heads, features, width, dtype=dtype),
+        v.new_empty(rows, heads, features, dtype=dtype),
+        v.new_empty((batch, length, heads) if normalize else (0,), dtype=dtype),
+        v.new_empty(cuts, rows, heads, features * (width + 1), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("subquad::linear_chunked_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    ds: Tensor,
+    dz: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    s0: Tensor | None,
+    z0: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    divisor: Tensor,
+    starts: Tensor,
+    causal: bool,
+    name: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dgate, ds0, dz0 = _gradients(q, k, v, log_gate, ds, dz)
+    state, dstate = _join(s0, z0, ds, dz), _join(ds, dz, ds, dz)
+    segments = _segments(q, cu_seqlens, causal)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, heads in _slabs(q, cu_seqlens, causal):
+            across = slice(None) if cu_seqlens is not None else rows
+            dnow = dstate[across, heads]
+            for i, part in reversed(list(enumerate(segments))):
+                now = starts[i - 1, across, heads] if i > 0 else state[across, heads]
+                at = rows, part, heads
+                c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
+                dn = c.q_layout.split(do[at])
+                dd = None
+                if normalize:
+                    d = c.q_layout.split(divisor[at][..., None])
+                    dn.div_(d.masked_fill_(d == 0, 1))  # where there is no token
+                    dd = torch.linalg.vecdot(dn, c.q_layout.split(o[at]))[..., None].neg_()  # [G, N, C, 1]
+                    if signed:
+                        dd.masked_fill_(d.abs() <= eps, 0)
+                dfq, dfk, dfv, dlog = c.backward(dn, dd, dnow)
+                c.q_layout.merge(_through(dfq, c.q, name), dq[at])
+                c.k_layout.merge(_through(dfk, c.k, name), dk[rows, c.keys, heads])
+                c.k_layout.merge(dfv, dv[rows, c.keys, heads])
+                if log_gate is not None and dlog is not None:
+                    c.k_layout.merge(dlog.masked_fill(c.forgets, 0), dgate[at][..., None])
+                dnow = c.dstart
+            if s0 is not None:
+                ds0[across, heads], dz0[across, heads] = _divide(dnow, v.shape[-1])
+    return dq, dk, dv, dgate, ds0, dz0
+
+
+@_backward.register_fake
+def _(do: Tensor, ds: Tensor, dz: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return _gradients(*rest[:4], ds, dz)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    o, _, _, divisor, starts = output
+    ctx.save_for_backward(*inputs[:8], o, divisor, starts)
+    ctx.plan = inputs[8:]
+    ctx.mark_non_differentiable(divisor, starts)
+
+
+def _differentiate(ctx: Any, do: Tensor, ds: Tensor, dz: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_gate, s0, z0, lengths, cu_seqlens, o, divisor, starts = ctx.saved_tensors
+    dq, dk, dv, dgate, ds0, dz0 = _backward(
+        do, ds, dz, q, k, v, log_gate, s0, z0, lengths, cu_seqlens, o, divisor, starts, *ctx.plan
+    )
+    of_gate = None if log_gate is None else dgate
+    of_start = (None, None) if s0 is None else (ds0, dz0)
+    return dq, dk, dv, of_gate, *of_start, *(None for _ in range(7))
+
+
+# one autograd function: it keeps the inputs, o and its divisor, and computes features, states and scores again
+_forward.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, ds: Tensor, dz: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    contiguous = torch.contiguous_format
+    dgate = q.new_empty(0) if log_gate is None else torch.empty_like(log_gate, memory_format=contiguous)
+    dq, dk, dv, ds0, dz0 = (torch.empty_like(x, memory_format=contiguous) for x in (q, k, v, ds, dz))
+    return dq, dk, dv, dgate, ds0, dz0
+
+
+def _segment(q: Tensor) -> int:
+    """Tokens worked on at once, in all heads: on a CPU what its caches hold, on a GPU what fills it."""
+    if q.device.type != "cpu":
+        return 1 << 16
+    return max(BUDGET // q.shape[2] // 64, 2) * 64  # whole chunks
+
+
+def _segments(q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> list[slice]:
+    length, size = q.shape[1], _segment(q)
+    if cu_seqlens is not None or not causal:
+        return [slice(0, length)]
+    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+def _slabs(q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> list[tuple[slice, slice]]:
+    """Rows and heads worked on at once: several rows if they are short, several heads if a row cannot be cut."""
+    batch, _, heads, _ = q.shape
+    part = _segments(q, cu_seqlens, causal)[0].stop
+    rows = max(1, _segment(q) // part)
+    some = max(1, min(heads, heads * _segment(q) // part))
+    return [(slice(i, i + rows), slice(j, j + some)) for i in range(0, batch, rows) for j in range(0, heads, some)]
+
+
+def _join(s: Tensor | None, z: Tensor | None, s_like: Tensor, z_like: Tensor) -> Tensor:
+    """s [R, H, M, V] and z [R, H, M] as one row of numbers [R, H, M*V + M]; zeros if there are none."""
+    s = torch.zeros_like(s_like) if s is None else s
+    z = torch.zeros_like(z_like) if z is None else z
+    return torch.cat((s.flatten(2), z), -1)
+
+
+def _divide(state: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[..., M*V + M] -> s [..., M, V], z [..., M]"""
+    features = state.shape[-1] // (width + 1)
+    return state[..., : features * width].unflatten(-1, (features, width)), state[..., features * width :]
+
+
+def _features(x: Tensor, name: str) -> Tensor:
+    """φ of a tensor that may be overwritten."""
+    if name == "elu+1":
+        # exp2 is several times as fast as exp and expm1 on a CPU
+        return x.clamp(max=0).mul_(1 / math.log(2)).exp2_().add_(x.clamp_(min=0))
+    if name == "relu":
+        return x.clamp_(min=0)
+    return x.exp_() if name == "exp" else x
+
+
+def _through(grad: Tensor, phi: Tensor, name: str) -> Tensor:
+    """The gradient before a map, from the one after it and the map's value."""
+    if name == "elu+1":
+        return grad.mul_(phi.clamp(max=1))
+    if name == "relu":
+        return grad.masked_fill_(phi <= 0, 0)
+    return grad.mul_(phi) if name == "exp" else grad
+
+
+def _divisor(d: Tensor, signed: bool, eps: float) -> Tensor:
+    if not signed:
+        return d + eps
+    return torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps))
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keep what float16 cannot hold at its largest number: a signed denominator near zero would give infinities."""
+    return x.clamp(-65504, 65504) if dtype == torch.float16 else x
 
 
 class _Layout:
-    """How tokens [B, T, H, D] are laid out in chunks [G, N, C, D], and how states [R, H, ...] of R sequences enter them.
+    """How tokens [B, T, H, D] are laid out in chunks [G, N, C, D], and how the states [R, H, F] of R sequences enter them.
 
-    A packed sequence starts a new chunk. The number of chunks is an upper bound that does not depend on where sequences end,
-    so nothing waits for the values of cu_seqlens; those left over stay empty.
+    A packed sequence starts a new chunk. The number of chunks is an upper bound that does not depend on where sequences
+    end, so nothing waits for the values of cu_seqlens; those left over stay empty.
     """
 
-    def __init__(self, x: Tensor, size: int, lengths: Tensor | None, cu_seqlens: Tensor | None):
-        batch, length, heads, _ = x.shape
+    def __init__(self, shape: tuple[int, int, int], size: int, lengths: Tensor | None, cu_seqlens: Tensor | None):
+        batch, length, heads = shape
         self.batch, self.length, self.heads, self.size = batch, length, heads, size
-        self.first = self.last = None
+        self.packed = cu_seqlens is not None
+        self.empty: Tensor | None = None
         if cu_seqlens is not None:
             cu = cu_seqlens.to(torch.int64)
             rows = cu.shape[0] - 1
@@ -227,55 +450,212 @@ class _Layout:
             self.target = self.first[row] * size + token - cu[row]  # [T]
         else:
             self.chunks = -(-length // size)
-            self.empty = None
             if lengths is not None:
-                token = torch.arange(self.chunks * size, device=x.device)
+                token = torch.arange(self.chunks * size, device=lengths.device)
                 padded = (token >= lengths[:, None])[:, None].expand(-1, heads, -1)  # [B, H, N*C]
                 self.empty = padded.reshape(batch * heads, self.chunks, size, 1)
 
-    def split(self, x: Tensor, dtype: torch.dtype, name: str = "identity") -> Tensor:
-        """[B, T, H, D] -> φ(x) as [G, N, C, D], zeros where there is no token."""
-        batch, length, heads, width = x.shape
-        phi = FEATURE_MAPS[name].apply
-        if self.first is not None:
-            x = phi(x[0].index_select(0, self.source).transpose(0, 1).to(dtype))
+    def split(self, x: Tensor, name: str = "identity") -> Tensor:
+        """[B, T, H, D] -> φ(x) as a new [G, N, C, D] of at least float32, zeros where there is no token."""
+        width, dtype = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+        padded = self.chunks * self.size
+        if self.packed:
+            chunks = x[0].transpose(0, 1).to(dtype).index_select(1, self.source)[None]
         else:
-            x = phi(x.transpose(1, 2).to(dtype))
-            x = torch.nn.functional.pad(x, (0, 0, 0, self.chunks * self.size - length))
-        x = x.reshape(batch * heads, self.chunks, self.size, width)
-        return x if self.empty is None else x.masked_fill(self.empty, 0)
+            chunks = x.new_empty(self.batch, self.heads, padded, width, dtype=dtype)
+            chunks[:, :, : self.length].copy_(x.transpose(1, 2))
+            chunks[:, :, self.length :] = 0
+        chunks = _features(chunks.view(self.batch * self.heads, self.chunks, self.size, width), name)
+        if self.empty is not None:
+            chunks.masked_fill_(self.empty, 0)
+        elif name in ("elu+1", "exp") and padded > self.length:  # zero has features there
+            chunks.view(self.batch, self.heads, padded, width)[:, :, self.length :] = 0
+        return chunks
 
-    def merge(self, x: Tensor) -> Tensor:
-        """[G, N, C, D] -> [B, T, H, D]"""
-        x = x.reshape(self.batch, self.heads, self.chunks * self.size, -1)
-        x = x.index_select(2, self.target) if self.first is not None else x[:, :, : self.length]
-        return x.transpose(1, 2).contiguous()
+    def merge(self, x: Tensor, out: Tensor) -> None:
+        """[G, N, C, D] -> [B, T, H, D], zeros where there is no token."""
+        if self.empty is not None:
+            x = x.masked_fill(self.empty, 0)
+        x = x.view(self.batch, self.heads, self.chunks * self.size, -1)
+        x = x.index_select(2, self.target) if self.packed else x[:, :, : self.length]
+        out.copy_(_saturate(x.transpose(1, 2), out.dtype))
 
-    def split_state(self, s: Tensor) -> Tensor:
-        """[R, H, ...] -> [G, 1 or R, F]: the sequences of a batch are rows, those of a pack stand behind each other."""
-        if self.first is not None:
-            return s.transpose(0, 1).flatten(2)  # [H, R, F]
-        return s.flatten(0, 1).flatten(1)[:, None]  # [B*H, 1, F]
+    def split_state(self, state: Tensor) -> Tensor:
+        """[R, H, F] -> [G, 1, F], or [G, R, F] for a pack, whose sequences stand behind each other."""
+        return state.transpose(0, 1) if self.packed else state.flatten(0, 1)[:, None]
 
-    def merge_state(self, s: Tensor) -> Tensor:
-        if self.first is not None:
-            return s.transpose(0, 1)
-        return s.unflatten(0, (self.batch, self.heads))[:, :, 0]
-
-
-def _divisor(d: Tensor, signed: bool, eps: float) -> Tensor:
-    if not signed:
-        return d + eps
-    return torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps))
+    def merge_state(self, state: Tensor) -> Tensor:
+        return state.transpose(0, 1) if self.packed else state[:, 0].unflatten(0, (self.batch, self.heads))
 
 
-def _slope(phi: Tensor, name: str) -> Tensor | None:
-    """The derivative of a map, from its value; None for one."""
-    if name == "elu+1":
-        return phi.clamp(max=1)
-    if name == "relu":
-        return (phi > 0).to(phi.dtype)
-    return phi if name == "exp" else None
+class _Chunks:
+    """Features, values, gates and states of some rows and heads over some tokens, laid out in chunks."""
+
+    def __init__(
+        self,
+        at: tuple[slice, slice, slice],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gate: Tensor | None,
+        start: Tensor,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+        name: str,
+    ):
+        rows, part, heads = at
+        cross = q.shape[1] != k.shape[1]
+        self.keys = slice(0, k.shape[1]) if cross else part
+        q, k, v = q[at], k[rows, self.keys, heads], v[rows, self.keys, heads]
+        if lengths is not None:
+            lengths = lengths[rows] - self.keys.start
+        self.causal = causal
+        length, most = k.shape[1], max(q.shape[-1], v.shape[-1])
+        size = length if not causal and cu_seqlens is None else min(length, 32 if most <= 32 else 64)
+        self.k_layout = _Layout((k.shape[0], length, k.shape[2]), size, lengths, cu_seqlens)
+        self.q_layout = self.k_layout
+        if cross:
+            self.q_layout = _Layout((q.shape[0], q.shape[1], q.shape[2]), q.shape[1], None, None)
+        self.q, self.k, self.v = self.q_layout.split(q, name), self.k_layout.split(k, name), self.k_layout.split(v)
+        self.q_in, self.k_out = self.q, self.k
+        self.log_decay: Tensor | None = None
+        if log_gate is None:
+            self.within = torch.ones(size, size, dtype=self.q.dtype, device=q.device).tril_() if causal else None
+        else:
+            gate = log_gate[at][..., None].to(torch.float64)
+            gate = self.k_layout.split(gate)  # [G, N, C, 1]
+            self.forgets = gate < FORGET
+            cumulated = gate.clamp_(min=FORGET)[..., 0].cumsum(-1)
+            self.log_decay = cumulated[..., -1].clamp(min=FORGET)  # [G, N]
+            self.reach = cumulated.exp().to(self.q.dtype)[..., None]
+            self.rest = (cumulated[..., -1:] - cumulated).exp().to(self.q.dtype)[..., None]
+            self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
+            self.within = _decay(cumulated, self.q.dtype, strict=False)
+        self.u = self._gather(self.k_out, self.v, None)
+        self.enter, final = self._travel(self.u, self.k_layout.split_state(start))
+        self.enter_s, self.enter_z = _divide(self.enter, v.shape[-1])
+        self.final = self.k_layout.merge_state(final)
+
+    def scores(self) -> Tensor | None:
+        """φ(q)·φ(k) inside the chunks, decayed and masked [G, N, C, C]."""
+        return None if self.within is None else (self.q @ self.k.mT).mul_(self.within)
+
+    def read(self, scores: Tensor | None) -> Tensor:
+        """Σ over all keys a query sees of score·v [G, N, C, V]."""
+        o = self.q_in @ self.enter_s
+        return o if scores is None else _add_product(o, scores, self.v)
+
+    def read_z(self, scores: Tensor | None) -> Tensor:
+        """Σ over all keys a query sees of score [G, N, C, 1]."""
+        d = self.q_in @ self.enter_z[..., None]
+        return d if scores is None else d.add_(scores.sum(-1, keepdim=True))
+
+    def backward(self, dn: Tensor, dd: Tensor | None, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q, k (after the map), v and log_gate, from those of `read`, `read_z` and the final state.
+
+        The gradient of the start is left in `dstart`.
+        """
+        denter = self._gather(self.q_in, dn, dd if dd is not None else torch.zeros_like(dn[..., :1]))
+        du, dstart = self._travel(denter, self.k_layout.split_state(dfinal), reverse=True)
+        self.dstart = self.k_layout.merge_state(dstart)
+        du_s, du_z = _divide(du, dn.shape[-1])
+        dq = dn @ self.enter_s.mT
+        if dd is not None:
+            dq.addcmul_(dd, self.enter_z[..., None, :])
+        dk = (self.v @ du_s.mT).add_(du_z[..., None, :])
+        dv = self.k_out @ du_s
+        if self.log_decay is not None:
+            dq.mul_(self.reach)
+            dk.mul_(self.rest)
+        scores = self.scores()
+        if scores is not None:
+            _add_product(dv, scores.mT, dn)
+            dscores = torch.matmul(dn, self.v.mT, out=scores)
+            if dd is not None:
+                dscores.add_(dd)
+            dscores.mul_(self.within)
+            _add_product(dq, dscores, self.k)
+            _add_product(dk, dscores.mT, self.q)
+        if self.log_decay is None:
+            return dq, dk, dv, None
+        # each score holds exp(cumulated_t - cumulated_s), each state that leaves a chunk exp(cumulated of its end)
+        dcumulated = torch.linalg.vecdot(self.q, dq) - torch.linalg.vecdot(self.k, dk)  # [G, N, C]
+        leave = torch.addcmul(self.u, self.enter, self.log_decay.exp().to(dq.dtype)[..., None])
+        dcumulated[..., -1] += torch.linalg.vecdot(du, leave)
+        return dq, dk, dv, dcumulated.flip(-1).cumsum(-1).flip(-1)[..., None]
+
+    def _gather(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        """What each chunk adds to the state: Σ x yᵀ and Σ x·weight, as one row of numbers [G, N, F]."""
+        z = x.sum(2) if weight is None else (x.mT @ weight)[..., 0]
+        return torch.cat(((x.mT @ y).flatten(2), z), -1)
+
+    def _travel(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The states that each chunk reads [G, N, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
+        layout = self.k_layout
+        enter, final = _states(u, self.log_decay, start, layout, reverse)
+        if not self.causal:  # every chunk sees the whole of its sequence
+            enter = final[:, layout.row] if layout.packed else final
+        return enter, final
+
+
+def _add_product(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """out += x @ y over chunks, in one pass."""
+    out.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
+    return out
+
+
+def _states(
+    u: Tensor, log_decay: Tensor | None, start: Tensor, layout: _Layout, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """States entering each chunk [G, N, F], and those after the last chunk of each sequence [G, 1 or R, F].
+
+    Where a pack goes from one sequence to the next, the state is replaced by the next one's start: it decays by zero and
+    gains that start. In reverse everything runs from the last chunk to the first.
+    """
+    if layout.packed:
+        edge = layout.first if reverse else layout.last
+        change, starts = (edge[1:], start[:, :-1]) if reverse else (edge[:-1], start[:, 1:])
+        begin = start[:, -1:] if reverse else start[:, :1]
+        fade = u.new_zeros(1, u.shape[1], dtype=torch.float64) if log_decay is None else log_decay
+        enter = _hand_on(u.index_copy(1, change, starts), fade.index_fill(1, change, FORGET), begin, reverse)
+    else:
+        edge = slice(0, 1) if reverse else slice(u.shape[1] - 1, None)
+        enter = _hand_on(u, log_decay, start, reverse)
+    if log_decay is None:
+        return enter, enter[:, edge] + u[:, edge]
+    return enter, torch.addcmul(u[:, edge], enter[:, edge], log_decay[:, edge].exp().to(u.dtype)[..., None])
+
+
+def _hand_on(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> Tensor:
+    """States entering each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; in reverse from the last to the first.
+
+    u [G, N, F], log_decay a [G or 1, N] in float64 or None for no decay, start [G, 1, F]. A block of chunks is one product
+    with a triangular matrix of decays, and what enters a block is found the same way, so the cost stays linear in N.
+    """
+    n = u.shape[1]
+    size = min(n, BLOCK)
+    if n % size:
+        u = F.pad(u, (0, 0, 0, -n % size))
+        log_decay = None if log_decay is None else F.pad(log_decay, (0, -n % size))
+    u = u.unflatten(1, (-1, size))  # [G, N/size, size, F]
+    if log_decay is None:
+        decay = torch.ones(size, size, dtype=u.dtype, device=u.device).tril_(-1)
+        after = u.sum(2) if n > size else None  # [G, N/size, F]
+        reach = total = None
+    else:
+        log_decay = log_decay.unflatten(1, (-1, size))
+        cumulated = log_decay.cumsum(-1)
+        decay = _decay(cumulated, u.dtype, strict=True)
+        total = cumulated[..., -1].clamp(min=FORGET)
+        before = F.pad(cumulated, (1, -1))
+        reach = (cumulated[..., -1:] - cumulated if reverse else before).exp().to(u.dtype)[..., None]
+        rest = (before if reverse else cumulated[..., -1:] - cumulated).exp().to(u.dtype)[..., None]
+        after = (rest * u).sum(2) if n > size else None
+    e = (decay.mT if reverse else decay) @ u
+    enter = start if after is None else _hand_on(after, total, start, reverse)  # [G, N/size, F]
+    e = e.add_(enter[:, :, None]) if reach is None else e.addcmul_(reach, enter[:, :, None])
+    return e.flatten(1, 2)[:, :n]
 
 
 def _decay(cumulated: Tensor, dtype: torch.dtype, strict: bool) -> Tensor:
@@ -285,210 +665,9 @@ def _decay(cumulated: Tensor, dtype: torch.dtype, strict: bool) -> Tensor:
     """
     size = cumulated.shape[-1]
     past = torch.ones(size, size, dtype=torch.bool, device=cumulated.device).tril(-1 if strict else 0)
-    until = torch.nn.functional.pad(cumulated, (1, -1)) if strict else cumulated
+    until = F.pad(cumulated, (1, -1)) if strict else cumulated
     between = until[..., :, None] - cumulated[..., None, :]
-    return between.to(dtype).masked_fill(~past, -torch.inf).exp()
-
-
-def _hand_on(u: Tensor, log_decay: Tensor, start: Tensor, reverse: bool) -> Tensor:
-    """The states that enter each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; reversed, from the last chunk to the first.
-
-    u [G, N, F], log_decay [G or 1, N] in float64, start [G, 1, F]. Long inputs go by blocks of blocks, so the cost stays linear.
-    """
-    n = u.shape[1]
-    if n > BLOCK:
-        pad = -n % BLOCK
-        u = torch.nn.functional.pad(u, (0, 0, 0, pad)).unflatten(1, (-1, BLOCK))  # [G, N/BLOCK, BLOCK, F]
-        log_decay = torch.nn.functional.pad(log_decay, (0, pad)).unflatten(1, (-1, BLOCK))
-        total = log_decay.sum(-1)
-        inner = _hand_on_block(u, log_decay, None, reverse)
-        edge = 0 if reverse else -1
-        after = inner[:, :, edge] * log_decay[:, :, edge].exp().to(u.dtype)[..., None] + u[:, :, edge]
-        enter = _hand_on(after, total.clamp(min=FORGET), start, reverse)[:, :, None]  # [G, N/BLOCK, 1, F]
-        cumulated = log_decay.cumsum(-1)
-        if reverse:
-            reach = cumulated[..., -1:] - cumulated
-        else:
-            reach = torch.nn.functional.pad(cumulated, (1, -1))
-        return torch.addcmul(inner, reach.exp().to(u.dtype)[..., None], enter).flatten(1, 2)[:, :n]
-    return _hand_on_block(u, log_decay, start, reverse)
-
-
-def _hand_on_block(u: Tensor, log_decay: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    cumulated = log_decay.cumsum(-1)
-    decay = _decay(cumulated, u.dtype, strict=True)
-    e = (decay.mT if reverse else decay) @ u
-    if start is None:
-        return e
-    reach = cumulated[..., -1:] - cumulated if reverse else torch.nn.functional.pad(cumulated, (1, -1))
-    return torch.addcmul(e, reach.exp().to(u.dtype)[..., None], start)
-
-
-def _states(
-    u: Tensor, log_decay: Tensor, start: Tensor, layout: _Layout, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """States entering each chunk [G, N, F], and those after the last chunk of each sequence [G, 1 or R, F].
-
-    Where a pack goes from one sequence to the next, the state is replaced by the next one's start: it decays by zero and gains that start.
-    """
-    if layout.first is None or layout.last is None:
-        enter = _hand_on(u, log_decay, start, reverse)
-        edge = slice(0, 1) if reverse else slice(-1, None)
-        return enter, enter[:, edge] * log_decay[:, edge].exp().to(u.dtype)[..., None] + u[:, edge]
-    edges = layout.first if reverse else layout.last
-    change, starts = (edges[1:], start[:, :-1]) if reverse else (edges[:-1], start[:, 1:])
-    begin = start[:, -1:] if reverse else start[:, :1]
-    enter = _hand_on(u.index_copy(1, change, starts), log_decay.index_fill(1, change, FORGET), begin, reverse)
-    return enter, enter[:, edges] * log_decay[:, edges].exp().to(u.dtype)[..., None] + u[:, edges]
-
-
-class _Chunks:
-    """Features, values and gates of one call, laid out in chunks."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_gate: Tensor | None,
-        s0: Tensor | None,
-        z0: Tensor | None,
-        lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
-        plan: tuple[bool, str, bool, bool, float],
-    ):
-        self.causal, name = plan[:2]
-        length, keys = q.shape[1], k.shape[1]
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        whole = not self.causal and cu_seqlens is None
-        self.k_layout = _Layout(k, keys if whole else min(CHUNK, keys), lengths, cu_seqlens)
-        self.q_layout = self.k_layout
-        if length != keys:
-            self.q_layout = _Layout(q, length, None, None)
-        self.q, self.k = self.q_layout.split(q, dtype, name), self.k_layout.split(k, dtype, name)
-        self.v = torch.nn.functional.pad(self.k_layout.split(v, dtype), (0, 1), value=1.0)  # [G, N, C, V+1]
-        if log_gate is None:
-            self.reach: Tensor | float = 1.0
-            self.rest: Tensor | float = 1.0
-            self.q_in, self.k_out = self.q, self.k
-            self.log_decay = torch.zeros(1, self.k_layout.chunks, dtype=torch.float64, device=k.device)
-            size = self.k_layout.size
-            self.within = torch.ones(size, size, dtype=dtype, device=k.device).tril() if self.causal else None
-        else:
-            gate = log_gate[..., None].to(torch.float64).clamp(min=FORGET)
-            cumulated = self.k_layout.split(gate, torch.float64)[..., 0].cumsum(-1)  # [G, N, C]
-            self.log_decay = cumulated[..., -1].clamp(min=FORGET)
-            self.reach = cumulated.exp().to(dtype)[..., None]
-            self.rest = (cumulated[..., -1:] - cumulated).exp().to(dtype)[..., None]
-            self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
-            self.within = _decay(cumulated, dtype, strict=False)
-        if s0 is None or z0 is None:
-            rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            self.start = self.v.new_zeros(self.v.shape[0], rows, q.shape[-1] * self.v.shape[-1])
-        else:
-            self.start = self.k_layout.split_state(torch.cat((s0, z0[..., None]), -1).to(dtype))
-        self.u = self.k_out.mT @ self.v  # [G, N, M, V+1]
-
-    def scores(self) -> Tensor:
-        return (self.q @ self.k.mT) * self.within  # [G, N, C, C]
-
-    def enter(self) -> tuple[Tensor, Tensor]:
-        """The states that the queries of each chunk read [G, N, M, V+1], and the final ones [G, 1 or R, F]."""
-        enter, final = self._travel(self.u, self.start, reverse=False)
-        return enter, final
-
-    def leave(self, denter: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of what each chunk adds to the state, and of the start."""
-        return self._travel(denter, dfinal, reverse=True)
-
-    def _travel(self, u: Tensor, start: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-        enter, final = _states(u.flatten(2), self.log_decay, start, self.k_layout, reverse)
-        if not self.causal:  # every chunk sees the whole of its sequence
-            enter = final if self.k_layout.first is None else final[:, self.k_layout.row]
-        return enter.unflatten(-1, u.shape[-2:]), final
-
-
-class _Chunked(torch.autograd.Function):
-    """Chunked linear attention; the backward pass keeps the inputs and computes features, states and scores again."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_gate: Tensor | None,
-        s0: Tensor | None,
-        z0: Tensor | None,
-        lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
-        plan: tuple[bool, str, bool, bool, float],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        causal, _, signed, normalize, eps = plan
-        c = _Chunks(q, k, v, log_gate, s0, z0, lengths, cu_seqlens, plan)
-        enter, final = c.enter()
-        wide = c.q_in @ enter
-        if causal:
-            wide = wide + c.scores() @ c.v
-        o = wide[..., :-1]
-        d = wide[..., -1:] if normalize else None
-        if d is not None:
-            o = o / _divisor(d, signed, eps)
-        o = c.q_layout.merge(o).to(v.dtype)
-        final = c.k_layout.merge_state(final.unflatten(-1, (q.shape[-1], -1)))
-        ctx.save_for_backward(q, k, v, log_gate, s0, z0, lengths, cu_seqlens, o, d)
-        ctx.plan = plan
-        return o, final[..., :-1].contiguous(), final[..., -1].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor, ds: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, log_gate, s0, z0, lengths, cu_seqlens, o, d = ctx.saved_tensors
-        causal, name, signed, normalize, eps = ctx.plan
-        c = _Chunks(q, k, v, log_gate, s0, z0, lengths, cu_seqlens, ctx.plan)
-        enter, final = c.enter()
-        dn = c.q_layout.split(do, c.v.dtype)
-        if normalize:
-            divisor = _divisor(d, signed, eps)
-            dd = -(dn * c.q_layout.split(o, dn.dtype)).sum(-1, keepdim=True) / divisor
-            if signed:
-                dd = dd.masked_fill(d.abs() <= eps, 0)
-            dn = torch.cat((dn / divisor, dd), -1)
-        else:
-            dn = torch.nn.functional.pad(dn, (0, 1))
-        dfinal = c.k_layout.split_state(torch.cat((ds, dz[..., None]), -1).to(dn.dtype))
-        du, dstart = c.leave(c.q_in.mT @ dn, dfinal)
-        dq = (dn @ enter.mT) * c.reach
-        dk = (c.v @ du.mT) * c.rest
-        dv = (c.k_out @ du)[..., :-1]
-        if causal:
-            scores = c.scores()
-            dv = dv + scores.mT @ dn[..., :-1]
-            dscores = (dn @ c.v.mT) * c.within
-            dq = dq + dscores @ c.k
-            dk = dk + dscores.mT @ c.q
-        dgate = None
-        if log_gate is not None:
-            dcum = (c.q * dq - c.k * dk).sum(-1)  # [G, N, C]
-            after = enter * c.log_decay.exp().to(dq.dtype)[..., None, None] + c.u
-            dcum[..., -1] += (du * after).sum((-1, -2))
-            dgate = dcum.flip(-1).cumsum(-1).flip(-1)
-            dgate = c.k_layout.merge(dgate[..., None])[..., 0]
-            dgate = dgate.masked_fill(log_gate < FORGET, 0).to(log_gate.dtype)
-        slope_q, slope_k = _slope(c.q, name), _slope(c.k, name)
-        dq = dq if slope_q is None else dq * slope_q
-        dk = dk if slope_k is None else dk * slope_k
-        dstart = c.k_layout.merge_state(dstart.unflatten(-1, (q.shape[-1], -1)))
-        return (
-            c.q_layout.merge(dq if c.q_layout.empty is None else dq.masked_fill(c.q_layout.empty, 0)).to(q.dtype),
-            c.k_layout.merge(dk if c.k_layout.empty is None else dk.masked_fill(c.k_layout.empty, 0)).to(k.dtype),
-            c.k_layout.merge(dv).to(v.dtype),
-            dgate,
-            None if s0 is None else dstart[..., :-1].to(s0.dtype),
-            None if z0 is None else dstart[..., -1].to(z0.dtype),
-            None,
-            None,
-            None,
-        )
+    return between.to(dtype).masked_fill_(~past, -torch.inf).exp_()
 
 
 def _unsupported(q: Tensor, v: Tensor) -> str | None:
@@ -575,7 +754,7 @@ def _check_masks(
             )
         if _reading():
             ends = cu_seqlens.tolist()
-            if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
                 raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
     if log_gate is not None:
         if not causal:
