@@ -126,7 +126,7 @@ def test_pooled_queries_attend_to_everything() -> None:
 
 def test_mixers_without_cross_attention_are_pooled_after_mixing() -> None:
     for fields in ({"mechanism": "local"}, {"rotary": True}):
-        model = Transformer(dim=8, heads=2, depth=1, pool=2, **fields).double().eval()  # type: ignore[arg-type]
+        model = Transformer(dim=8, heads=2, depth=1, pool=2, **fields).double().eval()
         block = model.blocks[0]
         x = torch.randn(1, 4, 8, dtype=torch.float64)
         y = x + block.mixer(block.mixer_residual.norm(x))

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from subquad.models import (
     LanguageModelConfig,
     Matcher,
     MixerConfig,
+    Model,
     Seq2Seq,
     Transformer,
     TransformerConfig,
@@ -27,7 +29,7 @@ from subquad.models import (
         ([{"name": "linear", "options": {}}], ["linear"] * 5),
     ],
 )
-def test_one_argument_names_the_mechanism_of_every_layer(given, layers):
+def test_one_argument_names_the_mechanism_of_every_layer(given: Any, layers: list[str]) -> None:
     config = TransformerConfig(dim=8, heads=2, depth=5, mechanism=given)
     assert [config.mixer_of(i).name for i in range(5)] == layers
     model = Transformer(config)
@@ -35,7 +37,7 @@ def test_one_argument_names_the_mechanism_of_every_layer(given, layers):
     assert [block.mixer.options.layer for block in model.blocks] == list(range(5))
 
 
-def test_options_reach_every_layer_and_a_layers_own_go_first():
+def test_options_reach_every_layer_and_a_layers_own_go_first() -> None:
     model = Transformer(
         dim=8, heads=2, depth=2, mechanism=["linear", ("linear", {"eps": 0.5, "heads": 4})], options={"eps": 0.25}
     )
@@ -44,7 +46,7 @@ def test_options_reach_every_layer_and_a_layers_own_go_first():
     assert (second.eps, second.heads) == (0.5, 4)
 
 
-def test_what_all_layers_are_asked_goes_to_those_that_know_it():
+def test_what_all_layers_are_asked_goes_to_those_that_know_it() -> None:
     model = Transformer(
         dim=8, heads=2, depth=2, mechanism="softmax, linear", rotary=True, attention_dropout=0.1, seed=7, max_length=9
     )
@@ -57,13 +59,13 @@ def test_what_all_layers_are_asked_goes_to_those_that_know_it():
         Transformer(dim=8, heads=2, mechanism="additive", rotary=True)
 
 
-def test_a_bad_layer_is_named():
+def test_a_bad_layer_is_named() -> None:
     with pytest.raises(TypeError, match="no option 'windw'") as caught:
         Transformer(dim=8, heads=2, depth=3, mechanism=["linear", ("local", {"windw": 3})])
     assert caught.value.__notes__ == ["in layer 1 (local)"]
 
 
-MODELS = [
+MODELS: list[Model] = [
     Transformer(dim=8, heads=2, depth=3, mechanism=["linear", ("local", {"window": 3})], pool=(1, 2), norm="rms"),
     LanguageModel(vocab=5, dim=8, heads=2, depth=1, positions="grid", shape=(2, 3), tie=True, options={"scale": 0.5}),
     LanguageModel(vocab=5, dim=8, heads=2, depth=1, positions="rotary", activation="swiglu", outputs=7),
@@ -74,7 +76,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
-def test_config_goes_through_json(model):
+def test_config_goes_through_json(model: Model) -> None:
     text = model.config.to_json()
     again = type(model.config).from_json(text)
     assert again == model.config
@@ -83,12 +85,12 @@ def test_config_goes_through_json(model):
     assert {n: p.shape for n, p in rebuilt.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
-def test_options_with_tuples_survive_json():
+def test_options_with_tuples_survive_json() -> None:
     config = TransformerConfig(dim=8, mechanism=("linear", {"parts": (("a", 1), ("b", 2))}))
     assert TransformerConfig.from_json(config.to_json()) == config
 
 
-def test_json_is_strict():
+def test_json_is_strict() -> None:
     data = json.loads(TransformerConfig(dim=8).to_json())
     with pytest.raises(ValueError, match="TransformerConfig has no key 'dept'; did you mean 'depth'"):
         TransformerConfig.from_dict({**data, "dept": 3})
@@ -98,7 +100,7 @@ def test_json_is_strict():
         LanguageModelConfig.from_dict({"embedding": 3, "transformer": data})
 
 
-def test_code_does_not_go_to_json():
+def test_code_does_not_go_to_json() -> None:
     config = TransformerConfig(dim=8, mechanism=("linear", {"feature_map": abs}))
     with pytest.raises(ValueError, match=r"mechanism\[0\].options.feature_map=.*cannot be saved"):
         config.to_json()
@@ -134,7 +136,7 @@ def test_code_does_not_go_to_json():
         ({"mechanism": "linformer"}, "max_length=None cannot work"),
     ],
 )
-def test_values_that_cannot_work(fields, message):
+def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Transformer(**{"dim": 8, "heads": 2, **fields})
 
@@ -153,12 +155,12 @@ def test_values_that_cannot_work(fields, message):
         ({"vocab": 5, "positions": "grid", "shape": (4, 0)}, "shape=.* cannot work"),
     ],
 )
-def test_embeddings_that_cannot_work(fields, message):
+def test_embeddings_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EmbeddingConfig(**fields)
 
 
-def test_keywords_are_strict():
+def test_keywords_are_strict() -> None:
     with pytest.raises(TypeError, match="LanguageModelConfig has no field 'dept'; did you mean 'depth'"):
         LanguageModel(vocab=5, dim=8, dept=3)
     with pytest.raises(TypeError, match="no field 'decoder_dept'"):
@@ -170,7 +172,7 @@ def test_keywords_are_strict():
         LanguageModel(config)
 
 
-def test_no_flat_keyword_has_two_homes():
+def test_no_flat_keyword_has_two_homes() -> None:
     for model in MODELS[1:5]:
         names = [name for part in ("embedding", "transformer") for name in vars(getattr(model.config, part))]
         names += list(vars(model.config))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -6,15 +8,21 @@ from subquad.models.embedding import Embedding
 from subquad.models.positions import sinusoid
 
 
-def embed(positions, dim=12, max_length=10, **fields):
+def embed(positions: str, dim: int = 12, max_length: int | None = 10, **fields: Any) -> Embedding:
     return Embedding(EmbeddingConfig(vocab=7, positions=positions, **fields), dim, max_length)
 
 
-KINDS = [("sinusoidal", {}), ("sinusoidal_concat", {}), ("learned", {}), ("grid", {"shape": (2, 5)}), ("none", {})]
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("sinusoidal", {}),
+    ("sinusoidal_concat", {}),
+    ("learned", {}),
+    ("grid", {"shape": (2, 5)}),
+    ("none", {}),
+]
 
 
 @pytest.mark.parametrize(("kind", "fields"), KINDS)
-def test_a_row_that_starts_later_gets_later_positions(kind, fields):
+def test_a_row_that_starts_later_gets_later_positions(kind: str, fields: dict[str, Any]) -> None:
     embedding = embed(kind, **fields)
     tokens = torch.randint(7, (2, 10))
     whole = embedding(tokens)
@@ -25,7 +33,7 @@ def test_a_row_that_starts_later_gets_later_positions(kind, fields):
     torch.testing.assert_close(later[1], whole[1, 5:9])
 
 
-def test_concatenation_leaves_tokens_and_positions_apart():
+def test_concatenation_leaves_tokens_and_positions_apart() -> None:
     embedding = embed("sinusoidal_concat")
     x = embedding(torch.tensor([[3, 3, 4]]))
     assert embedding.weight.shape == (7, 6)
@@ -35,17 +43,20 @@ def test_concatenation_leaves_tokens_and_positions_apart():
 
 
 @pytest.mark.parametrize(("kind", "fields"), [k for k in KINDS if k[0] != "none"])
-def test_tokens_and_positions_enter_at_like_size(kind, fields):
+def test_tokens_and_positions_enter_at_like_size(kind: str, fields: dict[str, Any]) -> None:
     torch.manual_seed(0)
     embedding = Embedding(EmbeddingConfig(vocab=50, positions=kind, **fields), 256, 10)
     tokens = torch.nn.functional.embedding(torch.arange(50), embedding.weight) * embedding.scale
+    assert embedding.positions is not None
     places = embedding.positions(torch.arange(10), torch.float32)
     assert 0.9 < tokens.square().mean().sqrt() < 1.1
     assert 0.6 < places.square().mean().sqrt() < 1.1
 
 
-@pytest.mark.parametrize(("kind", "fields", "what"), [("learned", {}, "max_length=10"), ("grid", {"shape": (2, 5)}, "shape=")])
-def test_beyond_the_last_position(kind, fields, what):
+@pytest.mark.parametrize(
+    ("kind", "fields", "what"), [("learned", {}, "max_length=10"), ("grid", {"shape": (2, 5)}, "shape=")]
+)
+def test_beyond_the_last_position(kind: str, fields: dict[str, Any], what: str) -> None:
     embedding = embed(kind, **fields)
     with pytest.raises(ValueError, match=f"tokens reaches T=11: this model was built with {what}"):
         embedding(torch.zeros(1, 11, dtype=torch.int64))
@@ -55,12 +66,12 @@ def test_beyond_the_last_position(kind, fields, what):
     assert embedding(torch.zeros(2, 11, dtype=torch.int64), lengths=torch.tensor([10, 3])).shape == (2, 11, 12)
 
 
-def test_learned_positions_need_a_length():
+def test_learned_positions_need_a_length() -> None:
     with pytest.raises(ValueError, match="max_length=None cannot work"):
         embed("learned", max_length=None)
 
 
-def test_frames():
+def test_frames() -> None:
     embedding = Embedding(EmbeddingConfig(features=4), 8)
     frames = torch.randn(2, 5, 4)
     assert embedding(frames).shape == (2, 5, 8)
@@ -69,18 +80,19 @@ def test_frames():
     for bad in (torch.randn(2, 5, 3), torch.randn(2, 5), torch.zeros(2, 0, 4)):
         with pytest.raises(ValueError, match=r"tokens has shape .*: accepted is \[batch, T, 4\]"):
             embedding(bad)
-    with pytest.raises(ValueError, match="tokens has dtype torch.int64: this model computes in torch.float32"):
+    with pytest.raises(ValueError, match=r"tokens has dtype torch.int64: this model computes in torch.float32"):
         embedding(torch.zeros(2, 5, 4, dtype=torch.int64))
 
 
-def test_ids():
+def test_ids() -> None:
     embedding = embed("sinusoidal")
     for bad in (torch.tensor([[0, 7]]), torch.tensor([[-1, 0]])):
-        with pytest.raises(ValueError, match="tokens ranges from .*: accepted are ids from 0 to 6"):
+        with pytest.raises(ValueError, match=r"tokens ranges from .*: accepted are ids from 0 to 6"):
             embedding(bad)
-    with pytest.raises(ValueError, match="dtype torch.float32: accepted are integers"):
+    with pytest.raises(ValueError, match=r"dtype torch.float32: accepted are integers"):
         embedding(torch.zeros(1, 3))
-    for bad in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), [1, 2]):
+    no_ids: tuple[Any, ...] = (torch.zeros(3, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), [1, 2])
+    for bad in no_ids:
         with pytest.raises(ValueError, match=r"tokens has shape .*: accepted are token ids \[batch, T\]"):
             embedding(bad)
     # padding may hold anything, also what is no id

@@ -106,10 +106,10 @@ class Block(nn.Module):
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
-        self, stream: Stream, state: Any, memory: Tensor | None, memory_lengths: Tensor | None
+        self, stream: Stream, state: Any, memory: Tensor | None, memory_lengths: Tensor | None, inplace: bool = False
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
-        y, state = self.mixer.step(self.mixer_residual.read(stream), state)
+        y, state = self.mixer.step(self.mixer_residual.read(stream), state, inplace)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
             query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]

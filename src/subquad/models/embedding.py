@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from subquad.mechanisms.base import keep, refuse
 from subquad.models.config import EmbeddingConfig
-from subquad.models.inputs import clean_frames, clean_ids, readable
+from subquad.models.inputs import clean_frames, clean_ids, readable, shape_of
 from subquad.models.positions import Grid, Sinusoidal
 
 
@@ -53,6 +53,12 @@ class Embedding(nn.Module):
             places = self.positions(at, x.dtype)
             x = torch.cat((x, places.expand(batch, size, -1)), dim=-1) if self.concat else x + places
         return self.dropout(x)
+
+    def step(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """One token a row at the row's own position: [B] -> [B, D]."""
+        if not isinstance(tokens, Tensor) or tokens.ndim != 1:
+            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
+        return self(tokens[:, None], position=position)[:, 0]
 
     def _check_positions(self, at: Tensor, name: str) -> None:
         limit = self.positions.limit if self.positions is not None else None

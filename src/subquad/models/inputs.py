@@ -70,5 +70,9 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def batch_of(x: object) -> int:
+    return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
+
+
 def shape_of(x: object) -> object:
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -9,7 +9,7 @@ from subquad.mechanisms.base import refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, flags, optional_at_least
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import shape_of
+from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State, Transformer
@@ -86,25 +86,15 @@ class LanguageModel(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
         """A prompt [B, T] in parallel, from nothing or from a state: (logits [B, T, vocab], the state after it)."""
-        x = self.embedding(tokens, lengths, None if state is None else state.position)
-        y, state = self.transformer.prefill(x, lengths, state)
+        position = None if state is None else self.transformer.check_state(state, batch_of(tokens))[0]
+        y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
         return self._logits(y), state
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token a row, [B] -> (logits [B, vocab], the new state); the old state is left alone."""
-        x = embed_step(self.embedding, tokens, state)
-        y, state = self.transformer.step(x, state)
+    def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
+        position, _ = self.transformer.check_state(state, batch_of(tokens))
+        y, state = self.transformer.step(self.embedding.step(tokens, position), state, inplace=inplace)
         return self._logits(y), state
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.embedding.weight) if self.head is None else self.head(y)
-
-
-def embed_step(embedding: Embedding, tokens: Tensor, state: State) -> Tensor:
-    """One token a row at the row's own position: [B] -> [B, D]."""
-    if not isinstance(tokens, Tensor) or tokens.ndim != 1:
-        raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
-    if not isinstance(state, State) or state.position.shape != tokens.shape:
-        batch = state.position.shape[0] if isinstance(state, State) else type(state).__name__
-        raise ValueError(f"state has batch {batch}: tokens has batch {tokens.shape[0]}")
-    return embedding(tokens[:, None], position=state.position)[:, 0]

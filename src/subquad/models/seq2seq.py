@@ -11,8 +11,7 @@ from subquad.mechanisms.base import nearest, refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import check_lengths
-from subquad.models.language_model import embed_step
+from subquad.models.inputs import batch_of, check_lengths
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State as DecoderState
@@ -120,15 +119,20 @@ class Seq2Seq(Model):
 
     def prefill(self, target: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
         """Target tokens [B, T] in parallel from a state: (logits [B, T, vocab], the state after them)."""
-        x = self.target(target, lengths, state.decoder.position, name="target")
+        x = self.target(target, lengths, self._positions(state, target), name="target")
         y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory, state.memory_lengths)
         return self._logits(y), state._replace(decoder=decoder)
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """One target token a row, [B] -> (logits [B, vocab], the new state); the old state is left alone."""
-        x = embed_step(self.target, tokens, state.decoder)
-        y, decoder = self.decoder.step(x, state.decoder, state.memory, state.memory_lengths)
+    def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        """One target token a row, [B] -> (logits [B, vocab], the new state); the old is left alone unless `inplace`."""
+        x = self.target.step(tokens, self._positions(state, tokens))
+        y, decoder = self.decoder.step(x, state.decoder, state.memory, state.memory_lengths, inplace)
         return self._logits(y), state._replace(decoder=decoder)
+
+    def _positions(self, state: State, tokens: Tensor) -> Tensor:
+        if not isinstance(state, State):
+            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
+        return self.decoder.check_state(state.decoder, batch_of(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.target.weight) if self.head is None else self.head(y)

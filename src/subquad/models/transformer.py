@@ -106,7 +106,7 @@ class Transformer(Model):
         if state is None:
             position, states = torch.zeros(batch, dtype=torch.int64, device=x.device), (None,) * len(self.blocks)
         else:
-            position, states = self._check_state(state, batch)
+            position, states = self.check_state(state, batch)
         stream, layers = self._open(x), []
         for block, before in zip(self._blocks(), states, strict=True):
             stream, after = block.prefill(stream, lengths, before, memory, memory_lengths)
@@ -115,20 +115,34 @@ class Transformer(Model):
         return self._close(stream, lengths), new
 
     def step(
-        self, x: Tensor, state: State, memory: Tensor | None = None, memory_lengths: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        memory: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+        inplace: bool = False,
     ) -> tuple[Tensor, State]:
-        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone."""
+        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`."""
         self._check_stateful("step")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
         check_type(x, self._weight(), "x")
-        position, states = self._check_state(state, x.shape[0])
+        position, states = self.check_state(state, x.shape[0])
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
         for block, before in zip(self._blocks(), states, strict=True):
-            stream, after = block.step(stream, before, memory, memory_lengths)
+            stream, after = block.step(stream, before, memory, memory_lengths, inplace)
             layers.append(after)
-        return self._close(stream, None), State(tuple(layers), position + 1)
+        return self._close(stream, None), State(tuple(layers), position.add_(1) if inplace else position + 1)
+
+    def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
+        """(positions, the layers' states) of a state that fits this model and the batch."""
+        if not isinstance(state, State) or len(state.layers) != len(self.blocks):
+            wanted = f"the state of init_state or prefill, {len(self.blocks)} layers"
+            raise ValueError(f"state is {_kind(state)}: accepted is {wanted}")
+        if state.position.shape != (batch,):
+            raise ValueError(f"state has batch {state.position.shape[0]}: the input has batch {batch}")
+        return state.position, state.layers
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
@@ -188,15 +202,6 @@ class Transformer(Model):
         for block in self._blocks():
             if block.mixer.traits.state is None:
                 raise NotImplementedError(f"{method}: {block.name} has no recurrent form; recompute with forward")
-
-    def _check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
-        if not isinstance(state, State) or len(state.layers) != len(self.blocks):
-            raise ValueError(
-                f"state is {_kind(state)}: accepted is the state of init_state or prefill, {len(self.blocks)} layers"
-            )
-        if state.position.shape != (batch,):
-            raise ValueError(f"state has batch {state.position.shape[0]}: the input has batch {batch}")
-        return state.position, state.layers
 
 
 def _kind(state: object) -> str:

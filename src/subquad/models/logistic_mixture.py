@@ -1,0 +1,70 @@
+"""The image head of "Transformers are RNNs": a mixture of discretised logistics over the values of a pixel.
+
+Paper       Salimans et al. 2017, arXiv:1701.05517, §2.1, as used by Katharopoulos et al. 2020, arXiv:2006.16236, §4.2
+Definition  P(v) = Σᵢ πᵢ [σ((x + h − μᵢ)/sᵢ) − σ((x − h − μᵢ)/sᵢ)],  x = 2v/(n−1) − 1,  h = 1/(n−1),  s = exp(max(log s, −7));
+            the first cell reaches to −∞ and the last to +∞
+Departures  one channel at a time; the public sampler of the paper takes s = elu + 1 where its loss takes exp, so that it
+            draws from another distribution than was trained: here loss and sampler share every number
+Verified    tests/models/test_logistic_mixture.py: probabilities sum to one, drawn frequencies are those of the loss
+
+Outputs of a model are [..., 3·components]: log-weights, means and log-scales.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.models.sampling import gumbel, uniform
+
+VALUES = 256
+LEAST_LOG_SCALE = -7.0
+
+
+def log_prob(outputs: Tensor, values: Tensor, count: int = VALUES) -> Tensor:
+    """log P(values): outputs [..., 3·components], integers [...] from 0 to count - 1 -> [...] in nats."""
+    weights, means, scales = _parameters(outputs)
+    return torch.logsumexp(weights + _cells(values[..., None], means, scales, count), -1)
+
+
+def log_probs(outputs: Tensor, count: int = VALUES) -> Tensor:
+    """log P of every value: [..., count]."""
+    weights, means, scales = (part[..., None, :] for part in _parameters(outputs))
+    values = torch.arange(count, device=outputs.device)[:, None]
+    return torch.logsumexp(weights + _cells(values, means, scales, count), -1)
+
+
+def draw(outputs: Tensor, seeds: Tensor, position: Tensor, count: int = VALUES) -> Tensor:
+    """One value a row, [B, 3·components] -> [B]: a component, a logistic number, the cell it falls into."""
+    weights, means, scales = _parameters(outputs)
+    components = weights.shape[-1]
+    chosen = (weights + gumbel(seeds, position, components)).argmax(-1, keepdim=True)
+    u = uniform(seeds, position, components + 1)[:, -1:].to(weights.dtype)  # one beyond those of the components
+    x = means.gather(-1, chosen) + scales.gather(-1, chosen).exp() * (u.log() - torch.log1p(-u))
+    return ((x[:, 0] + 1) * ((count - 1) / 2)).round().clamp(0, count - 1).long()
+
+
+def _parameters(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-weights that are normalised, means, log-scales that are clamped; at least float32."""
+    if outputs.shape[-1] % 3:
+        raise ValueError(f"outputs has width {outputs.shape[-1]}: accepted is three numbers a component")
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    weights, means, scales = wide.chunk(3, dim=-1)
+    return weights.log_softmax(-1), means, scales.clamp(min=LEAST_LOG_SCALE)
+
+
+def _cells(values: Tensor, means: Tensor, scales: Tensor, count: int) -> Tensor:
+    """log of each component's mass in the cells of `values`."""
+    x = values.to(means.dtype) * (2 / (count - 1)) - 1
+    rate = torch.exp(-scales)
+    high, low = (x + 1 / (count - 1) - means) * rate, (x - 1 / (count - 1) - means) * rate
+    width = rate * (2 / (count - 1))
+    # σ(b) − σ(a) = σ(b) σ(−a) (1 − e^(a−b)), whose logarithm is exact however far out the cell lies
+    inside = F.logsigmoid(high) + F.logsigmoid(-low) + torch.log(-torch.expm1(-width))
+    inside = torch.where(values == 0, F.logsigmoid(high), inside)
+    return torch.where(values == count - 1, F.logsigmoid(-low), inside)
+
+
+def bits_per_dim(nats: Tensor) -> Tensor:
+    return nats / math.log(2)

@@ -1,0 +1,131 @@
+"""From a model's outputs to the next token, on the device, without a random generator.
+
+Noise is a hash of (seed of the stream, position, candidate), so that a stream's tokens depend on nothing but its own
+seed and its own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import at_least, refuse
+
+MASK = (1 << 32) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn. The filters apply in the order of the fields; what they leave is renormalised."""
+
+    exclude: tuple[int, ...] = ()  # tokens that never come
+    repetition_penalty: float = 1.0  # of tokens the stream has seen (Keskar et al. 2019, arXiv:1909.05858, §4.1)
+    temperature: float = 1.0  # 0: always the most probable token
+    top_k: int | None = None  # the k most probable tokens
+    top_p: float = 1.0  # the fewest tokens that hold this probability (Holtzman et al. 2020, arXiv:1904.09751)
+    min_p: float = 0.0  # tokens of at least this share of the largest probability
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                refuse(name, value, "a number")
+        if self.temperature < 0:
+            refuse("temperature", self.temperature, "a number of at least 0, where 0 is greedy")
+        if self.repetition_penalty <= 0:
+            refuse("repetition_penalty", self.repetition_penalty, "a positive number, where 1 is none")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", self.top_p, "a probability in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            refuse("min_p", self.min_p, "a share in [0, 1]")
+        if self.top_k is not None:
+            at_least(self, top_k=1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens come with exactly the model's probabilities."""
+        return dataclasses.replace(self, exclude=()) == Sampling() and not self.exclude
+
+    def check(self, values: int) -> None:
+        """Refuse settings that leave nothing of a vocabulary."""
+        wrong = [token for token in self.exclude if not 0 <= token < values]
+        if wrong:
+            refuse("exclude", self.exclude, f"tokens from 0 to {values - 1}")
+        if len(set(self.exclude)) >= values:
+            refuse("exclude", self.exclude, "fewer tokens than there are")
+
+
+def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
+    """One token a row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
+
+    `seen` [B, V], the tokens a stream has had, is read with a repetition penalty.
+    """
+    scores = shape(logits, sampling, seen)
+    if sampling.temperature == 0:
+        return scores.argmax(-1)
+    # The largest of log p + Gumbel noise is a draw from p
+    return (scores + gumbel(seeds, position, scores.shape[-1])).argmax(-1)
+
+
+def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Logits after penalty, temperature and filters: at least float32, -inf for what may not come."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.exclude:
+        scores = scores.index_fill(-1, torch.tensor(sampling.exclude, device=scores.device), -math.inf)
+    if sampling.repetition_penalty != 1:
+        if seen is None:
+            raise ValueError("seen=None: a repetition penalty needs the tokens seen, [B, V]")
+        penalised = torch.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
+        scores = torch.where(seen, penalised, scores)
+    if sampling.temperature not in (0, 1):
+        scores = scores / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
+        least = scores.topk(sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if sampling.top_p < 1:
+        ranked, order = scores.sort(-1, descending=True)
+        probabilities = ranked.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        # a token stays if those before it do not hold top_p yet; the first one always does
+        keep = (before < sampling.top_p).scatter(-1, order, before < sampling.top_p)
+        scores = scores.masked_fill(~keep, -math.inf)
+    if sampling.min_p > 0:
+        least = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < least, -math.inf)
+    return scores
+
+
+def gumbel(seeds: Tensor, position: Tensor, count: int) -> Tensor:
+    """Independent Gumbel noise, float32 [B, count]."""
+    return -torch.log(-torch.log1p(-uniform(seeds, position, count)))
+
+
+def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:
+    """Independent numbers in (0, 1), float32 [B, count]; small ones are fine to 2^-32, the largest is 1 - 2^-24."""
+    stream = _mix(_mix(_mix((seeds >> 32) & MASK) ^ (seeds & MASK)) ^ (position & MASK))  # [B]
+    candidate = torch.arange(1, count + 1, device=seeds.device) * 0x1E3779B1
+    bits = _mix((stream[:, None] + candidate) & MASK)
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijective hash of 32 bits held in int64 (the multipliers stay below 2^31, so that no product overflows)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & MASK
+    return x ^ (x >> 15)
+
+
+def make_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.device) -> Tensor:
+    """One seed a stream: as given, or from one number seed, seed + 1, ..."""
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return seed + torch.arange(batch, device=device)
+    seeds = torch.as_tensor(seed)
+    if seeds.shape != (batch,) or seeds.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"seed is {seeds.dtype} of shape {list(seeds.shape)}: accepted is an integer or one a row, [{batch}]")
+    return seeds.to(device, torch.int64)

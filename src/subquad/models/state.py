@@ -1,0 +1,129 @@
+"""States as values: measured, indexed, forked, written to disk and read back, whatever mechanisms they belong to.
+
+A state is a nest of tuples whose leaves are tensors, batch first; nothing here knows what a leaf means.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = Any
+FORMAT = 1
+
+
+def leaves(state: State, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its path, such as layers.0.s."""
+    if isinstance(state, Tensor):
+        yield name, state
+        return
+    names = getattr(state, "_fields", range(len(state)))
+    for part, value in zip(names, state, strict=True):
+        yield from leaves(value, f"{name}.{part}" if name else str(part))
+
+
+def map_state(change: Callable[[Tensor], Tensor], state: State) -> State:
+    """The same nest with every tensor changed."""
+    return rebuild(state, {name: change(tensor) for name, tensor in leaves(state)})
+
+
+def rebuild(like: State, tensors: dict[str, Tensor], name: str = "") -> State:
+    """The nest of `like` around other tensors."""
+    if isinstance(like, Tensor):
+        return tensors[name]
+    names = getattr(like, "_fields", range(len(like)))
+    parts = [
+        rebuild(value, tensors, f"{name}.{part}" if name else str(part))
+        for part, value in zip(names, like, strict=True)
+    ]
+    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+
+
+def select(state: State, rows: Tensor | slice) -> State:
+    """Some rows, in that order; a slice gives views of the same memory, indices give a copy."""
+    return map_state(lambda tensor: tensor[rows], state)
+
+
+def fork(state: State, count: int) -> State:
+    """The state of one stream, `count` times, to be continued in as many ways."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"count={count!r} cannot work: accepted is an integer of at least 1")
+    rows = batch_of(state)
+    if rows != 1:
+        raise ValueError(f"state has batch {rows}: fork takes the state of one stream; pick it with select")
+    return map_state(lambda tensor: tensor.repeat_interleave(count, 0), state)
+
+
+def join(states: list[State]) -> State:
+    """Streams side by side in one batch; growing states must have one capacity."""
+    if not states:
+        raise ValueError("states is empty: at least one is needed")
+    columns = [dict(leaves(state)) for state in states]
+    for other in columns[1:]:
+        for name, tensor in columns[0].items():
+            if name not in other or other[name].shape[1:] != tensor.shape[1:]:
+                found = list(other[name].shape[1:]) if name in other else "nothing"
+                raise ValueError(f"{name} is {list(tensor.shape[1:])} a stream in one state, {found} in another")
+    return rebuild(states[0], {name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+
+
+def overwrite(state: State, rows: Tensor, new: State) -> None:
+    """Put streams into the given rows of a batch, in place; other rows are not touched."""
+    for (_, old), (_, tensor) in zip(leaves(state), leaves(new), strict=True):
+        old.index_copy_(0, rows, tensor.to(old.dtype))
+
+
+def batch_of(state: State) -> int:
+    return next(leaves(state))[1].shape[0]
+
+
+def positions(state: State) -> list[Tensor]:
+    """The counters of tokens seen, of the model and of each layer."""
+    return [tensor for name, tensor in leaves(state) if name.rpartition(".")[2] == "position"]
+
+
+def size(state: State) -> int:
+    """Bytes."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in leaves(state))
+
+
+def save_state(state: State, path: str | Path) -> None:
+    """Write a state to one safetensors file."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in leaves(state)}
+    shared = {}  # safetensors refuses two names for one memory
+    for name, tensor in tensors.items():
+        taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
+        shared[name] = tensor.clone() if taken else tensor
+    save_file(shared, path, metadata={"subquad": json.dumps({"format": FORMAT, "kind": "state"})})
+
+
+def load_state(path: str | Path, like: State) -> State:
+    """Read a state back into the nest, the types and the device of `like`, such as init_state(1).
+
+    The batch and the capacity of growing states are the file's own.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("subquad", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
+    if header != {"format": FORMAT, "kind": "state"}:
+        raise ValueError(f"{path} is not a state: accepted is a file of save_state, format {FORMAT}")
+    found, wanted = load_file(path), dict(leaves(like))
+    if found.keys() != wanted.keys():
+        odd = sorted(found.keys() ^ wanted.keys())[0]
+        raise ValueError(f"{path} is the state of another model: {odd} is in one of them only")
+    for name, tensor in wanted.items():
+        fits = found[name].ndim == tensor.ndim and found[name].shape[2:] == tensor.shape[2:]
+        if not fits or found[name].dtype != tensor.dtype:
+            one, other = (f"{t.dtype} {list(t.shape)}" for t in (found[name], tensor))
+            raise ValueError(f"{path} is the state of another model: {name} is {one}, this model's is {other}")
+    return rebuild(like, {name: tensor.to(wanted[name].device) for name, tensor in found.items()})
