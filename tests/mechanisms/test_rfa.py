@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.mechanisms.rfa import Rfa
+from subquad.mechanisms.rfa import RFA
 
 
-def build(**options: Any) -> Rfa:
+def build(**options: Any) -> RFA:
     torch.manual_seed(0)
     mix = subquad.build("rfa", **{"dim": 32, "heads": 2, **options})
-    assert isinstance(mix, Rfa)
+    assert isinstance(mix, RFA)
     with torch.no_grad():
         mix.sigma.uniform_(0.7, 1.3)
     return mix.double().eval()
@@ -24,7 +24,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def constant_gate(mix: Rfa, g: float) -> None:
+def constant_gate(mix: RFA, g: float) -> None:
     assert mix.gate is not None
     mix.gate.weight.zero_()
     mix.gate.bias.fill_(torch.logit(torch.tensor(g, dtype=torch.float64)))

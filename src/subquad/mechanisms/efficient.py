@@ -131,6 +131,7 @@ class Efficient(Mixer):
 
         largest = torch.cat((state.max[:, :, None], k.detach().amax(-2)), dim=2).cummax(dim=2).values  # [B, H, N+1, K]
         before, after = largest[:, :, :-1], largest[:, :, 1:]
+        gate = (before - after).masked_fill(before == NOTHING, 0)  # nothing to decay yet
         gain = (k - after[..., None, :]).exp()
         added = gain.mT @ F.pad(v, (0, 1), value=1.0)  # [B, H, N, K, V+1], the last column for z
         start = torch.cat((state.s, state.z[..., None]), dim=-1)  # [B, H, K, V+1]
@@ -140,7 +141,7 @@ class Efficient(Mixer):
             one,
             one,
             tokens,
-            log_gate=(before - after).transpose(1, 2).flatten(2),
+            log_gate=gate.transpose(1, 2).flatten(2),
             initial_state=LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0])),
             **self._how(),
         )

@@ -154,7 +154,8 @@ class Performer(Mixer):
             if self.options.causal:
                 start = largest if largest is not None else torch.full_like(reached[:, 0], NOTHING)
                 so_far = torch.cat((start[:, None], reached), dim=1).cummax(dim=1).values
-                gate, reached, largest = so_far[:, :-1] - so_far[:, 1:], so_far[:, 1:], so_far[:, -1]
+                before, reached, largest = so_far[:, :-1], so_far[:, 1:], so_far[:, -1]
+                gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
             else:
                 reached = reached.amax(dim=1, keepdim=True)
                 largest = reached[:, 0]

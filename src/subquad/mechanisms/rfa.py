@@ -53,7 +53,7 @@ class Options(base.Options):
             refuse("gate", self.gate, "False with causal=False, since forgetting needs an order")
 
 
-class Rfa(Mixer):
+class RFA(Mixer):
     options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
