@@ -5,13 +5,55 @@ from typing import Any
 
 from subquad.mechanisms.additive import Additive
 from subquad.mechanisms.base import Mixer, nearest
+from subquad.mechanisms.bigbird import Bigbird
+from subquad.mechanisms.clustered import Clustered
+from subquad.mechanisms.compressed import Compressed
+from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.fixed import Fixed
+from subquad.mechanisms.fnet import FNet
+from subquad.mechanisms.gmlp import GMLP
 from subquad.mechanisms.linear import Linear
+from subquad.mechanisms.linformer import Linformer
+from subquad.mechanisms.local import Local
+from subquad.mechanisms.longformer import Longformer
+from subquad.mechanisms.mixed import Mixed
+from subquad.mechanisms.mlp_mixer import MLPMixer
+from subquad.mechanisms.nystrom import Nystrom
+from subquad.mechanisms.performer import Performer
+from subquad.mechanisms.reformer import Reformer
+from subquad.mechanisms.rfa import RFA
+from subquad.mechanisms.routing import Routing
+from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
+from subquad.mechanisms.strided import Strided
+from subquad.mechanisms.synthesizer import Synthesizer
+from subquad.mechanisms.transformer_xl import TransformerXL
 
 MECHANISMS: dict[str, type[Mixer]] = {
     "softmax": Softmax,
     "additive": Additive,
     "linear": Linear,
+    "efficient": Efficient,
+    "performer": Performer,
+    "rfa": RFA,
+    "reformer": Reformer,
+    "routing": Routing,
+    "clustered": Clustered,
+    "sinkhorn": Sinkhorn,
+    "linformer": Linformer,
+    "compressed": Compressed,
+    "nystrom": Nystrom,
+    "local": Local,
+    "strided": Strided,
+    "fixed": Fixed,
+    "longformer": Longformer,
+    "bigbird": Bigbird,
+    "synthesizer": Synthesizer,
+    "transformer_xl": TransformerXL,
+    "fnet": FNet,
+    "gmlp": GMLP,
+    "mlp_mixer": MLPMixer,
+    "mixed": Mixed,
 }
 
 
