@@ -199,12 +199,13 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> 
     assert binary.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_compiled_depends_on_the_length() -> None:
+    # strides of tokens and heads keep their divisor at any length; all else that is an integer is not looked at
     for kernel in (sparse_triton._forward, sparse_triton._dq, sparse_triton._dkv):
-        names = set(kernel.arg_names)
-        changing = {"T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows"}
-        if not INTERPRETED:
-            assert {p.name for p in kernel.params if p.do_not_specialize} == changing & names
+        for p in kernel.params:
+            if not (p.is_constexpr or p.name in POINTERS or p.name.startswith("scale") or p.do_not_specialize):
+                assert p.name.split("_")[0] in ("q", "k", "v", "o", "do", "dq", "dk")
 
 
 def test_passes_of_the_named_patterns() -> None:

@@ -163,8 +163,8 @@ def _unsupported(q: Tensor) -> str | None:
     """What the Triton path cannot do with this call."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it computes float32, bfloat16 and float16, not {q.dtype}"
-    if q.shape[3] > 256:
-        return f"it holds heads of at most 256, got D={q.shape[3]}"
+    if q.shape[3] * q.dtype.itemsize > 512:
+        return f"it holds heads of at most 256, or 128 in float32, got D={q.shape[3]} in {q.dtype}"
     return None
 
 
