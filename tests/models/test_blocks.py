@@ -79,7 +79,7 @@ def test_chunks_and_checkpoints_keep_less() -> None:
     assert checkpointed <= 4 * 2 * 64 * 8 * 4 * 2 + 4096  # an input a block, and the last norm's
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "linear, local"])
+@pytest.mark.parametrize("mechanism", ["softmax", "linear, local", "routing"])
 @pytest.mark.parametrize("cross", [None, "additive"])
 def test_checkpointed_is_plain(mechanism: str, cross: str | None) -> None:
     fields = {"dim": 8, "heads": 2, "depth": 2, "mechanism": mechanism, "causal": True, "cross": cross}

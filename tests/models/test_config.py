@@ -53,6 +53,9 @@ def test_what_all_layers_are_asked_goes_to_those_that_know_it() -> None:
     exact, linear = (block.mixer.options for block in model.blocks)
     assert (exact.dropout, exact.rotary, exact.seed) == (0.1, True, 7)
     assert (linear.dropout, linear.rotary, linear.max_length) == (0.0, True, None)
+    parts = (("softmax", 1), ("synthesizer", 1))
+    mixed = Transformer(dim=8, heads=2, depth=1, mechanism=("mixed", {"parts": parts}), max_length=9)
+    assert mixed.blocks[0].mixer.parts[1].options.max_length == 9
     fixed = Transformer(dim=8, heads=2, depth=1, mechanism="linformer", options={"rank": 4}, max_length=9)
     assert fixed.blocks[0].mixer.options.max_length == 9
     with pytest.raises(ValueError, match="rotary=True cannot work: none of the mechanisms"):

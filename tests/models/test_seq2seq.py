@@ -123,6 +123,8 @@ def test_sharing() -> None:
         ({"decoder_dim": 32}, "decoder.dim=32 cannot work"),
         ({"cross": None}, "decoder.cross=None cannot work"),
         ({"cross": "local"}, "Local has no cross-attention"),
+        ({"cross": "nystrom"}, "cross='nystrom' cannot work with causal=True: what a query gets depends"),
+        ({"cross": ("mixed", {"parts": (("softmax", 2), ("clustered", 2))})}, "cross='mixed' cannot work"),
         ({"encoder_cross": "softmax"}, "encoder.cross=.* cannot work"),
         ({"decoder_causal": False}, "decoder.causal=False cannot work"),
         ({"share": True, "target_vocab": 13}, "share=True cannot work"),

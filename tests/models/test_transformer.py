@@ -169,6 +169,33 @@ def test_the_papers_model_is_the_authors_layer() -> None:
         torch.testing.assert_close(ours(x)[0], expected[0])
 
 
+CROSS = [name for name, cls in MECHANISMS.items() if cls.traits.cross and not cls.joint_queries]
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_cross_attention_of_a_decoder_sees_no_later_query(name: str) -> None:
+    """Every mechanism that may attend to a memory does so a query at a time; those that may not are refused."""
+    cls = MECHANISMS[name]
+    parts = {"parts": (("linear", 2), ("softmax", 2))} if name == "mixed" else dict(cls.small[0])
+    model = Transformer(dim=16, heads=4, depth=2, causal=True, cross=(name, parts), max_length=40).double().eval()
+    x, memory = torch.randn(2, 40, 16, dtype=torch.float64), torch.randn(2, 38, 16, dtype=torch.float64)
+    lengths = torch.tensor([38, 17])
+    with torch.no_grad():
+        whole = model(x, memory=memory, memory_lengths=lengths)
+        torch.testing.assert_close(model(x[:, :9], memory=memory, memory_lengths=lengths), whole[:, :9])
+        _, state = model.prefill(x[:, :39], memory=memory, memory_lengths=lengths)
+        last, _ = model.step(x[:, 39], state, memory, lengths)
+        torch.testing.assert_close(last, whole[:, 39])
+
+
+def test_a_mixer_of_mixers_is_shrunk_once() -> None:
+    torch.manual_seed(0)
+    model = Transformer(dim=64, heads=4, depth=8, mechanism="mixed")
+    outer, inner = model.blocks[0].mixer.out.weight, model.blocks[0].mixer.parts[0].heads.out.weight
+    assert outer.std().item() == pytest.approx(1 / math.sqrt(3 * 64 * 16), rel=0.1)
+    assert inner.std().item() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.1)
+
+
 def test_depth_does_not_blow_up_the_residual() -> None:
     torch.manual_seed(0)
     model = Transformer(dim=64, heads=4, depth=24, final_norm=False)

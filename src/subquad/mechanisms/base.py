@@ -126,6 +126,7 @@ class Mixer(nn.Module):
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: ClassVar[bool] = False  # bidirectional, without positions: permuting the tokens permutes the output
+    joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options without meaning here
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options at which forty tokens already show it at work
 
@@ -202,6 +203,11 @@ class Mixer(nn.Module):
         y, state = self._prefill(x[:, None], None, state)
         return y[:, 0], state
 
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """`_step` that writes the new state over the old one; by a copy, unless the mechanism knows better."""
+        y, new = self._step(x, state)
+        return y, type(state)(*(o.copy_(n) if o.shape == n.shape else n for o, n in zip(state, new, strict=True)))
+
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
 
@@ -252,14 +258,17 @@ class Mixer(nn.Module):
         y, state = self._prefill(_zero_padding(x, mask), lengths, state)
         return _zero_padding(y, mask), state
 
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone."""
+    def step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`.
+
+        In place a state that must grow is replaced all the same: use what is returned.
+        """
         self._check_stateful("step")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {_shape(x)}: step takes one token, [B, {self.options.dim}]")
         self._check_tokens(x[:, None], "x")
         self._check_state(state, x.shape[0])
-        return self._step(x, state)
+        return self._step_inplace(x, state) if inplace else self._step(x, state)
 
     # Shared by mechanisms
 

@@ -52,6 +52,7 @@ class Clustered(Mixer):
     traits = Traits(causal=True, bidirectional=True, cross=True)
     family = "clustering"
     exponent = 1.0
+    joint_queries = True
     small = (
         {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3, "block": 5},
         {"clusters": 5, "improved": False, "bits": 16, "iterations": 3, "block": 4},

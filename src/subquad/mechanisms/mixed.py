@@ -71,6 +71,7 @@ class Mixed(Mixer):
         self.widths = [mix.options.dim for mix in mixers]
         self.into = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
+        self.joint_queries = any(mix.joint_queries for mix in mixers)
         states = [mix.traits.state for mix in mixers]
         stateful = None not in states
         self.traits = self.traits._replace(

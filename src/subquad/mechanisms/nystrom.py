@@ -45,6 +45,7 @@ class Nystrom(Mixer):
     traits = Traits(cross=True)
     family = "fewer queries or keys"
     exponent = 1.0
+    joint_queries = True
     small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
     options: Options
     _why_not_causal = "a landmark is a mean over a segment, so every query would read the future through it"

@@ -182,6 +182,11 @@ def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixe
     mixer = _build(spec, config, layer, {"causal": False}, max(sizes, default=None))
     if not mixer.traits.cross:
         raise ValueError(f"cross={spec.name!r} cannot work: {type(mixer).__name__} has no cross-attention")
+    if mixer.joint_queries and config.causal:
+        raise ValueError(
+            f"cross={spec.name!r} cannot work with causal=True: what a query gets depends on the other queries, "
+            f"so a token would see later ones"
+        )
     return mixer
 
 
@@ -195,7 +200,7 @@ def _build(
         "dropout": config.attention_dropout,
         "layer": layer,
         "seed": config.seed,
-        **({"max_length": max_length} if cls.traits.fixed_length else {}),
+        "max_length": max_length,
         **asked,
     }
     needed = {"dim", "heads", "causal", *config.options}

@@ -173,11 +173,13 @@ class Transformer(Model):
 
         The output projection of a mixer is called `out`, as in Heads and FeedForward.
         """
-        branches = len(self.blocks) * (2 if self.config.cross is None else 3)
-        for name, module in self.blocks.named_modules():
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] == "out":
+        branches = [m for block in self._blocks() for m in (block.mixer, block.cross, block.ff) if m is not None]
+        for branch in branches:
+            names = [name for name, _ in branch.named_modules() if name.rpartition(".")[2] == "out"]
+            if names:  # a mixer of mixers has theirs inside: its own is the outermost
+                outermost = min(names, key=lambda name: name.count("."))
                 with torch.no_grad():
-                    module.weight.mul_(1 / math.sqrt(branches))
+                    branch.get_parameter(f"{outermost}.weight").mul_(1 / math.sqrt(len(branches)))
 
     def _check_memory(self, memory: Tensor | None, lengths: Tensor | None, batch: int) -> Tensor | None:
         if (memory is None) == (self.config.cross is not None):
