@@ -7,7 +7,8 @@ sequences, only change how a state travels from chunk to chunk: it is multiplied
 The torch path is one differentiable operator, so that torch.compile sees one node. It works on slabs, some heads over a
 segment of tokens, that stay in the caches of a CPU; the state goes from segment to segment.
 
-Legend: B batch, T queries, S keys, H heads, K key width, M features, V value width, C chunk, N chunks, G = B·H.
+Legend: B batch, T queries, S keys, H heads, K key width, M features, V value width, C chunk, N chunks,
+G sequences = B·H, P = G·N chunks in all, R rows of states, F = M·V + M numbers of a state.
 """
 
 import itertools
@@ -229,15 +230,15 @@ def _forward(
             for i, part in enumerate(_segments(q, cu_seqlens, causal)):
                 if i > 0:
                     starts[i - 1, across, heads] = now
-                c = _Chunks((rows, part, heads), q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
+                at = rows, part, heads
+                c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
                 scores = c.scores()
-                wide = c.read(scores)
+                n = c.read(scores)
                 if normalize:
-                    d = c.read_z(scores)
-                    d = _divisor(d, signed, eps)
-                    c.q_layout.merge(d, divisor[rows, part, heads, None])
-                    wide.div_(d)
-                c.q_layout.merge(wide, o[rows, part, heads])
+                    d = _divisor(c.read_z(scores), signed, eps)
+                    c.q_layout.merge(d, divisor[at][..., None])
+                    n.div_(d)
+                c.q_layout.merge(n, o[at])
                 now = c.final
             s[across, heads], z[across, heads] = _divide(now, s.shape[-1])
     return o, s, z, divisor, starts
@@ -299,20 +300,21 @@ def _backward(
                 now = starts[i - 1, across, heads] if i > 0 else state[across, heads]
                 at = rows, part, heads
                 c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
-                dn = c.q_layout.split(do[at])
-                dd = None
+                dn, dd = do[at], None
                 if normalize:
-                    d = c.q_layout.split(divisor[at][..., None])
-                    dn.div_(d.masked_fill_(d == 0, 1))  # where there is no token
-                    dd = torch.linalg.vecdot(dn, c.q_layout.split(o[at]))[..., None].neg_()  # [G, N, C, 1]
+                    d = divisor[at][..., None]
+                    dn = dn / d
+                    dd = torch.linalg.vecdot(dn, o[at].to(dn.dtype))[..., None].neg_()  # [B, T, H, 1]
                     if signed:
                         dd.masked_fill_(d.abs() <= eps, 0)
+                    (dd,) = c.q_layout.split(dd)
+                (dn,) = c.q_layout.split(dn)
                 dfq, dfk, dfv, dlog = c.backward(dn, dd, dnow)
                 c.q_layout.merge(_through(dfq, c.q, name), dq[at])
                 c.k_layout.merge(_through(dfk, c.k, name), dk[rows, c.keys, heads])
                 c.k_layout.merge(dfv, dv[rows, c.keys, heads])
                 if log_gate is not None and dlog is not None:
-                    c.k_layout.merge(dlog.masked_fill(c.forgets, 0), dgate[at][..., None])
+                    c.k_layout.merge(dlog.masked_fill_(c.forgets, 0), dgate[at][..., None])
                 dnow = c.dstart
             if s0 is not None:
                 ds0[across, heads], dz0[across, heads] = _divide(dnow, v.shape[-1])
@@ -421,7 +423,7 @@ def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Layout:
-    """How tokens [B, T, H, D] are laid out in chunks [G, N, C, D], and how the states [R, H, F] of R sequences enter them.
+    """How tokens [B, T, H, D] are laid out in chunks [P, C, D], and how the states [R, H, F] of R sequences enter them.
 
     A packed sequence starts a new chunk. The number of chunks is an upper bound that does not depend on where sequences
     end, so nothing waits for the values of cu_seqlens; those left over stay empty.
@@ -443,7 +445,8 @@ class _Layout:
             self.row = torch.searchsorted(end, chunk, right=True).clamp(max=rows - 1)  # [N]
             start = cu[self.row] + (chunk - self.first[self.row]) * size
             source = start[:, None] + torch.arange(size, device=cu.device)  # [N, C]
-            self.empty = (source >= cu[self.row + 1][:, None]).view(1, self.chunks, size, 1)
+            empty = (source >= cu[self.row + 1][:, None]).expand(heads, -1, -1)  # [H, N, C]
+            self.empty = empty.reshape(heads * self.chunks, size, 1)
             self.source = source.clamp(max=length - 1).flatten()
             token = torch.arange(length, device=cu.device)
             row = torch.searchsorted(cu[1:], token, right=True).clamp(max=rows - 1)
@@ -453,27 +456,29 @@ class _Layout:
             if lengths is not None:
                 token = torch.arange(self.chunks * size, device=lengths.device)
                 padded = (token >= lengths[:, None])[:, None].expand(-1, heads, -1)  # [B, H, N*C]
-                self.empty = padded.reshape(batch * heads, self.chunks, size, 1)
+                self.empty = padded.reshape(-1, size, 1)
 
-    def split(self, x: Tensor, name: str = "identity") -> Tensor:
-        """[B, T, H, D] -> φ(x) as a new [G, N, C, D] of at least float32, zeros where there is no token."""
-        width, dtype = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    def split(self, *tokens: Tensor, name: str = "identity") -> Tensor:
+        """Some [B, T, H, D] of one width -> φ of each as a new [P, C, D] of at least float32, zeros where no token is."""
+        dtype, width = torch.promote_types(tokens[0].dtype, torch.float32), tokens[0].shape[-1]
         padded = self.chunks * self.size
-        if self.packed:
-            chunks = x[0].transpose(0, 1).to(dtype).index_select(1, self.source)[None]
-        else:
-            chunks = x.new_empty(self.batch, self.heads, padded, width, dtype=dtype)
-            chunks[:, :, : self.length].copy_(x.transpose(1, 2))
-            chunks[:, :, self.length :] = 0
-        chunks = _features(chunks.view(self.batch * self.heads, self.chunks, self.size, width), name)
+        chunks = tokens[0].new_empty(len(tokens), self.batch, self.heads, padded, width, dtype=dtype)
+        for out, x in zip(chunks, tokens, strict=True):
+            if self.packed:
+                out.copy_(x.index_select(1, self.source).transpose(1, 2))
+            else:
+                out[:, :, : self.length].copy_(x.transpose(1, 2))
+        if padded > self.length and not self.packed:
+            chunks[:, :, :, self.length :] = 0
+        chunks = _features(chunks.view(len(tokens), -1, self.size, width), name)
         if self.empty is not None:
             chunks.masked_fill_(self.empty, 0)
-        elif name in ("elu+1", "exp") and padded > self.length:  # zero has features there
-            chunks.view(self.batch, self.heads, padded, width)[:, :, self.length :] = 0
+        elif padded > self.length and name in ("elu+1", "exp"):  # zero has features there
+            chunks.view(len(tokens), self.batch, self.heads, padded, width)[:, :, :, self.length :] = 0
         return chunks
 
     def merge(self, x: Tensor, out: Tensor) -> None:
-        """[G, N, C, D] -> [B, T, H, D], zeros where there is no token."""
+        """[P, C, D] -> [B, T, H, D], zeros where there is no token."""
         if self.empty is not None:
             x = x.masked_fill(self.empty, 0)
         x = x.view(self.batch, self.heads, self.chunks * self.size, -1)
@@ -517,38 +522,41 @@ class _Chunks:
         self.q_layout = self.k_layout
         if cross:
             self.q_layout = _Layout((q.shape[0], q.shape[1], q.shape[2]), q.shape[1], None, None)
-        self.q, self.k, self.v = self.q_layout.split(q, name), self.k_layout.split(k, name), self.k_layout.split(v)
+        if cross:
+            (self.q,), (self.k,) = self.q_layout.split(q, name=name), self.k_layout.split(k, name=name)
+        else:
+            self.q, self.k = self.k_layout.split(q, k, name=name)
+        (self.v,) = self.k_layout.split(v)
         self.q_in, self.k_out = self.q, self.k
         self.log_decay: Tensor | None = None
         if log_gate is None:
             self.within = torch.ones(size, size, dtype=self.q.dtype, device=q.device).tril_() if causal else None
         else:
-            gate = log_gate[at][..., None].to(torch.float64)
-            gate = self.k_layout.split(gate)  # [G, N, C, 1]
+            (gate,) = self.k_layout.split(log_gate[at][..., None].to(torch.float64))  # [P, C, 1]
             self.forgets = gate < FORGET
-            cumulated = gate.clamp_(min=FORGET)[..., 0].cumsum(-1)
-            self.log_decay = cumulated[..., -1].clamp(min=FORGET)  # [G, N]
+            cumulated = gate.clamp_(min=FORGET)[..., 0].cumsum(-1)  # [P, C]
+            self.log_decay = cumulated[:, -1].clamp(min=FORGET).view(-1, self.k_layout.chunks)  # [G, N]
             self.reach = cumulated.exp().to(self.q.dtype)[..., None]
-            self.rest = (cumulated[..., -1:] - cumulated).exp().to(self.q.dtype)[..., None]
+            self.rest = (cumulated[:, -1:] - cumulated).exp().to(self.q.dtype)[..., None]
             self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
             self.within = _decay(cumulated, self.q.dtype, strict=False)
-        self.u = self._gather(self.k_out, self.v, None)
+        self.u = self._gather(self.k_out, self.v, self.k_out.sum(1))
         self.enter, final = self._travel(self.u, self.k_layout.split_state(start))
         self.enter_s, self.enter_z = _divide(self.enter, v.shape[-1])
         self.final = self.k_layout.merge_state(final)
 
     def scores(self) -> Tensor | None:
-        """φ(q)·φ(k) inside the chunks, decayed and masked [G, N, C, C]."""
-        return None if self.within is None else (self.q @ self.k.mT).mul_(self.within)
+        """φ(q)·φ(k) inside the chunks, decayed and masked [P, C, C]."""
+        return None if self.within is None else torch.bmm(self.q, self.k.mT).mul_(self.within)
 
     def read(self, scores: Tensor | None) -> Tensor:
-        """Σ over all keys a query sees of score·v [G, N, C, V]."""
-        o = self.q_in @ self.enter_s
-        return o if scores is None else _add_product(o, scores, self.v)
+        """Σ over all keys a query sees of score·v [P, C, V]."""
+        o = torch.bmm(self.q_in, self.enter_s)
+        return o if scores is None else o.baddbmm_(scores, self.v)
 
     def read_z(self, scores: Tensor | None) -> Tensor:
-        """Σ over all keys a query sees of score [G, N, C, 1]."""
-        d = self.q_in @ self.enter_z[..., None]
+        """Σ over all keys a query sees of score [P, C, 1]."""
+        d = torch.bmm(self.q_in, self.enter_z[..., None])
         return d if scores is None else d.add_(scores.sum(-1, keepdim=True))
 
     def backward(self, dn: Tensor, dd: Tensor | None, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -556,53 +564,46 @@ class _Chunks:
 
         The gradient of the start is left in `dstart`.
         """
-        denter = self._gather(self.q_in, dn, dd if dd is not None else torch.zeros_like(dn[..., :1]))
-        du, dstart = self._travel(denter, self.k_layout.split_state(dfinal), reverse=True)
+        q_in_dd = torch.zeros_like(self.enter_z) if dd is None else torch.bmm(self.q_in.mT, dd)[..., 0]
+        du, dstart = self._travel(self._gather(self.q_in, dn, q_in_dd), self.k_layout.split_state(dfinal), reverse=True)
         self.dstart = self.k_layout.merge_state(dstart)
         du_s, du_z = _divide(du, dn.shape[-1])
-        dq = dn @ self.enter_s.mT
+        dq = torch.bmm(dn, self.enter_s.mT)
         if dd is not None:
-            dq.addcmul_(dd, self.enter_z[..., None, :])
-        dk = (self.v @ du_s.mT).add_(du_z[..., None, :])
-        dv = self.k_out @ du_s
+            dq.addcmul_(dd, self.enter_z[:, None])
+        dk = torch.bmm(self.v, du_s.mT).add_(du_z[:, None])
+        dv = torch.bmm(self.k_out, du_s)
         if self.log_decay is not None:
             dq.mul_(self.reach)
             dk.mul_(self.rest)
         scores = self.scores()
-        if scores is not None:
-            _add_product(dv, scores.mT, dn)
-            dscores = torch.matmul(dn, self.v.mT, out=scores)
+        if scores is not None and self.within is not None:
+            dv.baddbmm_(scores.mT, dn)
+            dscores = torch.bmm(dn, self.v.mT, out=scores)
             if dd is not None:
                 dscores.add_(dd)
             dscores.mul_(self.within)
-            _add_product(dq, dscores, self.k)
-            _add_product(dk, dscores.mT, self.q)
+            dq.baddbmm_(dscores, self.k)
+            dk.baddbmm_(dscores.mT, self.q)
         if self.log_decay is None:
             return dq, dk, dv, None
         # each score holds exp(cumulated_t - cumulated_s), each state that leaves a chunk exp(cumulated of its end)
-        dcumulated = torch.linalg.vecdot(self.q, dq) - torch.linalg.vecdot(self.k, dk)  # [G, N, C]
-        leave = torch.addcmul(self.u, self.enter, self.log_decay.exp().to(dq.dtype)[..., None])
-        dcumulated[..., -1] += torch.linalg.vecdot(du, leave)
+        dcumulated = torch.linalg.vecdot(self.q, dq) - torch.linalg.vecdot(self.k, dk)  # [P, C]
+        leave = torch.addcmul(self.u, self.enter, self.log_decay.exp().to(dq.dtype).view(-1, 1))
+        dcumulated[:, -1] += torch.linalg.vecdot(du, leave)
         return dq, dk, dv, dcumulated.flip(-1).cumsum(-1).flip(-1)[..., None]
 
-    def _gather(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
-        """What each chunk adds to the state: Σ x yᵀ and Σ x·weight, as one row of numbers [G, N, F]."""
-        z = x.sum(2) if weight is None else (x.mT @ weight)[..., 0]
-        return torch.cat(((x.mT @ y).flatten(2), z), -1)
+    def _gather(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        """What each chunk adds to the state: Σ x yᵀ, and z, as one row of numbers [P, F]."""
+        return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
 
     def _travel(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """The states that each chunk reads [G, N, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
+        """The states that each chunk reads [P, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
         layout = self.k_layout
-        enter, final = _states(u, self.log_decay, start, layout, reverse)
+        enter, final = _states(u.unflatten(0, (-1, layout.chunks)), self.log_decay, start, layout, reverse)
         if not self.causal:  # every chunk sees the whole of its sequence
             enter = final[:, layout.row] if layout.packed else final
-        return enter, final
-
-
-def _add_product(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """out += x @ y over chunks, in one pass."""
-    out.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
-    return out
+        return enter.flatten(0, 1), final
 
 
 def _states(
