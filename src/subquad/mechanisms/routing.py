@@ -16,7 +16,10 @@ Departures  Causal by cluster and rank, because the w nearest of a whole sequenc
             lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where the released
             code adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
             `commitment` returns it (β = 1e-4 there). Rotary positions turn q and k, not what is routed
-Verified    tests/mechanisms/test_routing.py: full attention with normed q, k in the limit
+Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; the k-means step,
+            accumulation and recomputation against the formula. By hand, in float64: the bidirectional form equals
+            KmeansAttention of routing-transformer 1.6.1 with the same q, k, v and centroids to 1.1e-5 (its mean adds
+            1e-5 to the count); with padding it differs, since there padding competes for the window
 """
 
 import math
@@ -113,19 +116,22 @@ class Routing(Mixer):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         drawn = torch.randn(self.centroids.shape, generator=generator or self._generator())
-        self.centroids.copy_(_norm(drawn))
+        self.centroids.copy_(_norm(drawn, eps=1e-12))
         self._last.copy_(self.centroids)
 
     def commitment(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Mean squared distance of queries and keys to their centroids; the paper adds 1e-4 times this to the loss."""
         self._check_tokens(x, "x")
         lengths = self._check_lengths(lengths, x, "lengths")
+        if lengths is not None:
+            x = x.masked_fill(~keep(lengths, x.shape[1])[..., None], 0)  # type: ignore[index]
         routed = self._project(x)
         label = torch.cat(self._nearest(routed, lengths), dim=-1)  # [B, H, T], or [B, H, 2T]
         heads = torch.arange(self.options.heads, device=x.device)[:, None]
         own = self.centroids[heads, label.clamp(min=0)].transpose(1, 2)
         distance = (torch.cat(routed.normed, dim=1) - own).square().mean(-1)  # [B, T, H]
-        return distance[label.transpose(1, 2) >= 0].mean()
+        real = label.transpose(1, 2) >= 0
+        return (distance * real).sum() / real.sum().clamp(min=1)
 
     def _forward(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
@@ -155,7 +161,8 @@ class Routing(Mixer):
         self._last.copy_(self.centroids)
         tokens = torch.cat(routed.normed, dim=1).movedim(2, 0).flatten(1, 2)  # [H, B·T, K], or [H, B·2T, K]
         label = torch.cat(self._nearest(routed, lengths), dim=-1).transpose(0, 1).flatten(1)
-        self.centroids.copy_(_norm(kmeans_step(self.centroids, tokens, label, self.options.decay)))
+        moved = kmeans_step(self.centroids, tokens, label, self.options.decay)
+        self.centroids.copy_(_norm(moved, eps=1e-12))
 
     def _balanced(self, routed: Routed, lengths: Tensor | None) -> Tensor:
         """The w nearest of each centroid: [B, T, H, V]."""
@@ -296,5 +303,5 @@ class Routing(Mixer):
         return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
 
 
-def _norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
+def _norm(x: Tensor, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=eps)

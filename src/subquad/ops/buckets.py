@@ -56,7 +56,7 @@ def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
     ordered, order = (last * size + here).sort(dim=-1)
     newest = torch.searchsorted(ordered.contiguous(), (asked * size + here).contiguous(), right=True) - 1
     newest = order.gather(-1, newest.clamp(min=0))
-    known = (asked >= 0) & (bucket.gather(-1, newest) == asked)
+    known = (asked >= 0) & (bucket.gather(-1, newest) == asked) & (newest <= here)
     slot = torch.where(known, slots.place.gather(-1, newest) // chunk, -1)
     sitting = rank_slots(slot, held, chunk)
     key = lookup(slot, sitting.query[..., :1], 0).expand(*sitting.query.shape[:-1], slots.key.shape[-1])
