@@ -243,7 +243,8 @@ class Tiles(NamedTuple):
 
     queries: Tensor  # [N, m]
     keys: Tensor  # [N, n], or [B, N, n] where rows of the batch drew different random blocks
-    mask: Tensor  # bool [1 or B, N, m, n]
+    mask: Tensor  # bool [1 or B, 1 or N, m, n]
+    start: int | None = None  # where all these queries are consecutive, the first of them
 
 
 class Job(NamedTuple):
@@ -298,24 +299,53 @@ def _straight(job: Job, idle: int) -> Iterator[Tiles]:
     atoms = [a for a in job.atoms if isinstance(a, STRAIGHT)]
     sizes = [a.l for a in atoms if isinstance(a, Block) and 32 <= a.l <= 2 * TILE]
     m = min(sizes[0] if sizes else TILE, max(job.T - job.rows, 1))
-    base = job.arange(job.rows // m * m, job.T, m)  # a tile that is a block of the pattern reaches one block less
-    at = 0
-    while at < len(base):
-        # a causal prefix grows from tile to tile: a chunk holds at most an eighth of the tiles, all as wide as its last
-        count = min(len(base) - at, max(1, len(base) // 8))
-        while True:
-            a = base[at : at + count]
-            runs = [_run(job, atom, a, m) for atom in atoms]
-            width = sum(run.shape[1] for run in runs)
-            fits = max(1, BUDGET // max(1, width * max(job.per_key, m)))
-            if count <= fits:
-                break
-            count = fits
-        queries = job.alive(a[:, None] + job.arange(m))
-        if width:
-            seen = [job.seen(atom, queries, run) for atom, run in zip(atoms, runs, strict=True)]
-            yield Tiles(torch.where(queries < job.T, queries, idle), torch.cat(runs, 1), torch.cat(seen, 3))
-        at += count
+    first = job.rows // m * m  # a tile that is a block of the pattern reaches one block less
+    tiles = -(-(job.T - first) // m)
+    # a causal prefix grows from tile to tile: a chunk holds at most an eighth of the tiles, all as wide as its last
+    most = max(1, tiles // 8) if job.causal and any(isinstance(a, Summary | Dense) for a in atoms) else tiles
+    inner = _interior(job, atoms, first, m)
+    for tile_range in (range(inner.start), inner, range(inner.stop, tiles)):
+        at = tile_range.start
+        while at < tile_range.stop:
+            count = min(tile_range.stop - at, most)
+            while True:
+                a = job.arange(first + at * m, first + (at + count) * m, m)
+                runs = [_run(job, atom, a, m) for atom in atoms]
+                width = sum(run.shape[1] for run in runs)
+                fits = max(1, BUDGET // max(1, width * max(job.per_key, m)))
+                if count <= fits:
+                    break
+                count = fits
+            queries = job.alive(a[:, None] + job.arange(m))
+            if width:
+                # between the edges one tile is like another
+                alike = 1 if tile_range is inner else count
+                seen = [job.seen(atom, queries[:alike], run[:alike]) for atom, run in zip(atoms, runs, strict=True)]
+                start = first + at * m
+                consecutive = start >= job.rows and start + count * m <= job.T
+                queries = torch.where(queries < job.T, queries, idle)
+                yield Tiles(queries, torch.cat(runs, 1), torch.cat(seen, 3), start if consecutive else None)
+            at += count
+
+
+def _interior(job: Job, atoms: Sequence[Pattern], first: int, m: int) -> range:
+    """Which tiles see the same mask: far enough from both ends, if no atom's rule changes from tile to tile."""
+    none = range(0)
+    before = after = tokens = 0
+    if job.lengths is not None:
+        return none
+    for atom in atoms:
+        if isinstance(atom, Local):
+            before, after = max(before, atom.before), max(after, atom.after)
+        elif isinstance(atom, Block) and m % atom.l == 0 and first % atom.l == 0:
+            before, after = max(before, atom.before * atom.l), max(after, atom.after * atom.l)
+        elif isinstance(atom, Global):
+            tokens = atom.tokens
+        else:
+            return none
+    low = max(-(-(max(before + tokens, job.rows) - first) // m), 0)
+    high = (min(job.T, job.S - (0 if job.causal else after)) - first) // m
+    return range(low, high) if low < high else none
 
 
 def _run(job: Job, atom: Pattern, a: Tensor, m: int) -> Tensor:
@@ -357,8 +387,12 @@ def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
             continue
         queries, keys = job.alive(residues + step * job.arange(a, a + m)), residues + step * job.arange(lo, hi)
         chunk = max(1, BUDGET // ((hi - lo) * max(job.per_key, m)))
+        # where only distances count, and no key is missing, one residue is like another; causal, idle queries miss them
+        earlier = job.atoms[: job.atoms.index(atom)]
+        alike = all(isinstance(a, Local | Dilated | Strided) for a in earlier) and job.lengths is None
+        alike = alike and (job.causal or job.S % step == 0)
         for i, j in zip(queries.split(chunk), keys.split(chunk), strict=True):
-            yield Tiles(i, j, job.seen(atom, i, j))
+            yield Tiles(i, j, job.seen(atom, i[:1], j[:1]) if alike else job.seen(atom, i, j))
 
 
 def _random(job: Job, atom: Random) -> Iterator[Tiles]:
@@ -373,9 +407,11 @@ def _random(job: Job, atom: Random) -> Iterator[Tiles]:
         yield Tiles(queries, keys, job.seen(atom, queries, keys))
 
 
-def _gather(x: Tensor, at: Tensor, heads: int) -> Tensor:
+def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tensor:
     """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; idle positions read any row."""
     B, S, H, D = x.shape
+    if start is not None:
+        return x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D).transpose(1, 2)
     flat = (at.clamp(0, S - 1) + torch.arange(B, device=x.device)[:, None, None] * S).flatten()
     rows = x.reshape(B * S, H * D).index_select(0, flat).view(-1, at.shape[-1], H, D)  # [B·N, n, Hkv, D]
     if heads != H:
@@ -402,7 +438,9 @@ def _clear(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _bias(mask: Tensor, B: int, dtype: torch.dtype) -> Tensor:
-    mask = mask.expand(B, -1, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m, n]
+    if mask.shape[1] > 1 or mask.shape[0] > 1:
+        mask = mask.expand(B, -1, -1, -1)
+    mask = mask.flatten(0, 1)[:, None]  # [1 or B·N, 1, m, n]
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)
 
 
@@ -448,20 +486,21 @@ def _torch_forward(
     o = q.new_zeros(B, T + 1, H, D, dtype=_wide(q))
     lse = q.new_full((B, T + 1, H), -inf, dtype=_wide(q))
     visible = None if causal else key_lengths  # causal, a query within its length sees only keys within it
-    for at, keys, mask in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
-        kt = _gather(k, keys, H)
-        part, part_lse = _attend(_gather(q, at, H), kt, _gather(v, keys, H), _bias(mask, B, q.dtype), scale)
-        seen = mask.any(-1).expand(B, -1, -1).reshape(B, -1, 1)  # [B, N·m, 1]
-        part_lse = part_lse.transpose(1, 2).reshape(B, -1, H).masked_fill(~seen, -inf)
+    for tiles in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
+        at, keys, mask, start = tiles
+        qt = _gather(q, at, H, start)
+        part, part_lse = _attend(qt, _gather(k, keys, H), _gather(v, keys, H), _bias(mask, B, q.dtype), scale)
+        part_lse = part_lse.transpose(1, 2).unflatten(0, (B, -1))  # [B, N, m, H]
+        part_lse = part_lse.masked_fill(~mask.any(-1)[..., None], -inf).flatten(1, 2)
         part = part.transpose(1, 2).reshape(B, -1, H, D).to(o.dtype)
-        flat = at.flatten().long()
-        old = lse.index_select(1, flat)
+        rows = at.flatten().long() if start is None else slice(start, start + at.numel())
+        old = lse[:, rows]
         both = torch.logaddexp(old, part_lse)
         safe = both.masked_fill(both == -inf, 0)
         part = part * torch.exp(part_lse - safe)[..., None]
-        part += o.index_select(1, flat) * torch.exp(old - safe)[..., None]
-        o.index_copy_(1, flat, part)
-        lse.index_copy_(1, flat, both)
+        part += o[:, rows] * torch.exp(old - safe)[..., None]
+        o[:, rows] = part
+        lse[:, rows] = both
     o, lse = o[:, :T], lse[:, :T]
     if lengths is not None:
         o = _clear(o, lengths)
@@ -494,14 +533,17 @@ def _torch_backward(
         v = F.pad(v, (0, 1), value=1.0)
         do = torch.cat([do, dlse.masked_fill(lse == inf, 0).to(do.dtype)[..., None]], -1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (q, k, v))
-    for at, keys, mask in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
-        qt, kt, vt = _gather(q, at, H), _gather(k, keys, H), _gather(v, keys, H)
+    for tiles in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
+        at, keys, mask, start = tiles
+        qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H), _gather(v, keys, H)
         idle = (at >= T).expand(B, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m]
-        lt = _gather(lse[..., None], at, H)[..., 0].masked_fill(idle, inf)
-        dqt, dkt, dvt = _attend_backward(
-            _gather(do, at, H), qt, kt, vt, _gather(o, at, H), lt.contiguous(), _bias(mask, B, q.dtype), scale
-        )
-        _scatter(dq, at, dqt)
+        lt = _gather(lse[..., None], at, H, start)[..., 0].masked_fill(idle, inf)
+        dot, ot = _gather(do, at, H, start), _gather(o, at, H, start)
+        dqt, dkt, dvt = _attend_backward(dot, qt, kt, vt, ot, lt.contiguous(), _bias(mask, B, q.dtype), scale)
+        if start is None:
+            _scatter(dq, at, dqt)
+        else:
+            dq[:, start : start + at.numel()] += dqt.transpose(1, 2).reshape(B, -1, *dq.shape[2:])
         _scatter(dk, keys, dkt)
         _scatter(dv, keys, dvt)
     dq, dk, dv = (g[..., :D].to(q.dtype).contiguous() for g in (dq, dk, dv))
