@@ -15,7 +15,7 @@ Departures  Causal chunks follow the rank inside the bucket, not the sort of the
             chunk ahead. The first chunk does not look around to the last. The number of buckets does not follow T.
             Rotary positions turn q and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
 Verified    tests/mechanisms/test_reformer.py: one bucket, or all in two chunks, is full shared-QK attention with the
-            self mask, and rounds that agree are one round, 1e-10. By hand, in float64 with copied weights and rotations:
+            self mask, and rounds that agree are one round, 1e-10. By hand, in float64, weights and rotations copied:
             strict_causal=False equals reformer-pytorch 1.4.4 (bucket mask, no duplicates, q·√K for its 1/√K) exactly
             with one round and to 1.1e-8 with four (it adds 1e-9 to its counts); the one-bucket limit equals
             transformers 5.22 LSHSelfAttention in one and in two chunks to 3e-6 (its norm adds 1e-6). transformers lets

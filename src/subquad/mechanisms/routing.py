@@ -13,13 +13,14 @@ Cost        train O(T·(clusters·K + w·(K + V))) time, O(T·(clusters + w + K 
             The paper's T^1.5 comes from clusters = √T and w = √T: choose clusters·window ≥ T, or tokens go unchosen
 Departures  Causal by cluster and rank, because the w nearest of a whole sequence depend on its future;
             strict_causal=False is the paper's, with the causal mask inside a cluster. 1/√K, which the released code
-            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where the released
-            code adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
+            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where that code
+            adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
             `commitment` returns it (β = 1e-4 there). Rotary positions turn q and k, not what is routed
-Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; the k-means step,
+Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps,
             accumulation and recomputation against the formula. By hand, in float64: the bidirectional form equals
             KmeansAttention of routing-transformer 1.6.1 with the same q, k, v and centroids to 1.1e-5 (its mean adds
-            1e-5 to the count); with padding it differs, since there padding competes for the window
+            1e-5 to the count); with padding it differs, since there padding competes for the window. Two gloo ranks
+            moved to the same mean
 """
 
 import math
@@ -70,7 +71,9 @@ class Options(base.Options):
     clusters: int = 16
     window: int = 128
     share_qk: bool | None = None  # one projection for q and k; None: when causal
-    decay: float = 0.999  # λ, a training forward; with gradient accumulation each micro-batch is a step of its own
+    # λ. Each training forward is a step, so with gradient accumulation each micro-batch. Keep the parameters in float32
+    # (autocast is fine): a 16-bit centroid cannot move by thousandths.
+    decay: float = 0.999
     scale: float | None = None  # of the scores; None: 1/√K
     strict_causal: bool = True  # False: the balanced choice of the paper, which looks ahead
 
