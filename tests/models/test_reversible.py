@@ -95,6 +95,19 @@ def test_sixteen_bits_reconstruct_what_was_added(how: str) -> None:
         assert error < 0.1 or grad.norm() < 1e-3, name
 
 
+def test_backward_runs_in_the_types_of_forward() -> None:
+    torch.manual_seed(0)
+    model = make(depth=4, dim=32)
+    x = torch.randn(2, 16, 32)
+    found = []
+    for run in (lambda: model(x), lambda: plainly(model, x, None, None)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run()
+        found.append(gradients(model, y))
+    for name, grad in found[1].items():  # in another type they would differ by some 4e-3 of themselves
+        assert grad.norm() < 0.1 or (found[0][name] - grad).norm() < 1e-5 * grad.norm(), name
+
+
 def test_prefill_and_step_use_both_streams() -> None:
     model = make(causal=True, mechanism="linear, softmax").double().eval()
     x = torch.randn(2, 6, 8, dtype=torch.float64)

@@ -17,7 +17,7 @@ def make(**fields: Any) -> Seq2Seq:
     [
         {"mechanism": "softmax", "cross": "additive"},
         {"mechanism": "linear", "cross": "linear, softmax", "pool": (1, 2), "reversible": False},
-        {"mechanism": "linear", "decoder_mechanism": "softmax", "positions": "rotary", "share": True, "tie": True},
+        {"decoder_mechanism": "linear", "cross": "softmax", "positions": "rotary", "share": True, "tie": True},
         {"encoder_mechanism": "fnet", "mechanism": "linear", "reversible": True, "decoder_depth": 1},
         {"encoder_mechanism": "linformer", "cross": "linformer", "encoder_max_length": 9, "decoder_max_length": 7},
     ],
@@ -41,6 +41,8 @@ def test_decoding_from_a_fixed_memory_is_teacher_forcing(fields: dict[str, Any])
             at = state.decoder.position
             logits, state = model.step(target[rows, at], state)
             torch.testing.assert_close(logits, whole[rows, at])
+        logits, _ = model.step(target[:, 0], model.init_state(model.encode(source)[0]))  # every source whole
+        torch.testing.assert_close(logits, model(source, target)[:, 0])
         alone = model(source[1:2, :4], target[1:2, :5])
         padded = model(source, target, source_lengths, torch.tensor([7, 5, 2]))
         torch.testing.assert_close(padded[1:2, :5], alone)

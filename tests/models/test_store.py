@@ -72,12 +72,13 @@ def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space left"):
-        other.save(tmp_path)
-    monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
-    assert torch.equal(LanguageModel.load(tmp_path).embedding.weight, model.embedding.weight)
+    for moment in ("fsync", "replace"):  # while writing, and before the finished file takes the old one's place
+        monkeypatch.setattr(os, moment, full)
+        with pytest.raises(OSError, match="no space left"):
+            other.save(tmp_path)
+        monkeypatch.undo()
+        assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+        assert torch.equal(LanguageModel.load(tmp_path).embedding.weight, model.embedding.weight)
     # killed between the two files: the weights are new, the config is old
     stale = (tmp_path / "config.json").read_text()
     other.save(tmp_path)

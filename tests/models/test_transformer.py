@@ -127,6 +127,9 @@ def test_a_causal_stack_sees_no_future() -> None:
 )
 def test_padding_is_invisible(fields: dict[str, Any]) -> None:
     model = Transformer(**{"dim": 16, "heads": 4, "depth": 2, **fields}).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases start at zero, where padding is zero by itself
     x, lengths = torch.randn(3, 10, 16, dtype=torch.float64), torch.tensor([10, 4, 0])
     poisoned = x.clone()
     poisoned[1, 4:] = poisoned[2] = torch.nan
