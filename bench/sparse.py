@@ -13,8 +13,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from math import inf
@@ -91,66 +92,78 @@ def run(f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) ->
     return [o.detach(), *torch.autograd.grad(o, x, w.to(o.dtype))]
 
 
-def correctness() -> list[dict[str, Any]]:
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nothing wrote reads as NaN."""
+    kept = torch.empty, torch.empty_like
+
+    def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    torch.empty, torch.empty_like = (poison(make) for make in kept)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = kept
+
+
+SHAPES = [  # T, width, key heads, type, ragged
+    (1100, 64, 4, torch.bfloat16, False),
+    (1037, 64, 2, torch.bfloat16, True),
+    (777, 128, 4, torch.float16, False),
+    (530, 40, 1, torch.float32, True),
+]
+
+
+def check(job: tuple[tuple[str, Pattern, bool], int]) -> dict[str, Any]:
     """Values and gradients against float64; allowed is twice the error of dense flash attention in the same type."""
-    rows: list[dict[str, Any]] = []
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # memory that nothing wrote reads as NaN
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    for (name, pattern, causal), shape in product(CHECKS, range(4)):
-        T, D, Hkv, dtype, ragged = (
-            (1100, 64, 4, torch.bfloat16, False),
-            (1037, 64, 2, torch.bfloat16, True),
-            (777, 128, 4, torch.float16, False),
-            (530, 40, 1, torch.float32, True),
-        )[shape]
-        g = torch.Generator("cuda").manual_seed(shape)
-        q, k, v, w = (torch.randn(2, T, H, D, generator=g, device="cuda").to(dtype) for H in (4, Hkv, Hkv, 4))
-        lengths = torch.tensor([T, T // 2 + 3], device="cuda") if ragged else None
-        mask = torch.zeros(2, T, T, dtype=torch.bool, device="cuda")
-        for b, n in enumerate(lengths.tolist() if lengths is not None else [T, T]):
-            mask[b, :n, :n] = pattern.dense(n, causal=causal, device=q.device)
-
-        def ours(q: Tensor, k: Tensor, v: Tensor, p: Pattern = pattern, c: bool = causal, n: Any = lengths) -> Tensor:
-            return sparse_attention(q, k, v, p, causal=c, lengths=n, impl="triton")
-
-        def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            return reference(q.double(), k.double(), v.double(), mask)
-
-        want = run(exact, q.double(), k.double(), v.double(), w.double())
+    (name, pattern, causal), shape = job
+    T, D, Hkv, dtype, ragged = SHAPES[shape]
+    g = torch.Generator("cuda").manual_seed(shape)
+    q, k, v, w = (torch.randn(2, T, H, D, generator=g, device="cuda").to(dtype) for H in (4, Hkv, Hkv, 4))
+    exact = [x.double() for x in (q, k, v, w)]
+    lengths = torch.tensor([T, T // 2 + 3], device="cuda") if ragged else None
+    mask = torch.zeros(2, T, T, dtype=torch.bool, device="cuda")
+    for b, n in enumerate([T, T] if lengths is None else lengths.tolist()):
+        mask[b, :n, :n] = pattern.dense(n, causal=causal, device=q.device)
+    with poisoned():
+        ours = partial(sparse_attention, pattern=pattern, causal=causal, lengths=lengths, impl="triton")
         got = run(ours, q, k, v, w)
-        if dtype == torch.float32:
-            allowed = [1e-5] * 4
-        else:
+    want = run(partial(reference, mask=mask), *exact)
+    errors = [error(a, b) for a, b in zip(got, want, strict=True)]
+    if dtype == torch.float32:
+        allowed = [1e-5] * 4
+    else:
+        whole = torch.ones(1, T, T, dtype=torch.bool, device="cuda")
+        full = run(partial(reference, mask=whole.tril() if causal else whole), *exact)
+        flash = run(partial(dense, causal=causal), q, k, v, w)
+        allowed = [2 * error(a, b) for a, b in zip(flash, full, strict=True)]
+    names = ("o", "dq", "dk", "dv")
+    return {
+        "pattern": name,
+        "causal": causal,
+        "T": T,
+        "width": D,
+        "key_heads": Hkv,
+        "type": str(dtype),
+        "ragged": ragged,
+        "errors": dict(zip(names, errors, strict=True)),
+        "allowed": dict(zip(names, allowed, strict=True)),
+        "ok": all(e <= a for e, a in zip(errors, allowed, strict=True)),
+    }
 
-            def flash(q: Tensor, k: Tensor, v: Tensor, c: bool = causal) -> Tensor:
-                return dense(q, k, v, c)
 
-            def exact_dense(q: Tensor, k: Tensor, v: Tensor, c: bool = causal) -> Tensor:
-                whole = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device="cuda")
-                return reference(q, k, v, whole.tril() if c else whole)
-
-            whole = run(exact_dense, q.double(), k.double(), v.double(), w.double())
-            allowed = [2 * error(a, b) for a, b in zip(run(flash, q, k, v, w), whole, strict=True)]
-        errors = [error(a, b) for a, b in zip(got, want, strict=True)]
-        rows.append(
-            {
-                "pattern": name,
-                "causal": causal,
-                "T": T,
-                "width": D,
-                "key_heads": Hkv,
-                "type": str(dtype),
-                "ragged": ragged,
-                "errors": dict(zip(("o", "dq", "dk", "dv"), errors, strict=True)),
-                "allowed": dict(zip(("o", "dq", "dk", "dv"), allowed, strict=True)),
-                "ok": all(e <= a for e, a in zip(errors, allowed, strict=True)),
-            }
-        )
-        if not rows[-1]["ok"]:
-            print(f"WRONG {name} {shape}: {[f'{e:.2e}' for e in errors]} allowed {[f'{a:.2e}' for a in allowed]}")
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    print(f"correct: {sum(r['ok'] for r in rows)} of {len(rows)}", flush=True)
+def correctness(pool: Executor) -> list[dict[str, Any]]:
+    rows = list(pool.map(check, product(CHECKS, range(len(SHAPES)))))
+    for row in rows:
+        if not row["ok"]:
+            which = ", ".join(f"{n} {row['errors'][n]:.1e} > {a:.1e}" for n, a in row["allowed"].items())
+            print(f"WRONG {row['pattern']} T={row['T']} {row['type']}: {which}")
+    print(f"correct: {sum(row['ok'] for row in rows)} of {len(rows)}", flush=True)
     return rows
 
 
@@ -273,7 +286,7 @@ def breakdown() -> dict[str, dict[str, float]]:
 def first_calls() -> list[dict[str, Any]]:
     """Seconds of the first forward and backward at a length never seen, after others were."""
     rows: list[dict[str, Any]] = []
-    for name, pattern, causal in {(name, pattern, causal) for name, pattern, causal, _, _ in BARS}:
+    for name, pattern, causal in dict.fromkeys(bar[:3] for bar in BARS):
         for T in (4096, 8192, 7000, 12345):
             q, k, v, w = tensors(T, batch=2)
             torch.cuda.synchronize()
@@ -289,7 +302,7 @@ def first_calls() -> list[dict[str, Any]]:
 def memory() -> list[dict[str, Any]]:
     """Bytes per token of forward and backward, beyond the inputs; batch 1."""
     rows: list[dict[str, Any]] = []
-    for name, pattern, causal in {(name, pattern, causal) for name, pattern, causal, _, _ in BARS}:
+    for name, pattern, causal in dict.fromkeys(bar[:3] for bar in BARS):
         for T in (16384, 32768, 65536):
             q, k, v, w = tensors(T, batch=1)
             torch.cuda.reset_peak_memory_stats()
@@ -330,10 +343,11 @@ def passes_to_tune() -> list[tuple[str, Pattern, bool, int, Config]]:
     return jobs
 
 
-def prepare(job: tuple[str, Pattern, bool, int, Config]) -> str | None:
+def prepare(job: tuple[str, Pattern, bool, int, Config | None]) -> str | None:
     """Compiles what a job needs, in another process, into Triton's cache."""
     kind, pattern, causal, _, config = job
-    CONFIGS[kind, 128] = config
+    if config is not None:
+        CONFIGS[kind, 128] = config
     q, k, v, w = tensors(4096, batch=1)
     try:
         torch.autograd.grad(sparse_attention(q, k, v, pattern, causal=causal), (q, k, v), w)
@@ -343,11 +357,10 @@ def prepare(job: tuple[str, Pattern, bool, int, Config]) -> str | None:
     return None
 
 
-def tune() -> dict[str, list[dict[str, Any]]]:
+def tune(pool: Executor) -> dict[str, list[dict[str, Any]]]:
     """The time of the kernels of one pass, for each tile size, on the pattern that stresses it."""
     jobs = passes_to_tune()
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        failed = list(pool.map(prepare, jobs))
+    failed = list(pool.map(prepare, jobs))
     found: dict[str, list[dict[str, Any]]] = {}
     kernels = {"forward": "_forward", "dq": "_dq", "dkv": "_dkv"}
     for job, problem in zip(jobs, failed, strict=True):
@@ -403,13 +416,15 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "fused_causal": sparse_triton._fused(tensors(16384)[0]),
     }
-    if args.tune:
-        report["tune"] = tune()
-        name = "sparse_tune.json"
-    else:
-        name = "sparse.json"
-        if not args.no_checks:
-            report["correct"] = correctness()
+    name = "sparse_tune.json" if args.tune else "sparse.json"
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        if args.tune:
+            report["tune"] = tune(pool)
+        else:
+            if not args.no_checks:
+                report["correct"] = correctness(pool)
+            list(pool.map(prepare, [("", pattern, causal, T, None) for _, pattern, causal, T, _ in BARS]))
+    if not args.tune:
         report["bars"] = bars(not args.no_flex)
         report["kernels"] = breakdown()
         report["first_calls"] = first_calls()
