@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from subquad import build
+from subquad import Transformer, build
 from subquad.mechanisms.linformer import Linformer
 
 
@@ -57,10 +59,12 @@ def test_shared_layers_learn_one_matrix() -> None:
 
 def test_only_matching_shared_layers_join() -> None:
     mix = linformer(rank=5, share="layer")
-    with pytest.raises(ValueError, match='share="layer"'):
-        mix.share_with(linformer(rank=5))
-    with pytest.raises(ValueError, match='share="layer"'):
-        linformer(rank=5).share_with(mix)
+    alone = linformer(rank=5)
+    own = mix.key_rows, alone.key_rows
+    mix.share_with(alone)
+    alone.share_with(mix)
+    assert mix.key_rows is own[0]
+    assert alone.key_rows is own[1]
     with pytest.raises(ValueError, match=r"\(6, 24\).*\(5, 24\)"):
         mix.share_with(linformer(rank=6, share="layer"))
 
@@ -118,3 +122,17 @@ def test_equals_the_linformer_package_with_copied_weights(size: int) -> None:
     x, context = tokens(2, 11, 16), tokens(2, size, 16, seed=2)
     torch.testing.assert_close(mix(context), peer(context), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(mix(x, context=context), peer(x, context=context), rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_shares_one_matrix_and_saves_it_once(tmp_path: Path) -> None:
+    stack = {"dim": 16, "heads": 2, "depth": 3, "mechanism": "linformer", "max_length": 20}
+    shared = Transformer(**stack, options={"rank": 5, "share": "layer"})
+    matrices = {id(block.mixer.key_rows) for block in shared.blocks}
+    assert len(matrices) == 1
+    shared.save(tmp_path)
+    loaded = Transformer.load(tmp_path)
+    assert len({id(block.mixer.key_rows) for block in loaded.blocks}) == 1
+    x = torch.randn(1, 20, 16)
+    assert torch.equal(loaded(x), shared.eval()(x))
+    apart = Transformer(**stack, options={"rank": 5, "share": "keyvalue"})
+    assert len({id(block.mixer.key_rows) for block in apart.blocks}) == 3

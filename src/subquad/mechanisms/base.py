@@ -188,7 +188,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates; None if there is none."""
+        """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates, if there is one."""
         return None
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
@@ -210,6 +210,9 @@ class Mixer(nn.Module):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
+
+    def share_with(self, first: Mixer) -> None:
+        """Take what all layers of a stack share from the first layer of this kind; here nothing is shared."""
 
     # What everybody calls
 
@@ -350,11 +353,14 @@ class Mixer(nn.Module):
             raise ValueError(f"{name} has shape {_shape(lengths)}: accepted is one integer a row, [{batch}]")
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
             raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
-        # Reading the values waits for the device; a compiled or captured program must not
-        if not torch.compiler.is_compiling() and not (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # Reading the values waits for the device; a compiled or captured program must not, and a stack of layers that
+        # hands the same tensor on waits once
+        known = getattr(lengths, "_checked", None) == (size, lengths._version)
+        if not known and not torch.compiler.is_compiling() and not _capturing(lengths):
             low, high = (int(v) for v in torch.stack((lengths.min(), lengths.max())).tolist())
             if low < 0 or high > size:
                 raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
+            lengths._checked = (size, lengths._version)  # type: ignore[attr-defined]
         return lengths.to(x.device, torch.int64)
 
     def _check_stateful(self, method: str) -> None:
@@ -378,6 +384,10 @@ class Mixer(nn.Module):
             raise ValueError(f"state has batch {wrong.pop()[0]}: x has batch {batch}")
         if state.position.device != self._like.device:
             raise ValueError(f"state is on {state.position.device}: this module is on {self._like.device}")
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _shape(x: object) -> object:

@@ -59,10 +59,10 @@ class Linformer(Mixer):
         separate = options.share in ("none", "heads")
         self.value_rows = nn.Parameter(torch.empty(shape).uniform_(-bound, bound)) if separate else None  # F
 
-    def share_with(self, first: "Linformer") -> None:
-        """Use the E of another layer from now on: models call it with their first layer where share="layer"."""
+    def share_with(self, first: Mixer) -> None:
+        """share="layer": use the E of the first such layer from now on; models call it for every later layer."""
         if self.options.share != "layer" or not isinstance(first, Linformer) or first.options.share != "layer":
-            raise ValueError('share_with joins two linformer layers: accepted are modules built with share="layer"')
+            return
         if self.key_rows.shape != first.key_rows.shape:
             raise ValueError(
                 f"first has rank and max_length {tuple(first.key_rows.shape[1:])}: "

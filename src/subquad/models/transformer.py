@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
@@ -36,6 +36,9 @@ class Transformer(Model):
         super().__init__()
         self.config = config = assemble(TransformerConfig, config, fields)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        first: dict[type[Mixer], Mixer] = {}
+        for block in self._blocks():
+            block.mixer.share_with(first.setdefault(type(block.mixer), block.mixer))
         if config.rotary and not any(block.mixer.options.rotary for block in self._blocks()):
             names = ", ".join(sorted({spec.name for spec in config.mechanism}))
             raise ValueError(f"rotary=True cannot work: none of the mechanisms ({names}) knows rotary positions")
