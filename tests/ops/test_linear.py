@@ -15,7 +15,7 @@ from subquad.ops import LinearState, linear, linear_attention, linear_attention_
 from subquad.ops.feature_maps import feature_map as find_map
 
 MAPS = ("elu+1", "relu", "exp", "identity", "quadratic")
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -88,7 +88,7 @@ def dense(
 def grads(outputs: tuple[Tensor, LinearState], leaves: list[Tensor]) -> list[Tensor]:
     o, (s, z) = outputs
     loss = sum((x * draw(*x.shape, seed=20 + i)).sum() for i, x in enumerate((o, s, z)))
-    return list(torch.autograd.grad(loss, leaves, materialize_grads=True))  # type: ignore[arg-type]
+    return list(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
@@ -104,18 +104,18 @@ def same(got: tuple[Tensor, LinearState], want: tuple[Tensor, LinearState], tole
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
-    return linear_attention(q, k, v, return_state=True, impl="torch", **options)  # type: ignore[no-any-return]
+    return linear_attention(q, k, v, return_state=True, impl="torch", **options)
 
 
 @pytest.fixture(params=["as it is", "short segments, small blocks"])
 def _tuning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "as it is":
-        monkeypatch.setattr(linear, "_segment", lambda x: 64)
+        monkeypatch.setattr(linear, "_segment", lambda _: 64)
         monkeypatch.setattr(linear, "BLOCK", 2)
 
 
 @pytest.mark.usefixtures("_tuning")
-@pytest.mark.parametrize("length", [1, 32, 131])
+@pytest.mark.parametrize("length", [1, 131])
 @pytest.mark.parametrize(
     ("causal", "gated", "started"), [c for c in itertools.product((True, False), repeat=3) if c[0] or not c[1]]
 )
@@ -155,14 +155,14 @@ def test_cross_attention_has_its_own_number_of_queries(queries: int, name: str) 
 def test_gradcheck(kind: str, name: str) -> None:
     causal = kind in ("causal", "padded", "packed")
     packed = kind.startswith("packed")
-    q, k, v = inputs(1 if packed else 2, 6, 1, 2, 1, keys=4 if kind == "cross" else None)
+    q, k, v = inputs(1 if packed else 2, 5, 1, 2, 1, keys=4 if kind == "cross" else None)
     options: dict[str, Any] = {"causal": causal, "feature_map": name}
     if kind == "padded":
-        options["lengths"] = torch.tensor([4, 6])
+        options["lengths"] = torch.tensor([3, 5])
     if packed:
-        options["cu_seqlens"] = torch.tensor([0, 4, 4, 6])
+        options["cu_seqlens"] = torch.tensor([0, 3, 3, 5])
     start = state(3 if packed else 2, 1, 2, 1)
-    log_gate = gates(q.shape[0], 6, 1) if causal else None
+    log_gate = gates(q.shape[0], 5, 1) if causal else None
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, log_gate: Tensor | None = None
@@ -171,7 +171,8 @@ def test_gradcheck(kind: str, name: str) -> None:
         return o, end.s, end.z
 
     leaves = [x.requires_grad_() for x in (q, k, v, *start) + ((log_gate,) if log_gate is not None else ())]
-    assert torch.autograd.gradcheck(run, leaves)
+    # the random projections of the fast mode are enough for a second map
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=name != "elu+1")
 
 
 @few
@@ -374,7 +375,7 @@ def test_half_precision_is_within_twice_the_plain_error(dtype: torch.dtype, caus
 
     def errors(f: Callable[..., Tensor]) -> list[float]:
         exact = [x.detach().double().requires_grad_() for x in low]
-        want = dense(*exact, causal=causal, feature_map=name)[0]  # type: ignore[misc]
+        want = dense(*exact, causal=causal, feature_map=name)[0]
         wanted = [want, *torch.autograd.grad((want * weight).sum(), exact)]
         got = f(*low)
         grown = [got, *torch.autograd.grad((got * weight.to(dtype)).sum(), low)]
@@ -387,10 +388,28 @@ def test_half_precision_is_within_twice_the_plain_error(dtype: torch.dtype, caus
         return torch.einsum("bhts,bshv->bthv", score / (score.sum(-1, keepdim=True) + 1e-6), v)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return linear_attention(q, k, v, causal=causal, feature_map=name)  # type: ignore[no-any-return]
+        return linear_attention(q, k, v, causal=causal, feature_map=name)
 
     for mine, yardstick in zip(errors(ours), errors(plain), strict=True):
         assert mine <= 2 * yardstick
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_threads_share_the_heads_and_change_nothing(causal: bool) -> None:
+    q, k, v = (x.float().requires_grad_() for x in inputs(3, 300, 4))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            o = linear_attention(q, k, v, causal=causal)
+            results.append((o, *torch.autograd.grad(o.square().sum(), (q, k, v))))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            close(a, b, 1e-6)
 
 
 def test_a_hundred_thousand_tokens() -> None:
@@ -413,7 +432,7 @@ def test_memory_is_linear(options: dict[str, bool]) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             o = linear_attention(q, k, v, causal=options.get("causal", True), log_gate=gate, cu_seqlens=cu)
             o.sum().backward()
-        return max(event.self_cpu_memory_usage for event in profile.events())  # type: ignore[attr-defined]
+        return max(event.self_cpu_memory_usage for event in profile.events())
 
     assert largest(2048) <= 4.5 * largest(512)
 
@@ -435,7 +454,7 @@ def test_strides_do_not_matter(layout: str) -> None:
     else:
         other = [x.requires_grad_() for x in torch.stack((q, k, v), 3).unbind(3)]
     leaves = [x.clone().contiguous().requires_grad_() for x in (q, k, v)]
-    a, b = call(*other), call(*leaves)  # type: ignore[misc]
+    a, b = call(*other), call(*leaves)
     same(a, b, 0)
     for x, y in zip(grads(a, other), grads(b, leaves), strict=True):
         close(x, y, 0)

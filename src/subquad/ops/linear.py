@@ -11,10 +11,14 @@ Legend: B batch, T queries, S keys, H heads, K key width, M features, V value wi
 G sequences = B·H, P = G·N chunks in all, R rows of states, F = M·V + M numbers of a state.
 """
 
+import functools
 import itertools
 import math
+import os
+import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +28,7 @@ from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
 
-BUDGET = 4096  # tokens of all heads that a CPU works on at once
+SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
 FORGET = -1000.0  # exp of this is zero even in float64, and differences of sums of it stay exact to 1e-11
 
@@ -34,6 +38,66 @@ class LinearState(NamedTuple):
 
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str | Callable[[Tensor], Tensor] = ...,
+    normalize: bool = ...,
+    eps: float = ...,
+    lengths: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    log_gate: Tensor | None = ...,
+    initial_state: LinearState | None = ...,
+    return_state: Literal[False] = ...,
+    impl: Impl = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str | Callable[[Tensor], Tensor] = ...,
+    normalize: bool = ...,
+    eps: float = ...,
+    lengths: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    log_gate: Tensor | None = ...,
+    initial_state: LinearState | None = ...,
+    return_state: Literal[True],
+    impl: Impl = ...,
+) -> tuple[Tensor, LinearState]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str | Callable[[Tensor], Tensor] = ...,
+    normalize: bool = ...,
+    eps: float = ...,
+    lengths: Tensor | None = ...,
+    key_lengths: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    log_gate: Tensor | None = ...,
+    initial_state: LinearState | None = ...,
+    return_state: bool,
+    impl: Impl = ...,
+) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
 def linear_attention(
@@ -52,17 +116,18 @@ def linear_attention(
     initial_state: LinearState | None = None,
     return_state: bool = False,
     impl: Impl = "auto",
-) -> Any:
-    """q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> o [B, T, H, V] in v's type; with return_state, (o, LinearState).
+) -> Tensor | tuple[Tensor, LinearState]:
+    """q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> o [B, T, H, V] in v's type; (o, state) with return_state.
 
     S may differ from T when not causal. Sums, states and denominators are at least float32.
-    feature_map  a name of FEATURE_MAPS or a callable [..., K] -> [..., M], applied to q and k
-    normalize    divide by d = φ(q)·z: by d + eps for positive maps, by sign(d)·max(|d|, eps) for signed ones and callables
-    lengths      [B] right padding of q, k and v alike: padded keys add nothing, padded outputs are zero, and the state is the
-                 one at the row's own length. Where T differs from S it is taken as key_lengths
-    key_lengths  [B] right padding of keys and values alone, for cross-attention, where T may equal S by chance
-    cu_seqlens   [N+1] from 0 to T, rising: B is 1 and holds N sequences one after the other; states are then [N, ...]
-    log_gate     [B, T, H] <= 0, causal only: S_t = exp(g_t) S_{t-1} + φ(k_t) v_tᵀ and z likewise; -inf forgets everything
+
+    feature_map    a name of FEATURE_MAPS or a callable [..., K] -> [..., M], applied to q and k
+    normalize      divide by d = φ(q)·z: by d + eps for positive maps, by sign(d)·max(|d|, eps) for signed ones
+    lengths        [B] right padding of q, k and v alike: padded keys add nothing, padded outputs are zero, the state is
+                   the one at the row's own length. Where T differs from S it is taken as key_lengths
+    key_lengths    [B] right padding of keys and values alone, for cross-attention, where T may equal S by chance
+    cu_seqlens     [N+1] rising from 0 to T: B is 1 and holds N sequences one after the other; states are [N, ...]
+    log_gate       [B, T, H] <= 0, causal only: S_t = exp(g_t) S_{t-1} + φ(k_t) v_tᵀ, z likewise; -inf forgets all
     initial_state  added to the sums, decayed by the gates
     """
     found = find_map(feature_map)
@@ -120,7 +185,7 @@ def linear_attention_step(
     inplace: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, LinearState]:
-    """One token of causal linear attention: q_t, k_t [B, H, K], v_t [B, H, V], log_gate [B, H] -> o [B, H, V] and the new state.
+    """One token, causal: q_t, k_t [B, H, K], v_t [B, H, V], log_gate [B, H] -> o [B, H, V] and the new state.
 
     The old state is left alone unless `inplace`, which writes the new one over it and returns it.
     """
@@ -223,24 +288,26 @@ def _forward(
     """o, the final s and z, the divisor of each o, and the states [segments - 1, R, H, F] between segments."""
     o, s, z, divisor, starts = _outputs(q, v, cu_seqlens, causal, normalize)
     state = _join(s0, z0, s, z)  # [R, H, F]
-    with torch.autocast(q.device.type, enabled=False):
-        for rows, heads in _slabs(q, cu_seqlens, causal):
-            across = slice(None) if cu_seqlens is not None else rows
-            now = state[across, heads]
-            for i, part in enumerate(_segments(q, cu_seqlens, causal)):
-                if i > 0:
-                    starts[i - 1, across, heads] = now
-                at = rows, part, heads
-                c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
-                scores = c.scores()
-                n = c.read(scores)
-                if normalize:
-                    d = _divisor(c.read_z(scores), signed, eps)
-                    c.q_layout.merge(d, divisor[at][..., None])
-                    n.div_(d)
-                c.q_layout.merge(n, o[at])
-                now = c.final
-            s[across, heads], z[across, heads] = _divide(now, s.shape[-1])
+
+    def work(rows: slice, heads: slice) -> None:
+        across = slice(None) if cu_seqlens is not None else rows
+        now = state[across, heads]
+        for i, part in enumerate(_segments(q, cu_seqlens, causal)):
+            if i > 0:
+                starts[i - 1, across, heads] = now
+            at = rows, part, heads
+            c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
+            scores = c.scores()
+            n = c.read(scores)
+            if normalize:
+                d = _divisor(c.read_z(scores), signed, eps)
+                c.q_layout.merge(d, divisor[at][..., None])
+                n.div_(d)
+            c.q_layout.merge(n, o[at])
+            now = c.final
+        s[across, heads], z[across, heads] = _divide(now, v.shape[-1])
+
+    _each_slab(work, q, cu_seqlens, causal)
     return o, s, z, divisor, starts
 
 
@@ -291,39 +358,40 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dgate, ds0, dz0 = _gradients(q, k, v, log_gate, ds, dz)
     state, dstate = _join(s0, z0, ds, dz), _join(ds, dz, ds, dz)
-    segments = _segments(q, cu_seqlens, causal)
-    with torch.autocast(q.device.type, enabled=False):
-        for rows, heads in _slabs(q, cu_seqlens, causal):
-            across = slice(None) if cu_seqlens is not None else rows
-            dnow = dstate[across, heads]
-            for i, part in reversed(list(enumerate(segments))):
-                now = starts[i - 1, across, heads] if i > 0 else state[across, heads]
-                at = rows, part, heads
-                c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
-                dn, dd = do[at], None
-                if normalize:
-                    d = divisor[at][..., None]
-                    dn = dn / d
-                    dd = torch.linalg.vecdot(dn, o[at].to(dn.dtype))[..., None].neg_()  # [B, T, H, 1]
-                    if signed:
-                        dd.masked_fill_(d.abs() <= eps, 0)
-                    (dd,) = c.q_layout.split(dd)
-                (dn,) = c.q_layout.split(dn)
-                dfq, dfk, dfv, dlog = c.backward(dn, dd, dnow)
-                c.q_layout.merge(_through(dfq, c.q, name), dq[at])
-                c.k_layout.merge(_through(dfk, c.k, name), dk[rows, c.keys, heads])
-                c.k_layout.merge(dfv, dv[rows, c.keys, heads])
-                if log_gate is not None and dlog is not None:
-                    c.k_layout.merge(dlog.masked_fill_(c.forgets, 0), dgate[at][..., None])
-                dnow = c.dstart
-            if s0 is not None:
-                ds0[across, heads], dz0[across, heads] = _divide(dnow, v.shape[-1])
+
+    def work(rows: slice, heads: slice) -> None:
+        across = slice(None) if cu_seqlens is not None else rows
+        dnow = dstate[across, heads]
+        for i, part in reversed(list(enumerate(_segments(q, cu_seqlens, causal)))):
+            now = starts[i - 1, across, heads] if i > 0 else state[across, heads]
+            at = rows, part, heads
+            c = _Chunks(at, q, k, v, log_gate, now, lengths, cu_seqlens, causal, name)
+            dn, dd = do[at], None
+            if normalize:
+                d = divisor[at][..., None]
+                dn = dn / d
+                dd = torch.linalg.vecdot(dn, o[at].to(dn.dtype))[..., None].neg_()  # [B, T, H, 1]
+                if signed:
+                    dd.masked_fill_(d.abs() <= eps, 0)
+                (dd,) = c.q_layout.split(dd)
+            (dn,) = c.q_layout.split(dn)
+            dfq, dfk, dfv, dlog = c.backward(dn, dd, dnow)
+            c.q_layout.merge(_through(dfq, c.q, name), dq[at])
+            c.k_layout.merge(_through(dfk, c.k, name), dk[rows, c.keys, heads])
+            c.k_layout.merge(dfv, dv[rows, c.keys, heads])
+            if dlog is not None:
+                c.k_layout.merge(dlog.masked_fill_(c.forgets, 0), dgate[at][..., None])
+            dnow = c.dstart
+        ds0[across, heads], dz0[across, heads] = _divide(dnow, v.shape[-1])
+
+    _each_slab(work, q, cu_seqlens, causal)
     return dq, dk, dv, dgate, ds0, dz0
 
 
 @_backward.register_fake
 def _(do: Tensor, ds: Tensor, dz: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
-    return _gradients(*rest[:4], ds, dz)
+    q, k, v, log_gate = rest[:4]
+    return _gradients(q, k, v, log_gate, ds, dz)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -357,10 +425,8 @@ def _gradients(
 
 
 def _segment(q: Tensor) -> int:
-    """Tokens worked on at once, in all heads: on a CPU what its caches hold, on a GPU what fills it."""
-    if q.device.type != "cpu":
-        return 1 << 16
-    return max(BUDGET // q.shape[2] // 64, 2) * 64  # whole chunks
+    """Tokens of a head worked on at once: on a CPU what its caches hold, on a GPU what fills it."""
+    return SEGMENT if q.device.type == "cpu" else 1 << 20
 
 
 def _segments(q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> list[slice]:
@@ -370,13 +436,47 @@ def _segments(q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> list[slice]
     return [slice(i, min(i + size, length)) for i in range(0, length, size)]
 
 
-def _slabs(q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows and heads worked on at once: several rows if they are short, several heads if a row cannot be cut."""
+def _each_slab(work: Callable[[slice, slice], None], q: Tensor, cu_seqlens: Tensor | None, causal: bool) -> None:
+    """Do the work for all rows and heads, several at once if they are short.
+
+    On a CPU each thread takes slabs of its own, instead of all threads meeting at the end of every small operation.
+    """
     batch, _, heads, _ = q.shape
-    part = _segments(q, cu_seqlens, causal)[0].stop
-    rows = max(1, _segment(q) // part)
-    some = max(1, min(heads, heads * _segment(q) // part))
-    return [(slice(i, i + rows), slice(j, j + some)) for i in range(0, batch, rows) for j in range(0, heads, some)]
+    threads = torch.get_num_threads() if q.device.type == "cpu" and q[..., 0].numel() > 2048 else 1
+    many = _segment(q) // _segments(q, cu_seqlens, causal)[0].stop  # heads of any rows
+    many = max(1, min(many, batch * heads // threads))
+    rows, some = max(1, many // heads), min(many, heads)
+    slabs = [(slice(i, i + rows), slice(j, j + some)) for i in range(0, batch, rows) for j in range(0, heads, some)]
+
+    def run(slab: tuple[slice, slice]) -> None:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            work(*slab)
+
+    if threads == 1 or len(slabs) == 1:
+        for slab in slabs:
+            run(slab)
+    else:
+        workers = min(threads, len(slabs))
+        list(_pool(os.getpid(), workers, threads // workers).map(run, slabs))
+
+
+@functools.lru_cache(maxsize=4)
+def _pool(process: int, workers: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 (a forked process needs its own)
+    """Python threads whose torch operations use so many threads each."""
+    before = torch.get_num_threads()
+    started = threading.Barrier(workers + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread takes over the common number when it first asks
+        torch.set_num_threads(threads)
+        started.wait()
+
+    pool = ThreadPoolExecutor(workers, "linear_attention", start)
+    for _ in range(workers):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(before)  # the number is the thread's own, but the last one set is common to threads to come
+    return pool
 
 
 def _join(s: Tensor | None, z: Tensor | None, s_like: Tensor, z_like: Tensor) -> Tensor:
@@ -423,7 +523,7 @@ def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Layout:
-    """How tokens [B, T, H, D] are laid out in chunks [P, C, D], and how the states [R, H, F] of R sequences enter them.
+    """How tokens [B, T, H, D] are laid out in chunks [P, C, D], and how states [R, H, F] of R sequences enter them.
 
     A packed sequence starts a new chunk. The number of chunks is an upper bound that does not depend on where sequences
     end, so nothing waits for the values of cu_seqlens; those left over stay empty.
@@ -459,7 +559,7 @@ class _Layout:
                 self.empty = padded.reshape(-1, size, 1)
 
     def split(self, *tokens: Tensor, name: str = "identity") -> Tensor:
-        """Some [B, T, H, D] of one width -> φ of each as a new [P, C, D] of at least float32, zeros where no token is."""
+        """Some [B, T, H, D] of one width -> φ of each as [P, C, D], at least float32, zeros where no token is."""
         dtype, width = torch.promote_types(tokens[0].dtype, torch.float32), tokens[0].shape[-1]
         padded = self.chunks * self.size
         chunks = tokens[0].new_empty(len(tokens), self.batch, self.heads, padded, width, dtype=dtype)
@@ -598,7 +698,7 @@ class _Chunks:
         return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
 
     def _travel(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """The states that each chunk reads [P, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
+        """The states each chunk reads [P, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
         layout = self.k_layout
         enter, final = _states(u.unflatten(0, (-1, layout.chunks)), self.log_decay, start, layout, reverse)
         if not self.causal:  # every chunk sees the whole of its sequence
@@ -615,8 +715,8 @@ def _states(
     gains that start. In reverse everything runs from the last chunk to the first.
     """
     if layout.packed:
-        edge = layout.first if reverse else layout.last
-        change, starts = (edge[1:], start[:, :-1]) if reverse else (edge[:-1], start[:, 1:])
+        edge: Tensor | slice = layout.first if reverse else layout.last
+        change, starts = (layout.first[1:], start[:, :-1]) if reverse else (layout.last[:-1], start[:, 1:])
         begin = start[:, -1:] if reverse else start[:, :1]
         fade = u.new_zeros(1, u.shape[1], dtype=torch.float64) if log_decay is None else log_decay
         enter = _hand_on(u.index_copy(1, change, starts), fade.index_fill(1, change, FORGET), begin, reverse)
@@ -629,10 +729,10 @@ def _states(
 
 
 def _hand_on(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> Tensor:
-    """States entering each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; in reverse from the last to the first.
+    """States entering each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; in reverse likewise.
 
-    u [G, N, F], log_decay a [G or 1, N] in float64 or None for no decay, start [G, 1, F]. A block of chunks is one product
-    with a triangular matrix of decays, and what enters a block is found the same way, so the cost stays linear in N.
+    u [G, N, F], log_decay a [G or 1, N] in float64 or None for no decay, start [G, 1, F]. A block of chunks is one
+    product with a triangular matrix of decays, and what enters a block is found the same way: the cost is linear in N.
     """
     n = u.shape[1]
     size = min(n, BLOCK)
@@ -692,7 +792,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> 
             raise ValueError(f"{name} has shape {tuple(x.shape)}: accepted is [B, T, H, D] with no empty dimension")
         if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}: accepted is one floating point type on one device"
+                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}:"
+                " accepted is one floating point type on one device"
             )
     if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
         raise ValueError(
@@ -745,7 +846,8 @@ def _check_masks(
             raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
         if batch != 1 or length != keys:
             raise ValueError(
-                f"cu_seqlens with q {tuple(q.shape)} and k {tuple(k.shape)}: accepted is a batch of one, as many keys as queries"
+                f"cu_seqlens with q {tuple(q.shape)} and k {tuple(k.shape)}:"
+                " accepted is a batch of one with as many keys as queries"
             )
         whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
         if not whole or cu_seqlens.device != q.device:
@@ -801,7 +903,8 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
             )
         if not x.is_floating_point() or x.dtype != q_t.dtype or x.device != q_t.device:
             raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q_t {q_t.dtype} on {q_t.device}: accepted is one floating point type on one device"
+                f"{name} is {x.dtype} on {x.device}, q_t {q_t.dtype} on {q_t.device}:"
+                " accepted is one floating point type on one device"
             )
     if k_t.shape != q_t.shape:
         raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
@@ -810,6 +913,7 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
     if log_gate is not None:
         if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point():
             raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)}: accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])}"
+                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)}:"
+                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])}"
             )
         _check_gate(log_gate)

@@ -1,4 +1,4 @@
-"""Rotary positions: turn pairs of channels by an angle that grows with the position, so that q·k sees only differences of positions."""
+"""Rotary positions: turn pairs of channels by an angle that grows with the position, so q·k sees only differences."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         )
     if tuple(positions.shape) not in ((length,), (batch, length)):
         raise ValueError(
-            f"positions has shape {tuple(positions.shape)}: accepted are [T] = {(length,)} and [B, T] = {(batch, length)}"
+            f"positions has shape {tuple(positions.shape)}: accepted are [T] = {(length,)}, [B, T] = {(batch, length)}"
         )
     if positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions has type {positions.dtype}: accepted are integers and floating point numbers")

@@ -1,4 +1,4 @@
-"""Attention with any similarity: o_t = Σ_s sim(q_t, k_s) v_s / Σ_s sim(q_t, k_s), the general formula that the others specialise."""
+"""Attention with any similarity: o_t = Σ_s sim(q_t, k_s) v_s / Σ_s sim(q_t, k_s), which the others specialise."""
 
 from collections.abc import Callable
 
@@ -19,10 +19,10 @@ def similarity_attention(
 ) -> Tensor:
     """q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> o [B, T, H, V] in v's type. Dense: O(T·S) time and memory.
 
-    sim          takes q and k as they are and gives non-negative weights [B, H, T, S]; each row is divided by its sum + eps.
+    sim          takes q and k as they are, gives non-negative weights [B, H, T, S]; a row is divided by its sum + eps.
                  Softmax is lambda q, k: torch.exp(torch.einsum("bthk,bshk->bhts", q, k) / K**0.5)
-    lengths      [B] right padding of q, k and v alike: padded keys have no weight, padded outputs are zero. Where T differs
-                 from S it is taken as key_lengths
+    lengths      [B] right padding of q, k and v alike: padded keys have no weight, padded outputs are zero. Where T
+                 differs from S it is taken as key_lengths
     key_lengths  [B] right padding of keys and values alone, for cross-attention
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -30,7 +30,8 @@ def similarity_attention(
             raise ValueError(f"{name} has shape {tuple(x.shape)}: accepted is [B, T, H, D] with no empty dimension")
         if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}: accepted is one floating point type on one device"
+                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}:"
+                " accepted is one floating point type on one device"
             )
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
@@ -56,7 +57,8 @@ def similarity_attention(
             or n.device != q.device
         ):
             raise ValueError(
-                f"{name} is {n.dtype} of shape {tuple(n.shape)} on {n.device}: accepted are integers of shape [B] = ({batch},) on {q.device}"
+                f"{name} is {n.dtype} of shape {tuple(n.shape)} on {n.device}:"
+                f" accepted are integers of shape [B] = ({batch},) on {q.device}"
             )
         if not torch.compiler.is_compiling() and bool(((n < 0) | (n > keys)).any()):
             raise ValueError(f"{name}={n.tolist()}: accepted are lengths from 0 to {keys}")
