@@ -711,8 +711,8 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     """States entering each chunk [G, N, F], and those after the last chunk of each sequence [G, 1 or R, F].
 
-    Where a pack goes from one sequence to the next, the state is replaced by the next one's start: it decays by zero and
-    gains that start. In reverse everything runs from the last chunk to the first.
+    Where a pack goes from one sequence to the next, the state is replaced by the next one's start: it decays by zero
+    and gains that start. In reverse everything runs from the last chunk to the first.
     """
     if layout.packed:
         edge: Tensor | slice = layout.first if reverse else layout.last
