@@ -93,10 +93,14 @@ class Linear(Mixer):
         )
         return self.heads.merge(o), State(sums.s, sums.z, self._advance(state.position, x, lengths))
 
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), **self._how())
-        return self.heads.merge(o), State(sums.s, sums.z, state.position + 1)
+        o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), inplace=inplace, **self._how())
+        position = state.position.add_(1) if inplace else state.position + 1
+        return self.heads.merge(o), State(sums.s, sums.z, position)
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
 
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None

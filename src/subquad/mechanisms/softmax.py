@@ -4,7 +4,7 @@ Paper       Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, 
 Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ, with s ≤ t when causal, every s otherwise; q, k, v = x W per head
             projections=False: q = k = v = x and no scale, the parameter-free self-attention of the lecture notes
 Cost        train O(T²·D) time, O(T·D) memory; decode O(T·D) a token; state 2·T·D
-Departures  none; the fast path is torch's scaled_dot_product_attention
+Departures  none; the fast path is torch's scaled_dot_product_attention, or one pass over the cache when decoding
 Verified    tests/mechanisms/test_softmax.py: equal to torch.nn.MultiheadAttention with copied weights, 1e-6
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
-from subquad.ops.cache import append
+from subquad.ops.cache import append, cached_attention
 
 ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
 
@@ -95,6 +95,19 @@ class Softmax(Mixer):
             at = first + torch.arange(start, start + rows.shape[1], device=x.device)[:, None]  # [B, 1, T, 1]
             parts.append(self._attend(rows, new.k.to(q.dtype), new.v.to(q.dtype), slots <= at))
         return self._merge(torch.cat(parts, dim=1)), new
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self.training and self.options.dropout:
+            return super()._step(x, state)
+        q, k, v = self._project(x[:, None], position=state.position)  # [B, 1, H, K]
+        keys = append(state.k, k, state.position, inplace=inplace)
+        values = append(state.v, v, state.position, inplace=inplace)
+        position = state.position.add_(1) if inplace else state.position + 1
+        o = cached_attention(q[:, 0], keys, values, position, scale=self.scale)
+        return self._merge(o), State(keys, values, position)
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
 
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None

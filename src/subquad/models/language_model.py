@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import refuse
+from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, flags, optional_at_least
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
@@ -21,10 +22,16 @@ class LanguageModelConfig(Config):
     transformer: TransformerConfig
     tie: bool = False  # the output weights are the embedding's
     outputs: int | None = None  # numbers predicted a token; None: vocab, one logit a token
+    mixture: int | None = None  # components of a mixture of discretised logistics over 256 values, instead of logits
 
     def __post_init__(self) -> None:
         flags(self, "tie")
-        optional_at_least(self, outputs=1)
+        optional_at_least(self, outputs=1, mixture=1)
+        if self.mixture is not None:
+            if self.outputs is not None:
+                refuse("outputs", self.outputs, "None with mixture, which has three numbers a component")
+            if (self.embedding.vocab or 0) < logistic_mixture.VALUES:
+                refuse("mixture", self.mixture, f"None with vocab={self.embedding.vocab}: it predicts 256 values")
         if not self.transformer.causal:
             refuse(
                 "causal",
@@ -35,11 +42,11 @@ class LanguageModelConfig(Config):
             refuse("cross", self.transformer.cross, "None for a language model; Seq2Seq attends to a source")
         if self.embedding.vocab is None:
             refuse("vocab", None, "the number of tokens")
-        check_tie(self.tie, self.embedding, self.outputs)
+        check_tie(self.tie, self.embedding, self.outputs if self.mixture is None else self.width)
 
     @property
     def width(self) -> int:
-        return self.outputs or self.embedding.vocab or 0
+        return 3 * self.mixture if self.mixture else self.outputs or self.embedding.vocab or 0
 
 
 class LanguageModel(Model):
@@ -72,11 +79,15 @@ class LanguageModel(Model):
         reduction: Reduction = "mean",
     ) -> Tensor:
         """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
-        if self.config.width != self.config.embedding.vocab:
+        if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
             raise ValueError(f"loss needs one logit a token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
             tokens, targets, lengths = shift(tokens, lengths)
+        if self.config.mixture is not None:
+            return logistic_mixture.loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
         return cross_entropy(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+
+    generate, stream = generation.generate, generation.stream
 
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         """The state before the first token. `capacity`: positions growing states hold without reallocating."""

@@ -1,25 +1,39 @@
 """The image head of "Transformers are RNNs": a mixture of discretised logistics over the values of a pixel.
 
 Paper       Salimans et al. 2017, arXiv:1701.05517, §2.1, as used by Katharopoulos et al. 2020, arXiv:2006.16236, §4.2
-Definition  P(v) = Σᵢ πᵢ [σ((x + h − μᵢ)/sᵢ) − σ((x − h − μᵢ)/sᵢ)],  x = 2v/(n−1) − 1,  h = 1/(n−1),  s = exp(max(log s, −7));
-            the first cell reaches to −∞ and the last to +∞
-Departures  one channel at a time; the public sampler of the paper takes s = elu + 1 where its loss takes exp, so that it
-            draws from another distribution than was trained: here loss and sampler share every number
+Definition  P(v) = Σᵢ πᵢ [σ((x + h − μᵢ)/sᵢ) − σ((x − h − μᵢ)/sᵢ)],  x = 2v/(n−1) − 1,  h = 1/(n−1),
+            s = exp(max(log s, −7)); the first cell reaches to −∞ and the last to +∞
+Departures  one channel at a time; the paper's public sampler takes s = elu + 1 where its loss takes exp: it draws from
+            another distribution than was trained, where a scale is wide; here loss and sampler share every number
 Verified    tests/models/test_logistic_mixture.py: probabilities sum to one, drawn frequencies are those of the loss
 
 Outputs of a model are [..., 3·components]: log-weights, means and log-scales.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.models.loss import Reduction, over_targets
 from subquad.models.sampling import gumbel, uniform
 
 VALUES = 256
 LEAST_LOG_SCALE = -7.0
+
+
+def loss(
+    outputs: Tensor,
+    targets: Tensor,
+    lengths: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    count: int = VALUES,
+) -> Tensor:
+    """-log P(targets) in nats: outputs [B, T, 3·components], integers [B, T]; reductions as in cross_entropy."""
+    shape = (*outputs.shape[:-1], count)
+    return over_targets(
+        lambda values: -log_prob(outputs, values, count), targets, shape, lengths, ignore_index, reduction, "targets"
+    )
 
 
 def log_prob(outputs: Tensor, values: Tensor, count: int = VALUES) -> Tensor:
@@ -64,7 +78,3 @@ def _cells(values: Tensor, means: Tensor, scales: Tensor, count: int) -> Tensor:
     inside = F.logsigmoid(high) + F.logsigmoid(-low) + torch.log(-torch.expm1(-width))
     inside = torch.where(values == 0, F.logsigmoid(high), inside)
     return torch.where(values == count - 1, F.logsigmoid(-low), inside)
-
-
-def bits_per_dim(nats: Tensor) -> Tensor:
-    return nats / math.log(2)

@@ -1,5 +1,6 @@
 """Cross-entropy over the targets that are there."""
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -33,24 +34,41 @@ def cross_entropy(
 
     "mean" over the targets that are (0 if there are none), "sum", or "none": [B, T] with zeros where there is none.
     """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def losses(ids: Tensor) -> Tensor:
+        flat = nn.functional.cross_entropy(exact.flatten(0, -2), ids.flatten(), reduction="none")
+        return flat.view(ids.shape)
+
+    return over_targets(losses, targets, logits.shape, lengths, ignore_index, reduction, name)
+
+
+def over_targets(
+    losses_of: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    shape: Sequence[int],
+    lengths: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    name: str,
+) -> Tensor:
+    """The reduction of any loss of integer targets, for outputs over shape[-1] values."""
     if reduction not in ("mean", "sum", "none"):
         refuse("reduction", reduction, '"mean" or "sum" or "none"')
-    if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
-        raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(logits.shape[:-1])}")
+    if not isinstance(targets, Tensor) or targets.shape != tuple(shape[:-1]):
+        raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(shape[:-1])}")
     if targets.dtype not in INTEGERS:
         raise ValueError(f"{name} has dtype {targets.dtype}: accepted are integers")
     there = targets != ignore_index
     mask = None if lengths is None else keep(check_lengths(lengths, targets), targets.shape[1])
     if mask is not None:
         there = there & mask
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     safe = targets.long().masked_fill(~there, 0)
     if readable(safe):
         low, high = (int(v) for v in torch.aminmax(safe))
-        if low < 0 or high >= logits.shape[-1]:
-            raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {logits.shape[-1] - 1}")
-    losses = nn.functional.cross_entropy(exact.flatten(0, -2), safe.flatten(), reduction="none").view(targets.shape)
-    losses = losses.masked_fill(~there, 0)
+        if low < 0 or high >= shape[-1]:
+            raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {shape[-1] - 1}")
+    losses = losses_of(safe).masked_fill(~there, 0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / there.sum().clamp(min=1)

@@ -4,7 +4,6 @@ Noise is a hash of (seed of the stream, position, candidate), so that a stream's
 seed and its own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether tokens come with exactly the model's probabilities."""
-        return dataclasses.replace(self, exclude=()) == Sampling() and not self.exclude
+        return self == Sampling()
 
     def check(self, values: int) -> None:
         """Refuse settings that leave nothing of a vocabulary."""
@@ -75,7 +74,9 @@ def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Ten
     """Logits after penalty, temperature and filters: at least float32, -inf for what may not come."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.exclude:
-        scores = scores.index_fill(-1, torch.tensor(sampling.exclude, device=scores.device), -math.inf)
+        scores = scores.clone()
+        for token in sampling.exclude:
+            scores[..., token] = -math.inf
     if sampling.repetition_penalty != 1:
         if seen is None:
             raise ValueError("seen=None: a repetition penalty needs the tokens seen, [B, V]")
@@ -84,8 +85,8 @@ def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Ten
     if sampling.temperature not in (0, 1):
         scores = scores / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        least = scores.topk(sampling.top_k).values[..., -1:]
-        scores = scores.masked_fill(scores < least, -math.inf)
+        best = scores.topk(sampling.top_k).indices  # exactly k, also where several are equal
+        scores = torch.full_like(scores, -math.inf).scatter(-1, best, scores.gather(-1, best))
     if sampling.top_p < 1:
         ranked, order = scores.sort(-1, descending=True)
         probabilities = ranked.softmax(-1)
@@ -127,5 +128,7 @@ def make_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.dev
         return seed + torch.arange(batch, device=device)
     seeds = torch.as_tensor(seed)
     if seeds.shape != (batch,) or seeds.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"seed is {seeds.dtype} of shape {list(seeds.shape)}: accepted is an integer or one a row, [{batch}]")
+        raise ValueError(
+            f"seed is {seeds.dtype} of shape {list(seeds.shape)}: accepted is an integer or one a row, [{batch}]"
+        )
     return seeds.to(device, torch.int64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import nearest, refuse
+from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
@@ -128,6 +129,8 @@ class Seq2Seq(Model):
         x = self.target.step(tokens, self._positions(state, tokens))
         y, decoder = self.decoder.step(x, state.decoder, state.memory, state.memory_lengths, inplace)
         return self._logits(y), state._replace(decoder=decoder)
+
+    generate, stream = generation.generate, generation.stream  # state=model.init_state(*model.encode(source))
 
     def _positions(self, state: State, tokens: Tensor) -> Tensor:
         if not isinstance(state, State):

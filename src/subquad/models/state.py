@@ -95,7 +95,7 @@ def save_state(state: State, path: str | Path) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in leaves(state)}
-    shared = {}  # safetensors refuses two names for one memory
+    shared: dict[str, Tensor] = {}  # safetensors refuses two names for one memory
     for name, tensor in tensors.items():
         taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
         shared[name] = tensor.clone() if taken else tensor

@@ -1,7 +1,10 @@
 """A cache of rows that grow at their own pace: [B, C, ...] with `position` [B] entries in use."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from subquad.ops.impl import Impl, choose
 
 
 def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
@@ -30,3 +33,50 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
     slots = position[:, None] + torch.arange(new.shape[1], device=cache.device)  # [B, T]
     write = cache.index_put_ if inplace else cache.index_put
     return write((rows, slots), new.to(cache.dtype))
+
+
+def cached_attention(
+    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, *, scale: float | None = None, impl: Impl = "auto"
+) -> Tensor:
+    """Softmax attention of one query a row to the first `count` [B] entries of a cache; the others are not read.
+
+    q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]; every count is at least 1. Nothing waits for a GPU.
+    """
+    scale = q_t.shape[-1] ** -0.5 if scale is None else scale
+    k, v = k.to(q_t.dtype), v.to(q_t.dtype)
+    wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
+    fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v)):
+        return _masked(q_t, k, v, count, scale)  # decoding in order to learn is rare: the plain expression serves
+    if not fused and q_t.device.type != "cpu":
+        return _masked(q_t, k, v, count, scale)
+    run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
+    return run(q_t, k, v, count, scale, fused)
+
+
+def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Tensor:
+    seen = torch.arange(k.shape[1], device=k.device) < count[:, None]  # [B, C]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, C, K]
+    return F.scaled_dot_product_attention(q_t[:, :, None], k, v, seen[:, None, None], scale=scale)[:, :, 0]
+
+
+def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:
+    if fused:
+        from subquad.ops.cache_triton import attend
+
+        return attend(q_t, k, v, count, scale)
+    low, high = (int(n) for n in torch.aminmax(count))
+    k, v = k[:, :high], v[:, :high]
+    if low < high:
+        return _masked(q_t, k, v, count, scale)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
+
+
+# An operator, so that a compiled program still reads no more of the cache than is in use
+_operator = torch.library.custom_op("subquad::cached_attention", _attend, mutates_args=())
+
+
+@_operator.register_fake
+def _(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:  # noqa: ARG001
+    return q_t.new_empty(*q_t.shape[:2], v.shape[-1])

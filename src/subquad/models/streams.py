@@ -1,0 +1,150 @@
+"""Many streams in one running batch: they come and go while the others go on, as a server needs it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import at_least, refuse
+from subquad.models.generation import (
+    Loop,
+    Prompt,
+    as_prompt,
+    begin,
+    bytes_per_stream,
+    check_memory,
+    decoder_of,
+    mark_seen,
+    position_of,
+)
+from subquad.models.sampling import Sampling, make_seeds
+from subquad.models.state import State, overwrite, positions, select
+
+
+class Streams:
+    """streams = Streams(model, slots=64, capacity=2048)
+
+    ids = streams.admit([[1, 2, 3], [4]], seed=[7, 8])     # prompts in parallel, into free slots
+    tokens = streams.step()                                # {id: token} of every stream that runs
+    streams.retire(ids[0])                                 # its slot is free for the next
+
+    Memory is taken once: `slots` rows of `bytes_per_stream`, and the batch always has that many rows, so that a
+    stream's numbers do not depend on who else is there. A stream that draws a stop token, or is full, is retired.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        capacity: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+        compile: bool = False,
+    ):
+        self.slots, self.capacity = slots, capacity
+        at_least(self, slots=1, capacity=1)
+        if hasattr(model, "encode"):
+            raise ValueError("model reads a source: accepted is a language model")
+        check_memory(model, slots, capacity)
+        self.model = model.eval()
+        self.bytes_per_stream = bytes_per_stream(model, capacity)
+        self.sampling = sampling or Sampling()
+        device = model.device
+        state = decoder_of(model).init_state(slots, capacity)
+        token = torch.zeros(slots, dtype=torch.int64, device=device)
+        seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.loop = Loop(model, state, token, seeds, self.sampling, stop, logprobs=True, compile=compile)
+        self.sampling.check(self.loop.head.values)
+        self.active = torch.zeros(slots, dtype=torch.int64, device=device)  # 1 where a stream runs
+        self.stop = frozenset(stop)
+        self.slot_of: dict[int, int] = {}
+        self.left: dict[int, int] = {}  # positions that a stream may still take
+        self.logprobs: dict[int, float] = {}  # of the last step's tokens
+        self.next_id = 0
+
+    @property
+    def running(self) -> list[int]:
+        return list(self.slot_of)
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.slot_of)
+
+    @torch.no_grad()
+    def admit(
+        self,
+        prompts: Prompt,
+        *,
+        lengths: Tensor | None = None,
+        seed: int | Sequence[int] = 0,
+        state: State | None = None,
+    ) -> list[int]:
+        """Start streams from prompts (and states that came before them); the ids by which they are known."""
+        tokens, lengths, _ = as_prompt(prompts, lengths, self.model.device)
+        count, longest = tokens.shape
+        if count > self.free:
+            raise ValueError(
+                f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
+            )
+        before = torch.zeros(count, dtype=torch.int64) if state is None else position_of(state).cpu()
+        own = torch.full((count,), longest) if lengths is None else lengths.cpu()
+        left = self.capacity - (before + own - 1)
+        if bool((left < 1).any()):
+            most = int((before + own).max())
+            raise ValueError(f"prompts reach position {most}: accepted is at most capacity={self.capacity}")
+        new = begin(self.model, tokens, lengths, self.capacity, state)
+        taken = set(self.slot_of.values())
+        slots = [slot for slot in range(self.slots) if slot not in taken][:count]
+        rows = torch.tensor(slots, device=tokens.device)
+        loop = self.loop
+        overwrite(loop.state, rows, new)
+        last = own.to(tokens.device)[:, None] - 1
+        loop.token[rows] = tokens.gather(1, last)[:, 0]
+        loop.seeds[rows] = make_seeds(seed, count, tokens.device)
+        loop.done[rows] = False
+        if loop.seen is not None:
+            seen = torch.zeros(count, loop.seen.shape[1], dtype=torch.bool, device=tokens.device)
+            mark_seen(seen, tokens, lengths)
+            loop.seen[rows] = seen
+        self.active[rows] = 1
+        ids = list(range(self.next_id, self.next_id + count))
+        self.next_id += count
+        self.slot_of.update(zip(ids, slots, strict=True))
+        self.left.update(zip(ids, left.tolist(), strict=True))
+        return ids
+
+    @torch.no_grad()
+    def step(self) -> dict[int, int]:
+        """One token for every running stream, by id; `logprobs` then holds theirs."""
+        if not self.slot_of:
+            return {}
+        if self.free:
+            # an empty slot is computed like the others: its counters are held at 0, where nothing can run out
+            for counter in positions(self.loop.state):
+                counter.mul_(self.active)
+        (token, logprob), *_ = self.loop.advance(1)
+        tokens = token.tolist()
+        scores = [0.0] * self.slots if logprob is None else logprob.tolist()
+        made = {id: tokens[slot] for id, slot in self.slot_of.items()}
+        self.logprobs = {id: scores[slot] for id, slot in self.slot_of.items()}
+        for id, token_ in made.items():
+            self.left[id] -= 1
+            if token_ in self.stop or self.left[id] == 0:
+                self.retire(id)
+        return made
+
+    def state(self, id: int) -> State:
+        """A copy of a stream's state, which has seen all but its last token: to save it, fork it, or admit it again."""
+        return select(self.loop.state, torch.tensor([self._slot(id)], device=self.model.device))
+
+    def retire(self, id: int) -> None:
+        """End a stream; its slot is free."""
+        self.active[self._slot(id)] = 0
+        del self.slot_of[id], self.left[id]
+
+    def _slot(self, id: int) -> int:
+        if id not in self.slot_of:
+            refuse("id", id, f"a stream that runs: {', '.join(map(str, self.slot_of)) or 'there is none'}")
+        return self.slot_of[id]

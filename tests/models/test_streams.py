@@ -1,0 +1,121 @@
+from typing import Any
+
+import pytest
+import torch
+
+from subquad import LanguageModel
+from subquad.models import generation
+from subquad.models.sampling import Sampling
+from subquad.models.streams import Streams
+
+
+def make(mechanism: Any = "linear", **changes: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    fields = {"vocab": 20, "dim": 16, "depth": 2, "heads": 2, "mechanism": mechanism, "positions": "learned"}
+    return LanguageModel(**{**fields, "max_length": 24, **changes}).eval()
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "softmax", ("linear", ("local", {"window": 3})), "sinkhorn"])
+def test_streams_come_and_go_without_touching_the_others(mechanism: Any) -> None:
+    model = make(mechanism)
+    streams = Streams(model, slots=3, capacity=24)
+    made: dict[int, list[int]] = {}
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            for id, token in streams.step().items():
+                made.setdefault(id, []).append(token)
+
+    first, second = streams.admit([[1, 2, 3], [4]], seed=[7, 8])
+    go(4)
+    (third,) = streams.admit([5, 6], seed=9)
+    go(3)
+    streams.retire(first)
+    assert streams.running == [second, third]
+    (fourth,) = streams.admit([[1, 2]], seed=3)
+    go(30)  # until every one has filled its capacity
+    assert streams.running == []
+    assert streams.step() == {}
+    lengths = {first: 7, second: 24, third: 23, fourth: 23}
+    prompts = {first: ([1, 2, 3], 7), second: ([4], 8), third: ([5, 6], 9), fourth: ([1, 2], 3)}
+    for id, (prompt, seed) in prompts.items():
+        assert made[id] == model.generate(prompt, lengths[id], seed=seed).tolist()
+
+
+def test_a_neighbour_changes_no_bit() -> None:
+    model = make()
+    states = []
+    for company in (False, True):
+        streams = Streams(model, slots=4, capacity=24)
+        (id,) = streams.admit([[1, 2, 3]], seed=5)
+        if company:
+            streams.admit([[9] * 10, [8]], seed=6)
+        for _ in range(6):
+            streams.step()
+        states.append(streams.state(id))
+    for a, b in zip(states[0].layers, states[1].layers, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_stop_tokens_retire_and_log_probabilities_are_the_models() -> None:
+    model = make()
+    free = model.generate([1], 12, seed=2, full=True, logprobs=True)
+    stop = int(free.tokens[0, 5])
+    end = free.tokens[0].tolist().index(stop) + 1
+    streams = Streams(model, slots=2, capacity=24, stop=[stop])
+    (id,) = streams.admit([[1]], seed=2)
+    tokens, scores = [], []
+    while streams.running:
+        tokens.append(streams.step()[id])
+        scores.append(streams.logprobs[id])
+    assert tokens == free.tokens[0, :end].tolist()
+    torch.testing.assert_close(torch.tensor(scores), free.logprobs[0, :end], rtol=1e-4, atol=1e-5)
+
+
+def test_a_stream_moves_to_another_server() -> None:
+    model = make("softmax")
+    whole = model.generate([1, 2, 3], 12, seed=4).tolist()
+    one, other = (Streams(model, slots=2, capacity=24) for _ in range(2))
+    (id,) = one.admit([[1, 2, 3]], seed=4)
+    tokens = [one.step()[id] for _ in range(5)]
+    other.admit([[9, 9]], seed=1)
+    (moved,) = other.admit([[tokens[-1]]], seed=4, state=one.state(id))
+    tokens += [other.step()[moved] for _ in range(7)]
+    assert tokens == whole
+
+
+def test_a_repetition_penalty_is_each_streams_own() -> None:
+    model = make()
+    with torch.no_grad():
+        model.head.bias.fill_(50)
+    streams = Streams(model, slots=2, capacity=24, sampling=Sampling(temperature=0, repetition_penalty=1e6))
+    (first,) = streams.admit([[1, 2]])
+    made = [streams.step()[first] for _ in range(9)]
+    streams.retire(first)
+    (second,) = streams.admit([[3]])
+    again = [streams.step()[second] for _ in range(9)]
+    assert len({1, 2, *made}) == 11
+    assert len({3, *again}) == 10
+
+
+def test_memory_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("softmax", max_length=None, positions="none")
+    assert Streams(model, slots=2, capacity=50).bytes_per_stream == 2 * 2 * 50 * 16 * 4 + 3 * 8
+    monkeypatch.setattr(generation, "_free", lambda *_: 10**6)
+    most = generation.largest_batch(model, 50)
+    Streams(model, slots=most, capacity=50)
+    with pytest.raises(ValueError, match=f"at most {most}"):
+        Streams(model, slots=most + 1, capacity=50)
+
+
+def test_what_cannot_work_raises() -> None:
+    model = make()
+    streams = Streams(model, slots=2, capacity=4)
+    with pytest.raises(ValueError, match="prompts has 3 rows"):
+        streams.admit([[1], [2], [3]])
+    with pytest.raises(ValueError, match="position 5"):
+        streams.admit([[1, 2, 3, 4, 5]])
+    with pytest.raises(ValueError, match="id=7"):
+        streams.retire(7)
+    with pytest.raises(ValueError, match="slots=0"):
+        Streams(model, slots=0, capacity=4)

@@ -1,0 +1,73 @@
+"""The kernel of a cached step against the dense definition, through Triton's interpreter, and compiled for sm_90.
+
+Both need their own process, as in test_linear_triton.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.test_cache import dense, inputs
+
+pytest.importorskip("triton")
+INNER = os.environ.get("SUBQUAD_TRITON_TEST")
+interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
+
+
+@pytest.mark.skipif(INNER is not None, reason="already inside")
+@pytest.mark.parametrize("mode", ["interpret", "compile"])
+def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
+    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "counts"), [(40, [1, 40, 17]), (300, [3, 300, 65])])
+@pytest.mark.parametrize("widths", [(16, 16), (12, 20)])
+def test_the_kernel_is_the_definition(size: int, counts: list[int], widths: tuple[int, int]) -> None:
+    from subquad.ops import cache_triton
+
+    q, k, v = inputs(3, size, 2, *widths, torch.float32)
+    count = torch.tensor(counts)
+    o = cache_triton.attend(q, k, v, count, 0.3)
+    torch.testing.assert_close(o.double(), dense(q, k, v, count, 0.3), rtol=0, atol=1e-5)
+
+
+@interpreted
+def test_strided_caches_are_read_where_they_lie() -> None:
+    from subquad.ops import cache_triton
+
+    q, k, v = inputs(2, 24, 4, 16, 16, torch.float32)
+    count = torch.tensor([24, 7])
+    half = cache_triton.attend(q[:, ::2], k[:, :, ::2], v[:, :, ::2], count, 0.3)
+    torch.testing.assert_close(half.double(), dense(q, k, v, count, 0.3)[:, ::2], rtol=0, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("splits", [1, 4])
+def test_compiles_for_hopper(splits: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from subquad.ops.cache_triton import BLOCK, decode
+
+    constants = {"K": 32, "V": 32, "BK": 32, "BV": 32, "BC": BLOCK, "SPLITS": splits}
+    types = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "n": "*i64", "high": "*fp32", "mass": "*fp32", "scale": "fp32"}
+    types["o"] = "*bf16" if splits == 1 else "*fp32"
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in decode.arg_names}
+    constexprs = {(decode.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=decode, signature=signature, constexprs=constexprs)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= 227 * 1024
