@@ -1,0 +1,386 @@
+"""`subquad report`: runs as one HTML file that opens from disk, with the same figures as CSV and PNG next to it."""
+
+import base64
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from subquad.report import charts
+from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
+from subquad.report.published import TABLES, beside
+from subquad.report.results import Json, Run, compared, learned, read
+
+SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
+PNG = {"training_ms": "training", "forward_ms": "forward", "peak_bytes": "memory", "decode_ms": "decode"}
+
+
+class Written(NamedTuple):
+    html: Path
+    beside: list[Path]  # CSV and PNG
+
+
+def write(runs: Sequence[Path], out: Path | None = None) -> Written:
+    """Read the runs, write `out` (by default report.html in the first run's folder), and CSV and PNG beside it."""
+    found = read(runs)
+    out = out or found[0].path.parent / "report.html"
+    if out.is_dir() or not out.suffix:
+        out = out / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = [*_write_csv(found, out), *_write_png(found, out)]
+    out.write_text(make(found, [path.name for path in written]), encoding="utf-8")
+    return Written(out, written)
+
+
+def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
+    """The document."""
+    main, others = compared(runs), [run for run in runs if run.kind != "compare"]
+    nav = [("subquad report", "#top")]
+    parts = ['<h1 id="top">Which attention, at which length?</h1>', _summary(main)]
+    for i, run in enumerate(main):
+        sections = list(_sections(run, f"r{i}"))
+        if len(main) > 1:
+            parts.append(f'<h2 id="r{i}">{escape(run.title)}</h2>')
+            nav.append((run.name, f"#r{i}"))
+        for anchor, title, body in sections:
+            level = "h3" if len(main) > 1 else "h2"
+            parts.append(f'<section><{level} id="r{i}-{anchor}">{title}</{level}>{body}</section>')
+            if len(main) == 1:
+                nav.append((title, f"#r{i}-{anchor}"))
+    published = beside(TABLES, main)
+    parts.append(
+        '<section><h2 id="published">Ours beside published</h2><p>The tables of the papers, with what these runs '
+        "measured beside them (in colour) wherever it is the same thing. Times and memory are compared as ratios "
+        "to softmax.</p>"
+        f"{published}</section>"
+    )
+    nav.append(("Published", "#published"))
+    if others:
+        nav.append(("Other figures", "#other"))
+        parts.append('<h2 id="other">Other figures</h2>')
+        parts += [_generic(run) for run in others]
+    nav.append(("Machine", "#machine"))
+    parts.append('<section><h2 id="machine">Machines, versions, settings</h2>')
+    for run in runs:
+        parts.append(f"<h3>{escape(run.title)}</h3>{_provenance(run)}")
+    parts.append("</section>")
+    if files:
+        links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in files)
+        parts.append(f'<p class="note">The same figures for other programs, next to this file: {links}.</p>')
+    return page("subquad report", "\n".join(parts), nav=nav)
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    if not runs:
+        return '<p class="lead">No run of <code>subquad compare</code> is among these: figures only.</p>'
+    out = []
+    for run in runs:
+        settings = run.data.get("settings", {})
+        direction = {True: "causal", False: "bidirectional"}.get(
+            settings.get("causal"), "causal where there is a causal form"
+        )
+        width, heads, batch, dtype = (settings.get(key) for key in ("dim", "heads", "batch", "dtype"))
+        shape = f"width {width}, {heads} heads, batch {batch}, {dtype}"
+        out.append(f'<p class="lead">{escape(run.title)}: {direction}, {escape(shape)}.</p>')
+        if run.data.get("interrupted"):
+            out.append('<p class="warn">This run was interrupted: what is shown was measured before that.</p>')
+        said = "".join(f"<li>{line}</li>" for line in _findings(run))
+        out.append(f"<ul>{said}</ul>" if said else "")
+    return "\n".join(out)
+
+
+def _findings(run: Run) -> Iterable[str]:
+    """What a reader would look for first, in sentences, from the figures."""
+    rows = run.data.get("rows", [])
+    timed = [row for row in rows if row.get("training_ms")]
+    if timed:
+        longest = max(row["length"] for row in timed)
+        at = sorted((row for row in timed if row["length"] == longest), key=lambda row: row["training_ms"]["median"])
+        best = ", ".join(f"{escape(r['mechanism'])} {number(r['training_ms']['median']).shown} ms" for r in at[:3])
+        base = next((r["training_ms"]["median"] for r in at if r["mechanism"] == "softmax"), None)
+        beside_softmax = f"; softmax {number(base).shown} ms" if base else ""
+        yield f"Fastest training step at T = {longest:,}: {best}{beside_softmax}."
+    crossings = [(c["training"], c["mechanism"]) for c in run.data.get("crossovers", []) if c.get("training")]
+    if crossings:
+        shown = sorted(crossings)[:4] + [c for c in sorted(crossings)[4:] if c[1] == "linear"]
+        told = ", ".join(f"{escape(name)} from {round(at):,}" for at, name in shown)
+        yield f"{len(crossings)} mechanisms train faster than exact softmax at some measured length: {told} …"
+        shortest = min(row["length"] for row in timed) if timed else 0
+        if min(crossings)[0] > shortest:
+            below = round(min(crossings)[0])
+            yield f"Below T = {below:,} none of them beats exact softmax in training: use softmax there."
+    elif timed and len({row["mechanism"] for row in timed}) > 1:
+        yield "None of the mechanisms measured trains faster than exact softmax at these lengths: use softmax."
+    for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):
+        found = [q for q in learned(run) if (q["task"], q["metric"]) == (task, metric)]
+        found.sort(key=lambda q: q["value"], reverse=not found[0].get("lower_is_better", True))
+        best = ", ".join(f"{escape(q['mechanism'])} {number(q['value']).shown}" for q in found[:3])
+        yield f"Best {escape(metric)} on {escape(task)}: {best}."
+    left_out = [r for r in (*rows, *run.data.get("quality", [])) if r.get("skipped") or r.get("error")]
+    if left_out:
+        yield f'{len(left_out)} measurements were not possible; <a href="#left-out">the reasons</a> are listed.'
+
+
+def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
+    """(anchor, title, body) of what a compare run holds."""
+    curves = charts.curves(run)
+    if curves:
+        hint = (
+            '<p class="note">Both axes are logarithmic: a straight line of slope 1 grows like T, of slope 2 like '
+            "T². Rings mark where a mechanism begins to win over softmax of its own form (causal or bidirectional). "
+            "Point at a line to read it, press a name to keep it.</p>"
+        )
+        yield "curves", "Cost over length", chart(f"{name}-curves-chart", curves) + hint
+    crossings = run.data.get("crossovers", [])
+    if crossings:
+        yield "crossovers", "Crossovers", _crossovers(run)
+    if run.data.get("growth"):
+        yield "growth", "Growth", _growth(run)
+    against = charts.quality_against_cost(run)
+    if against:
+        yield "quality", "Quality against cost", chart(f"{name}-quality-chart", against) + _quality(run)
+    losses = charts.loss_curves(run)
+    if losses:
+        yield "losses", "Loss curves", chart(f"{name}-loss-chart", losses)
+    pictures = _pictures(run)
+    if pictures:
+        yield "pictures", "Generated pictures", pictures
+    if run.data.get("rows"):
+        yield "figures", "All figures", _figures(run, name)
+
+
+def _figures(run: Run, name: str) -> str:
+    columns = [
+        "mechanism", "form", "T", "training, ms", "forward, ms", "training / softmax", "forward / softmax",
+        "peak memory", "one token, ms", "state",
+    ]  # fmt: skip
+    everybody = run.data.get("settings", {}).get("causal")
+    rows, missing = [], []
+    for r in run.data["rows"]:
+        if r.get("skipped") or r.get("error"):
+            reason = f"skipped: {r['skipped']}" if r.get("skipped") else f"failed: {r['error']}"
+            missing.append([Cell(r["mechanism"]), Cell(f"T = {r['length']:,}"), Cell(reason, css="long")])
+        if all(r.get(key) is None for key in (*SPREADS, "peak_bytes", "state_bytes")):
+            continue
+        spread = {key: _spread(r.get(key)) for key in SPREADS}
+        form = "causal" if r.get("causal", everybody) else "bidirectional"
+        rows.append(
+            [
+                Cell(r["mechanism"]), Cell(form), number(r["length"]),
+                spread["training_ms"], spread["forward_ms"], spread["training_ratio"], spread["forward_ratio"],
+                size(r.get("peak_bytes")), spread["decode_ms"], size(r.get("state_bytes")),
+            ]
+        )  # fmt: skip
+    for q in run.data.get("quality", []):
+        reason = q.get("skipped") or q.get("error")
+        if reason:
+            missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(reason, css="long")])
+    body = table(columns, rows, name=f"{name}-rows", caption="medians; low to high in brackets", filtered=True)
+    if missing:
+        body += '<h3 id="left-out">Not measured, and why</h3>' + table(["mechanism", "at", "reason"], missing)
+    return body
+
+
+def _spread(value: Json | None) -> Cell:
+    if not value or value.get("median") is None:
+        return number(None)
+    shown = number(value["median"])
+    low, high = (number(value[k]).shown for k in ("low", "high"))
+    return shown._replace(shown=f'{escape(shown.shown)} <span class="soft">({low} to {high})</span>', raw=True)
+
+
+def _crossovers(run: Run) -> str:
+    lengths = [row["length"] for row in run.data.get("rows", [])]
+    never = Cell("not up to " + f"{max(lengths):,}", math.inf, "n") if lengths else number(None)
+
+    def cell(value: float | None) -> Cell:
+        return never if value is None else number(round(value))
+
+    rows = [
+        [
+            Cell(c["mechanism"]),
+            Cell(charts.family(c["mechanism"])),
+            *(cell(c.get(k)) for k in ("training", "forward", "memory")),
+        ]
+        for c in run.data["crossovers"]
+        if c["mechanism"] != "softmax"
+    ]
+    titles = ["mechanism", "family", "training time", "forward time", "memory"]
+    return table(titles, rows, caption="the length from which each costs less than exact softmax")
+
+
+def _growth(run: Run) -> str:
+    rows = [
+        [
+            Cell(g["mechanism"]), number(g.get("time")), number(g.get("documented_time")),
+            number(g.get("memory")), number(g.get("documented_memory")),
+            Cell(", ".join(f"{n:,}" for n in g.get("lengths_used") or []), css="long"),
+        ]
+        for g in run.data["growth"]
+    ]  # fmt: skip
+    titles = [
+        "mechanism",
+        "time, measured",
+        "time, documented",
+        "memory, measured",
+        "memory, documented",
+        "fitted over T =",
+    ]
+    note = (
+        '<p class="note">The exponent e of T^e, fitted over the longest lengths. Fixed costs hide '
+        "growth where T is small, so measured exponents tend to be below the documented ones; caches that overflow can "
+        "raise them.</p>"
+    )
+    return table(titles, rows) + note
+
+
+def _quality(run: Run) -> str:
+    rows = [
+        [
+            Cell(q["mechanism"]), Cell(q["task"]), Cell(q["metric"]), number(q["value"], 4),
+            Cell("lower" if q.get("lower_is_better", True) else "higher"),
+            number(q.get("steps")), number(q.get("seconds")),
+        ]
+        for q in learned(run)
+    ]  # fmt: skip
+    return table(["mechanism", "task", "metric", "value", "better is", "steps", "seconds"], rows)
+
+
+def _pictures(run: Run) -> str:
+    figures = []
+    for picture in run.data.get("pictures", []):
+        file = run.path.parent / picture["file"]
+        title = escape(picture["title"])
+        if file.is_file():
+            kind = {"jpg": "jpeg", "svg": "svg+xml"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())
+            data = base64.b64encode(file.read_bytes()).decode()
+            shown = f'<img alt="{title}" src="data:image/{kind};base64,{data}">'
+        else:
+            shown = f'<p class="warn">{escape(picture["file"])} is not in the run folder.</p>'
+        figures.append(f"<figure>{shown}<figcaption>{title}</figcaption></figure>")
+    return f'<div class="pictures">{"".join(figures)}</div>' if figures else ""
+
+
+def _provenance(run: Run) -> str:
+    told: Json = {key: run.data[key] for key in ("subquad", "commit", "date") if key in run.data}
+    machine = {k: size(v).shown if k.endswith("_bytes") and v else v for k, v in run.machine.items()}
+    settings = run.data.get("settings")
+    return facts({"file": run.path.name, **told, **machine, **(settings if isinstance(settings, Mapping) else {})})
+
+
+def _generic(run: Run) -> str:
+    """Any other JSON: its lists of records as tables, the rest as names and values."""
+    told = {"kind", "machine", "device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads", "settings"}
+    parts = [f'<section><h3 id="other-{escape(run.name)}">{escape(run.title)}</h3>']
+    plain: Json = {}
+    for path, value in _leaves({k: v for k, v in run.data.items() if k not in told}):
+        if isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
+            parts.append(_records(path, value))
+        else:
+            plain[path] = value
+    return parts[0] + (facts(plain) if plain else "") + "".join(parts[1:]) + "</section>"
+
+
+def _leaves(value: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+    """Tables of numbers (an object of objects with the same keys) count as records with their key first."""
+    for key, inner in value.items():
+        here = f"{path} / {key}" if path else str(key)
+        if isinstance(inner, Mapping) and inner:
+            kept = list(inner.values())
+            if len(kept) > 1 and all(isinstance(v, Mapping) for v in kept) and _flat(kept):
+                yield here, [{"": k, **v} for k, v in inner.items()]
+            else:
+                yield from _leaves(inner, here)
+        else:
+            yield here, inner
+
+
+def _flat(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(not isinstance(v, (Mapping, list)) for row in rows for v in row.values())
+
+
+def _records(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_value(row.get(column)) for column in columns] for row in rows]
+    shown = table([c.replace("_", " ") or "case" for c in columns], cells)
+    opened = " open" if len(rows) <= 24 else ""
+    return f"<details{opened}><summary>{escape(title)}, {len(rows)} rows</summary>{shown}</details>"
+
+
+def _value(value: Any) -> Cell:
+    if isinstance(value, bool) or value is None:
+        return Cell({True: "yes", False: "no", None: ""}[value])
+    if isinstance(value, (int, float)):
+        return number(value)
+    if isinstance(value, Mapping):
+        return Cell(", ".join(f"{k} {_value(v).shown}" for k, v in value.items()), css="long")
+    if isinstance(value, list):
+        return Cell(", ".join(_value(v).shown for v in value), css="long")
+    return Cell(str(value))
+
+
+def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Full precision, one file for each kind of record; spreads become three columns."""
+    written = []
+    for kind in ("rows", "growth", "crossovers", "quality"):
+        records = []
+        for run in compared(runs):
+            for record in run.data.get(kind, []):
+                flat: Json = {"run": run.name}
+                for key, value in record.items():
+                    if key in SPREADS:
+                        flat.update({f"{key}_{k}": (value or {}).get(k) for k in ("median", "low", "high")})
+                    elif key != "curve":
+                        flat[key] = " ".join(map(str, value)) if isinstance(value, list) else value
+                records.append(flat)
+        if records:
+            written.append(_csv(out.with_name(f"{out.stem}_{kind}.csv"), records))
+    points = [
+        {
+            "run": run.name,
+            "mechanism": q["mechanism"],
+            "task": q["task"],
+            "metric": q["metric"],
+            "step": step,
+            "value": value,
+        }
+        for run in compared(runs)
+        for q in run.data.get("quality", [])
+        for step, value in q.get("curve") or []
+    ]
+    return [*written, _csv(out.with_name(f"{out.stem}_curves.csv"), points)] if points else written
+
+
+def _csv(path: Path, records: Sequence[Json]) -> Path:
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(records)
+    return path
+
+
+def _write_png(runs: Sequence[Run], out: Path) -> list[Path]:
+    written = []
+    many = len(compared(runs)) > 1
+    for index, run in enumerate(compared(runs)):
+        stem = f"{out.stem}_{index + 1}" if many else out.stem
+        curves = charts.curves(run)
+        wanted = {title: PNG[key] for key, title, *_ in charts.MEASURES if key in PNG}
+        jobs = [
+            (curves, i, wanted[v["label"]])
+            for i, v in enumerate(curves["views"] if curves else [])
+            if v["label"] in wanted
+        ]
+        for spec, name in ((charts.quality_against_cost(run), "quality"), (charts.loss_curves(run), "losses")):
+            for i, view in enumerate(spec["views"] if spec else []):
+                first = i == 0 or name == "losses"
+                if spec and first and view["series"]:
+                    jobs.append((spec, i, name if i == 0 else f"{name}_{i + 1}"))
+        for spec, view, name in jobs:
+            path = out.with_name(f"{stem}_{name}.png")
+            if spec:
+                charts.draw(spec, view, path)
+                written.append(path)
+    return written

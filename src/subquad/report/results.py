@@ -1,0 +1,106 @@
+"""Find and read the JSON that measurements leave: `results.json` of a run, or any file of results/."""
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+
+
+class Run(NamedTuple):
+    name: str
+    path: Path
+    data: Json
+
+    @property
+    def kind(self) -> str:
+        return str(self.data.get("kind", "figures"))
+
+    @property
+    def machine(self) -> Json:
+        """What it ran on: `machine` of a compare run; of other files, whatever they say about device and versions."""
+        known = dict(self.data.get("machine") or {})
+        for key in ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"):
+            if key in self.data and key not in known:
+                known[key] = self.data[key]
+        return known
+
+    @property
+    def title(self) -> str:
+        """A name that tells runs apart: what ran, where."""
+        device = self.machine.get("device") or self.machine.get("gpu") or self.machine.get("cpu")
+        return f"{self.name} ({device})" if isinstance(device, str) else self.name
+
+
+def read(paths: Iterable[Path]) -> list[Run]:
+    """The runs at these paths: JSON files, folders with a results.json, or folders of JSON files."""
+    runs = [_load(file) for path in paths for file in _files(path)]
+    if not runs:
+        raise ValueError("no run was given: accepted are folders with a results.json and JSON files")
+    return _told_apart(runs)
+
+
+def find(root: Path = Path()) -> list[Run]:
+    """What there is without being named: for each kind of device the comparison that covers most mechanisms.
+
+    This machine's is taken before those of results/, and these before the ones that ship. Others of results/ follow.
+    """
+    from subquad.bench.settings import cache_folder
+
+    here = [_load(file) for file in sorted(cache_folder().glob("compare_*.json"))]
+    kept = [_load(file) for file in sorted(root.glob("results/*.json"))]
+    with as_file(files("subquad.bench").joinpath("figures")) as folder:
+        shipped = [_load(file) for file in sorted(folder.glob("*.json"))]
+    best: dict[str, Run] = {}
+    for run in compared([*here, *kept, *shipped]):
+        device = str(run.data.get("settings", {}).get("device", "cpu")).split(":")[0]
+        if device not in best or _covered(run) > _covered(best[device]):
+            best[device] = run
+    return _told_apart([*best.values(), *(run for run in kept if run.kind != "compare")])
+
+
+def _covered(run: Run) -> int:
+    return len({row["mechanism"] for row in run.data.get("rows", []) if row.get("training_ms")})
+
+
+def compared(runs: Iterable[Run]) -> list[Run]:
+    """Those that `subquad compare` wrote."""
+    return [run for run in runs if run.kind == "compare"]
+
+
+def learned(run: Run) -> list[Json]:
+    """The records of quality that have a figure; others say why not."""
+    return [q for q in run.data.get("quality", []) if q.get("value") is not None]
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif (path / "results.json").is_file():
+        yield path / "results.json"
+    elif path.is_dir() and any(path.glob("*.json")):
+        yield from sorted(path.glob("*.json"))
+    else:
+        raise ValueError(f"RUN={str(path)!r} cannot work: accepted is a JSON file, or a folder that holds some")
+
+
+def _load(file: Path) -> Run:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"RUN={str(file)!r} cannot work: it is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"RUN={str(file)!r} cannot work: accepted is a JSON object, this is a {type(data).__name__}")
+    name = file.resolve().parent.name if file.name == "results.json" else file.stem
+    return Run(name, file, data)
+
+
+def _told_apart(runs: list[Run]) -> list[Run]:
+    seen: dict[str, int] = {}
+    out = []
+    for run in runs:
+        seen[run.name] = seen.get(run.name, 0) + 1
+        out.append(run if seen[run.name] == 1 else run._replace(name=f"{run.name} {seen[run.name]}"))
+    return out

@@ -1,0 +1,205 @@
+"""The atlas has a page for everything, its links lead somewhere, and what it says runs."""
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+
+from subquad.data import digits
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.card import card
+from subquad.report import atlas
+from subquad.report.atlas import LESSONS, build_atlas, embed, who_attends
+from subquad.report.charts import FAMILIES
+from subquad.report.html import template
+from tests.report import runs
+from tests.report.browser import needs_chromium, visit
+
+SHARE = {
+    "kind": "share",
+    "machine": {"device": "cpu", "torch": "2.13.0", "threads": 1},
+    "settings": {"dim": 64, "heads": 2, "batch": 1},
+    "rows": [
+        {"mechanism": m, "length": n, "mixer_ms": s, "block_ms": 1.0, "share": s}
+        for m, n, s in (("softmax", 64, 0.4), ("softmax", 4096, 0.9), ("linear", 64, 0.5), ("linear", 4096, 0.5))
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("atlas")
+    return build_atlas(folder / "site", [runs.write(folder / "run")], SHARE).parent
+
+
+def pages(site: Path) -> dict[str, str]:
+    return {str(path.relative_to(site)): path.read_text() for path in sorted(site.rglob("*.html"))}
+
+
+def test_a_page_for_every_mechanism_and_lesson(site: Path) -> None:
+    expected = {f"mechanisms/{name}.html" for name in MECHANISMS} | {f"lessons/{slug}.html" for slug in LESSONS}
+    assert set(pages(site)) == expected | {"index.html", "measured.html"}
+
+
+def test_every_family_has_a_place_in_the_index(site: Path) -> None:
+    assert {cls.family for cls in MECHANISMS.values()} <= set(FAMILIES)
+    index = pages(site)["index.html"]
+    for title in FAMILIES.values():
+        assert title in index
+    for name in MECHANISMS:
+        assert f'href="mechanisms/{name}.html"' in index
+
+
+def test_a_page_says_what_the_source_says(site: Path) -> None:
+    for name, cls in MECHANISMS.items():
+        page = re.sub(r"</?code>", "`", (site / "mechanisms" / f"{name}.html").read_text())
+        text = unescape(re.sub(r"<[^>]+>", "", page))
+        facts = card(cls)
+        for part in (facts.title, facts.definition, facts.departures, facts.verified):
+            assert part in text, (name, part)
+        assert f'class="{cls.__name__}' in page or f"class {cls.__name__}" in text
+        for option in cls.options_type.__dataclass_fields__:
+            assert f"<td>{option}</td>" in page, (name, option)
+        for direction, can in (("causal", cls.traits.causal), ("bidirectional", cls.traits.bidirectional)):
+            assert (f'<img alt="{direction}, head 0"' in page) == can, (name, direction)
+        assert 'id="cost0"' in page
+
+
+def test_links_are_relative_and_lead_somewhere(site: Path) -> None:
+    for name, page in pages(site).items():
+        for address in re.findall(r'(?:href|src)="([^"]*)"', page):
+            if address.startswith(("data:", "https://arxiv.org/abs/", "https://openreview.net/forum?id=")):
+                continue
+            path, _, anchor = address.partition("#")
+            target = (site / name).parent / path if path else site / name
+            assert target.is_file(), (name, address)
+            assert not anchor or f'id="{anchor}"' in target.read_text(), (name, address)
+    for name, page in pages(site).items():
+        loaded = re.findall(r'<(?:script|img|link)[^>]* (?:src|href)="([^"]*)"', page)
+        assert all(a.startswith(("data:", "assets/", "../assets/")) for a in loaded), (name, loaded)
+
+
+def test_examples_ran_and_agreed(site: Path) -> None:
+    """Every example compares something with something; the site shows what it printed."""
+    count = 0
+    for name, page in pages(site).items():
+        for printed in re.findall(r'<pre class="out">(.*?)</pre>', page, re.DOTALL):
+            assert "True" in printed, name
+            assert "False" not in printed, (name, printed)
+            count += 1
+    assert count == len(MECHANISMS) + sum('class="run"' in template(f"lessons/{slug}.html") for slug in LESSONS)
+
+
+def test_a_wrong_example_stops_the_build() -> None:
+    with pytest.raises(ZeroDivisionError):
+        atlas.run_example("1 / 0")
+
+
+def test_the_lecture_notes_questions_are_answered(site: Path) -> None:
+    page = (site / "lessons" / "questions.html").read_text()
+    assert page.count('<div class="answer">') >= 24
+    formulas = (
+        "softmax(Q Kᵀ / √d) V",
+        "Σⱼ sim(qᵢ, kⱼ) vⱼ",
+        "φ(qᵢ)ᵀ Σⱼ φ(kⱼ)vⱼᵀ",
+        "Sᵢ₋₁ + φ(kᵢ)vᵢᵀ",
+        "(d + d')N²",
+        "2dd'N",
+    )
+    for formula in formulas:
+        assert formula in page, formula
+    assert "$" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_pictures_are_the_pattern_of_a_real_digit() -> None:
+    from base64 import b64decode
+    from io import BytesIO
+
+    import matplotlib.image
+
+    pixels = digits.load()[1].images[4]
+    assert embed(pixels).shape == (1, 64, atlas.DIM)
+    pictures = dict(who_attends("local", pixels))
+    assert set(pictures) == {"bidirectional", "causal"}
+    image = torch.tensor(matplotlib.image.imread(BytesIO(b64decode(pictures["causal"][0].split(",")[1]))))
+    seen = image[..., 3] > 0  # [T, T]
+    at = torch.arange(64)
+    window = MECHANISMS["local"].small[0]["window"]
+    distance = at[:, None] - at
+    assert not seen[(distance < 0) | (distance > window)].any()
+    assert seen.diagonal().any()
+    assert image[..., 3].amax(1).allclose(torch.ones(64))
+
+
+def test_the_share_is_shown_as_measured(site: Path) -> None:
+    assert json.loads((site / "share.json").read_text()) == SHARE
+    page = (site / "lessons" / "share.html").read_text()
+    found = re.search(r'id="share-data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    series = {s["name"]: s["points"] for s in json.loads(found[1])["views"][0]["series"]}
+    assert series["softmax"] == [[64, 0.4], [4096, 0.9]]
+    assert series["softmax, counted"][0] == [64, (4 * 64 + 2 * 64) / (12 * 64 + 2 * 64)]
+
+
+def test_without_figures_the_pages_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas, "find", list)
+    few = {name: MECHANISMS[name] for name in ("softmax", "linear", "local", "additive")}
+    monkeypatch.setattr(atlas, "MECHANISMS", few)
+    site = build_atlas(tmp_path / "site", share=SHARE).parent
+    assert "Not measured yet" in (site / "mechanisms" / "linear.html").read_text()
+    assert "Not measured yet" in (site / "measured.html").read_text()
+
+
+WHO = """
+const figure = document.querySelector(".who"), image = figure.querySelectorAll(".maps img")[0];
+const before = figure.querySelector(".say").textContent, r = image.getBoundingClientRect();
+const place = {clientX: r.x + 5, clientY: r.y + r.height * 40.5 / 64, bubbles: true};
+image.dispatchEvent(new PointerEvent("pointermove", place));
+result = {before, after: figure.querySelector(".say").textContent,
+  drawn: document.querySelectorAll(".chart g.s").length,
+  wide: document.documentElement.scrollWidth > window.innerWidth};
+"""
+LIVE = """
+const box = document.querySelector(".associativity"), [n, d, dd] = box.querySelectorAll("input");
+const read = () => [".quadratic", ".linear", ".verdict"].map((part) => box.querySelector(part).textContent);
+const set = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
+const first = read();
+set(n, 5); set(d, 6); set(dd, 8);
+result = {first, second: read(), curves: box.querySelectorAll("svg path").length};
+"""
+SORT = """
+const table = Array.from(document.querySelectorAll("table.sort")).pop();
+const column = () => Array.from(table.tBodies[0].rows).map((r) => r.cells[0].textContent);
+table.querySelector("thead button").click();
+result = {names: column(), wide: document.documentElement.scrollWidth > window.innerWidth};
+"""
+
+
+@needs_chromium
+def test_in_a_browser(site: Path, tmp_path: Path) -> None:
+    """Who attends to whom answers to the pointer, the sliders compute, tables sort; no page complains."""
+    who = visit(site / "mechanisms" / "local.html", WHO, tmp_path / "a", width=390)
+    assert who["problems"] == []
+    window = MECHANISMS["local"].small[0]["window"]
+    assert who["result"]["before"].startswith(f"bidirectional, head 0: pixel 27 (framed) reads {2 * window + 1} of 64")
+    assert "pixel 40 (framed)" in who["result"]["after"]
+    assert who["result"]["drawn"] == 2
+    assert not who["result"]["wide"]
+
+    live = visit(site / "lessons" / "associativity.html", LIVE, tmp_path / "b")
+    assert live["problems"] == []
+    n, d = 4096, 64
+    assert live["result"]["first"][:2] == [f"{2 * d * n * n:,}", f"{2 * d * d * n:,}"]
+    assert "64 times fewer" in live["result"]["first"][2]
+    n, d, v = 32, 64, 256
+    assert live["result"]["second"][:2] == [f"{(d + v) * n * n:,}", f"{2 * d * v * n:,}"]
+    assert f"= {2 * d * v / (d + v):.4g}" in live["result"]["second"][2]
+    assert live["result"]["curves"] == 2
+
+    index = visit(site / "index.html", SORT, tmp_path / "c", width=390)
+    assert index["problems"] == []
+    assert index["result"]["names"] == sorted(MECHANISMS)
+    assert not index["result"]["wide"]

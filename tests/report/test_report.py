@@ -1,0 +1,227 @@
+"""The report says what the JSON says, in one file that needs nothing else."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from subquad.cli import app
+from subquad.mechanisms import MECHANISMS
+from subquad.report.report import write
+from tests.report import runs
+from tests.report.browser import needs_chromium, visit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and its report."""
+    folder = runs.write(tmp_path_factory.mktemp("run"))
+    write([folder])
+    return folder
+
+
+def specs(page: str) -> dict[str, dict]:  # type: ignore[type-arg]
+    found = re.findall(r'<script type="application/json" id="([\w-]+)-data">(.*?)</script>', page, re.DOTALL)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_it_loads_nothing(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', re.sub(r"<a [^>]*>", "", page))
+    assert all(address.startswith("data:") for address in loaded), loaded
+    assert not re.search(r"@import|url\(|<iframe|<object|fetch\(|XMLHttpRequest|import\(", page)
+
+
+def test_the_csv_holds_the_numbers_of_the_json(run: Path) -> None:
+    data = json.loads((run / "results.json").read_text())
+    with (run / "report_rows.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == len(data["rows"])
+    for row, told in zip(data["rows"], written, strict=True):
+        assert (told["mechanism"], int(told["length"])) == (row["mechanism"], row["length"])
+        for key in ("training_ms", "forward_ms", "decode_ms", "training_ratio"):
+            for part in ("median", "low", "high"):
+                expected = row[key][part] if row[key] else None
+                assert (float(told[f"{key}_{part}"]) if told[f"{key}_{part}"] else None) == expected
+        assert (int(told["peak_bytes"]) if told["peak_bytes"] else None) == row["peak_bytes"]
+        assert told["skipped"] == (row["skipped"] or "")
+    with (run / "report_curves.csv").open() as file:
+        curves = [(c["mechanism"], int(c["step"]), float(c["value"])) for c in csv.DictReader(file)]
+    assert curves == [(q["mechanism"], s, v) for q in data["quality"] for s, v in q.get("curve", [])]
+    for kind in ("growth", "crossovers", "quality"):
+        with (run / f"report_{kind}.csv").open() as file:
+            assert [r["mechanism"] for r in csv.DictReader(file)] == [r["mechanism"] for r in data[kind]]
+
+
+def test_the_charts_hold_the_numbers_of_the_json(run: Path) -> None:
+    data = json.loads((run / "results.json").read_text())
+    charts = specs((run / "report.html").read_text())
+    curves = charts["r0-curves-chart"]
+    for view, key in ((0, "training_ms"), (1, "forward_ms"), (3, "decode_ms")):
+        shown = {s["name"]: s["points"] for s in curves["views"][view]["series"]}
+        for name in MECHANISMS:
+            spreads = [(r["length"], r[key]) for r in data["rows"] if r["mechanism"] == name and r[key]]
+            expected = [[length, s["median"], s["low"], s["high"]] for length, s in spreads]
+            assert shown.get(name, []) == expected
+    crossings = {c["mechanism"]: c["training"] for c in data["crossovers"] if c["training"]}
+    assert curves["views"][0]["marks"] == crossings
+    assert curves["chosen"] == ["softmax", "linear"]
+    losses = {s["name"]: s["points"] for s in charts["r0-loss-chart"]["views"][0]["series"]}
+    assert losses == {q["mechanism"]: q["curve"] for q in data["quality"] if "curve" in q}
+    quality = charts["r0-quality-chart"]["views"]
+    assert [v["x"]["label"] for v in quality[:2]] == ["seconds of training", "a training step at T = 512, ms"]
+    assert {s["name"]: s["points"] for s in quality[0]["series"]}["linear"] == [[4.5, 2.1]]
+
+
+def test_everything_a_run_holds_is_shown(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    for text in ("Made-up 9000", "2.13.0", "0123abc", "needs 4.1 GB, &lt;3.2 GB are free", "made up &amp; escaped"):
+        assert text in page, text
+    for text in ("has no causal form", "Ours beside published", "linear &lt;/script&gt; generated", "0.644", "17.85"):
+        assert text in page, text
+    assert 'src="data:image/png;base64,iVBOR' in page
+    assert "interrupted" not in page
+    for kind in ("training", "forward", "memory", "decode", "quality", "losses"):
+        assert (run / f"report_{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ours_stand_beside_published_as_ratios(run: Path) -> None:
+    data = json.loads((run / "results.json").read_text())
+    page = (run / "report.html").read_text()
+    section = page[page.index('id="published-lra-speed"') :]
+    row = re.search(r"<tr><td>Linear Trans\.</td>(.*?)</tr>", section, re.DOTALL)
+    assert row
+    values = re.findall(r'<td class="n( ours)?" data-v="([^"]*)"', row[1])
+    ratio = {r["length"]: r["training_ratio"]["median"] for r in data["rows"] if r["mechanism"] == "linear"}
+    assert values == [
+        ("", "1.1"), (" ours", str(1 / ratio[1024])), ("", "1.9"), (" ours", str(1 / ratio[2048])), ("", "3.7"),
+        ("", "5.6"), (" ours", str(1 / ratio[4096])),
+    ]  # fmt: skip
+
+
+def test_several_runs_and_other_json(tmp_path: Path) -> None:
+    few = [row for row in runs.results()["rows"] if row["mechanism"] in ("softmax", "linear")]
+    changes = {"machine": {"device": "NVIDIA H200"}, "interrupted": True, "pictures": [], "rows": few}
+    other = runs.write(tmp_path / "gpu", **changes, quality=[])
+    run = runs.write(tmp_path / "cpu", rows=few, quality=[])
+    figures = tmp_path / "linear.json"
+    record = {"T": 1024, "ours": 0.21, "peer": 1.33, "ok": True}
+    nested = {"causal": {"a": {"ms": 0.5}, "b": {"ms": 0.7}}}
+    told = {"device": "NVIDIA H200", "versions": {"torch": "2.11"}}
+    figures.write_text(json.dumps({**told, "times": [record], **nested}))
+    written = write([run, other, figures], tmp_path / "both" / "all.html")
+    assert written.html == tmp_path / "both" / "all.html"
+    page = written.html.read_text()
+    charts = specs(page)
+    assert {"r0-curves-chart", "r1-curves-chart"} <= set(charts)
+    assert "This run was interrupted" in page
+    assert 'data-v="1.33"' in page
+    assert "torch 2.11" in page
+    assert "<td>b</td>" in page
+    assert (tmp_path / "both" / "all_2_training.png").exists()
+    with (tmp_path / "both" / "all_rows.csv").open() as file:
+        assert {r["run"] for r in csv.DictReader(file)} == {"cpu", "gpu"}
+
+
+def test_an_empty_run_is_a_page_all_the_same(tmp_path: Path) -> None:
+    empty: dict[str, list[object]] = {"rows": [], "growth": [], "crossovers": [], "quality": [], "pictures": []}
+    page = write([runs.write(tmp_path / "run", **empty)]).html.read_text()
+    assert specs(page) == {}
+    assert "Made-up 9000" in page
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "JSON file, or a folder"), ("{", "not JSON"), ("[]", "accepted is a JSON object")]
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "figures.json"
+    if content is not None:
+        path.write_text(content)
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["report", str(path)])
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "figures.json" in result.output
+
+
+def test_the_command_says_where_the_report_is(tmp_path: Path) -> None:
+    folder = runs.write(tmp_path / "run", rows=[], quality=[])
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["report", str(folder), "--out", str(tmp_path / "x.html")])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "x.html") in result.output
+    assert (tmp_path / "x.html").exists()
+
+
+PROBE = """
+const q = (s) => Array.from(document.querySelectorAll(s));
+const box = document.querySelector("#r0-curves-chart"), rows = document.querySelector("#r0-rows");
+const column = (i) => Array.from(rows.tBodies[0].rows).map((r) => r.cells[i].dataset.v);
+const lines = q("#r0-curves-chart g.s").length, chosen = q("#r0-curves-chart g.s.on").map((g) => g.dataset.name).sort();
+const button = box.querySelector('button[data-name="performer"]');
+button.click();
+const pressed = button.getAttribute("aria-pressed"), after = q("#r0-curves-chart g.s.on").length;
+const rings = q("#r0-curves-chart g.cross.on text").map((t) => t.textContent);
+const head = rows.querySelectorAll("thead button")[3];
+head.click();
+const up = column(3), sort = head.parentNode.getAttribute("aria-sort");
+head.click();
+const down = column(3);
+const filter = document.querySelector("input[data-filter]");
+filter.value = "performer"; filter.dispatchEvent(new Event("input"));
+const kept = Array.from(rows.tBodies[0].rows).filter((r) => !r.hidden).map((r) => r.cells[0].textContent);
+const svg = box.querySelector(".plot svg");
+const dot = box.querySelector('g.s[data-name="linear"] path.dot').getBoundingClientRect();
+const place = {clientX: dot.x + dot.width / 2, clientY: dot.y + dot.height / 2, bubbles: true};
+svg.dispatchEvent(new PointerEvent("pointermove", place));
+const tip = box.querySelector(".tip").textContent, hot = q("#r0-curves-chart g.s.hot").map((g) => g.dataset.name);
+const select = box.querySelector("select");
+select.value = "2"; select.dispatchEvent(new Event("change"));
+const memory = box.querySelector("svg").getAttribute("aria-label");
+result = {lines, chosen, pressed, after, rings, up, down, sort, kept, tip, hot, memory,
+  bands: q("#r0-curves-chart g.s.on path.band").length, points: q("#r0-quality-chart g.s path.dot").length,
+  names: q("#r0-quality-chart g.s text.name").map((t) => t.textContent).sort(),
+  loss: q("#r0-loss-chart g.s path.line").length, pictures: q(".pictures img").map((i) => i.naturalWidth),
+  wide: document.documentElement.scrollWidth > window.innerWidth,
+  paper: getComputedStyle(document.body).backgroundColor};
+"""
+
+
+@needs_chromium
+def test_in_a_browser(run: Path, tmp_path: Path) -> None:
+    """Charts are drawn, names choose, points are read out, tables sort, nothing is requested and nothing goes wrong."""
+    data = json.loads((run / "results.json").read_text())
+    seen = visit(run / "report.html", PROBE, tmp_path)
+    assert seen["problems"] == []
+    assert [a for a in seen["requested"] if not a.startswith("data:")] == []
+    got = seen["result"]
+    assert got["lines"] == len(MECHANISMS)
+    assert got["chosen"] == ["linear", "softmax"]
+    assert (got["pressed"], got["after"]) == ("true", 3)
+    assert len(got["rings"]) == 2
+    assert all("wins from T = " in text for text in got["rings"])
+    times = [str(r["training_ms"]["median"]) for r in data["rows"] if r["training_ms"]]
+    assert got["sort"] == "ascending"
+    assert got["up"] == sorted(times, key=float)
+    assert got["down"] == sorted(times, key=float, reverse=True)
+    assert set(got["kept"]) == {"performer"}
+    assert got["hot"] == ["linear"]
+    assert got["tip"].startswith("linear, causal\nT = 512")
+    assert "more than softmax" in got["tip"]
+    assert got["memory"].startswith("Training step: peak memory")
+    assert got["points"] == 3
+    assert got["names"] == ["linear", "local", "softmax"]
+    assert got["loss"] == 3
+    assert got["pictures"] == [1]
+    assert not got["wide"]
+
+
+@needs_chromium
+def test_on_a_phone_in_the_dark(run: Path, tmp_path: Path) -> None:
+    seen = visit(run / "report.html", PROBE, tmp_path, width=390, dark=True)
+    assert seen["problems"] == []
+    assert not seen["result"]["wide"]
+    assert seen["result"]["lines"] == len(MECHANISMS)
+    red, green, blue = (int(v) for v in re.findall(r"\d+", seen["result"]["paper"])[:3])
+    assert red + green + blue < 150
