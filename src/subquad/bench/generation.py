@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS
@@ -181,8 +182,58 @@ def sweep(
     return rows
 
 
-def causal_mechanisms() -> list[str]:
-    return [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+def bench(
+    console: Console,
+    out: Path,
+    *,
+    mechanisms: str = "all",
+    lengths: str = "256,1024,4096",
+    batches: str = "1,16",
+    most: int = 256,
+    dim: int = 256,
+    depth: int = 4,
+    heads: int = 8,
+    steps: int = 16,
+    device: str = "cpu",
+    dtype: str = "float32",
+    compile: bool = False,
+) -> Figures:
+    """`sweep` with a line printed for each figure, written to `out` as JSON."""
+    causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+    names = causal if mechanisms == "all" else [name.strip() for name in mechanisms.split(",")]
+    for name in names:
+        if name not in causal:
+            raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {', '.join(causal)}")
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype not in kinds:
+        raise ValueError(f"dtype={dtype!r} cannot work: accepted are {', '.join(kinds)}")
+
+    def tell(row: Figures) -> None:
+        mark = "*" if row["largest_batch"] else " "
+        head = f"{row['mechanism']:15s} length {row['length']:6d}  batch {row['batch']:5d}{mark}"
+        if "error" in row:
+            console.print(f"{head} {row['error']}", highlight=False, markup=False)
+            return
+        rates = f"{row['sequences_per_second']:10.2f} sequences/s {row['tokens_per_second']:11.0f} tokens/s"
+        state = f"{row['bytes_of_state_per_stream']:,} bytes of state a stream"
+        line = f"{head} {rates} {row['milliseconds_per_step']:9.3f} ms a token  {state}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+    figures: Figures = {**facts(device), "dim": dim, "depth": depth, "heads": heads, "dtype": dtype}
+    figures["rows"] = sweep(
+        names, _numbers(lengths, "lengths"), _numbers(batches, "batches"), dim=dim, depth=depth, heads=heads,
+        steps=steps, most=most, device=device, dtype=kinds[dtype], compile=compile, report=tell,
+    )  # fmt: skip
+    write(figures, out)
+    console.print(f"* the largest batch that memory, or {most} streams, allows; figures: {out}", soft_wrap=True)
+    return figures
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"{name}={text!r} cannot work: accepted are whole numbers with commas between them")
+    return [int(part) for part in parts]
 
 
 def facts(device: str = "cpu") -> Figures:

@@ -232,6 +232,7 @@ def generate(
     compile: bool | None = None,
     lanes: int | None = None,
     full: bool = False,
+    told: Callable[[int], None] | None = None,
 ) -> Any:
     """`steps` new tokens after each prompt: [B, steps], or `Generated` with full=True.
 
@@ -241,6 +242,8 @@ def generate(
     seed      one number (streams take seed, seed + 1, ...) or one a stream; a stream's tokens depend on its own alone
     stop      tokens that end a stream
     compile   torch.compile the step; None: where the run is long enough to pay for it
+    lanes     parts of the batch whose kernels overlap on a GPU; None: what is fastest
+    told      called with the number of tokens made, after each
     """
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
@@ -254,6 +257,8 @@ def generate(
             out[i] = token
             if scores is not None and score is not None:
                 scores[i] = score
+            if told is not None:
+                told(i + 1)
             if loop.stop is not None and i % CHECK == CHECK - 1 and i + 1 < steps and bool(loop.done.all()):
                 out[i + 1 :], steps = token, i + 1
                 if scores is not None:

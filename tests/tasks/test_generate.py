@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from subquad import LanguageModel
+from subquad.cli import app
+from subquad.tasks.digits import START, make_model
+from subquad.tasks.generate import image_shape, read_upper, save_sheet, text_to_terminal, write_images
+
+run = CliRunner(env={"COLUMNS": "160"})
+
+
+def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
+    sizes = {"dim": 16, "depth": 1, "heads": 2}
+    assert image_shape(make_model()) == (8, 8, 1)
+    assert image_shape(LanguageModel(vocab=257, mixture=10, max_length=784, **sizes)) == (28, 28, 1)
+    assert image_shape(LanguageModel(vocab=257, mixture=10, max_length=3072, **sizes)) == (32, 32, 3)
+    text = LanguageModel(vocab=256, **sizes)
+    assert image_shape(text) is None
+    assert image_shape(text, "4x5x3") == (4, 5, 3)
+    for wrong in ("4", "4x0", "axb", "4x4x2"):
+        with pytest.raises(ValueError, match="cannot work"):
+            image_shape(text, wrong)
+
+
+def test_images_continue_an_upper_half_and_survive_a_file(tmp_path: Path) -> None:
+    model = make_model().eval()
+    images = write_images(model, 3, (8, 8, 1), seed=5)
+    assert images.shape == (3, 8, 8, 1)
+    assert images.max() < START
+    save_sheet(images[:1], START, tmp_path / "one.png")
+    save_sheet(images, START, tmp_path / "b" / "three.png")
+    from matplotlib.image import imread, imsave
+
+    assert imread(tmp_path / "b" / "three.png").shape[:2] == (18, 18)
+    imsave(tmp_path / "real.png", (images[1].expand(-1, -1, 3) / (START - 1)).numpy())
+    upper = read_upper(tmp_path / "real.png", (8, 8, 1), START)
+    assert torch.equal(upper, images[1, :4].flatten())
+    again = write_images(model, 2, (8, 8, 1), upper=upper, seed=6)
+    assert torch.equal(again[:, :4], images[1, :4].expand(2, 4, 8, 1))
+    assert torch.equal(again[0], images[1])  # the same seed goes on as the image did
+    with pytest.raises(ValueError, match="pixels"):
+        read_upper(tmp_path / "b" / "three.png", (8, 8, 1), START)
+
+
+def test_text_is_written_as_it_comes() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear")
+    console = Console(record=True, width=80)
+    text_to_terminal(model, console, prompt="hé", steps=12)
+    expected = "hé" + bytes(model.generate(list("hé".encode()), 12).tolist()).decode(errors="replace")
+    assert [c for c in console.export_text() if c.isprintable()][:6] == [c for c in expected if c.isprintable()][:6]
+    numbers = LanguageModel(vocab=9, dim=16, depth=1, heads=2, mechanism="linear")
+    console = Console(record=True, width=80)
+    text_to_terminal(numbers, console, prompt="1 2", steps=3)
+    assert console.export_text().split() == ["1", "2", *map(str, numbers.generate([1, 2], 3).tolist())]
+    with pytest.raises(ValueError, match="9 tokens"):
+        text_to_terminal(numbers, console, prompt="hello")
+
+
+def test_the_command_line_makes_a_picture_and_says_how_fast(tmp_path: Path) -> None:
+    make_model().save(tmp_path / "model")
+    out = tmp_path / "digits.png"
+    result = run.invoke(app, ["generate", str(tmp_path / "model"), "--count", "5", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "images/s" in result.output
+    assert "64/64" in result.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+    result = run.invoke(app, ["generate", str(tmp_path / "model"), "--count", "0", "--out", str(out)])
+    assert result.exit_code == 2
+    assert "count=0" in result.output
+    LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear").save(tmp_path / "text")
+    result = run.invoke(app, ["generate", str(tmp_path / "text"), "--prompt", "hello", "--steps", "4"])
+    assert result.output.startswith("hello")
