@@ -7,11 +7,13 @@ what is allocated, so nothing here waits for the device.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 MAPS = ("elu+1", "relu", "exp", "identity")
 
-# About four programs for each of an H200's 132 multiprocessors; a shorter segment is not worth its state.
-PROGRAMS = 528
+# About eight programs for each of an H200's 132 multiprocessors; a shorter segment is not worth its state.
+PROGRAMS = 1056
 MIN_SEGMENT = 256
 
 _OPTIONS = "bool causal, str feature_map, bool signed, bool normalize, float eps"
@@ -46,9 +48,10 @@ def fused_linear_attention(
     s0, z0 = (None if x is None else x.to(state).contiguous() for x in (s0, z0))
     wanted = (x is not None and x.requires_grad for x in (q, k, v, log_gate, s0, z0))
     save = torch.is_grad_enabled() and any(wanted)
-    out = torch.ops.subquad.linear_attention(
-        q, k, v, log_gate, lengths, cu_seqlens, s0, z0, causal, feature_map, signed, normalize, eps, save
-    )
+    work = torch.ops.subquad.linear_attention
+    if _eager(q):
+        work = _Eager.apply if save else _forward
+    out = work(q, k, v, log_gate, lengths, cu_seqlens, s0, z0, causal, feature_map, signed, normalize, eps, save)
     return out[0], out[1], out[2]
 
 
@@ -104,12 +107,15 @@ def _state_type(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def _segment(q: Tensor, k: Tensor) -> int:
-    """Tokens per segment: the shortest power of two that leaves no more programs than the chip runs at once."""
+def _segment(q: Tensor, k: Tensor, log_gate: Tensor | None) -> int:
+    """Tokens per segment: the shortest power of two that leaves no more programs than keep the chip busy.
+
+    The gradient of a gate is a sum to the end of its segment, and the shorter that is, the less rounding adds up.
+    """
     b, h = q.shape[0], q.shape[2]
     longest = max(q.shape[1], k.shape[1])
     length = MIN_SEGMENT
-    while length < longest and b * h * longest > length * PROGRAMS:
+    while log_gate is None and length < longest and b * h * longest > length * PROGRAMS:
         length *= 2
     return length
 
@@ -126,33 +132,36 @@ def _slots(x: Tensor, segment: int, cu_seqlens: Tensor | None) -> int:
 
 
 def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, normalize: bool, save: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    save: bool,
 ) -> tuple[Tensor, ...]:
-    """o, s, z, the denominators, and the state before each segment (empty where not needed)."""
+    """o, s, z, one over each denominator, and the state before each segment, z after s (empty where not needed)."""
     h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
     n, state = _sequences(q, cu_seqlens), _state_type(q)
-    segment = _segment(q, k)
+    segment = _segment(q, k, log_gate)
     shape = (q.shape[0], q.shape[1], h, width_v)
     # packed: tokens after the last sequence belong to nobody and stay zero
     o = q.new_empty(shape) if cu_seqlens is None else q.new_zeros(shape)
     s = q.new_empty((n, h, width_k, width_v), dtype=state)
     z = q.new_empty((n, h, width_k), dtype=state)
-    den = q.new_empty(shape[:3] if save and normalize else (0,), dtype=state)
-    slots = 0
-    if save and causal and (cu_seqlens is not None or k.shape[1] > segment):
-        slots = _slots(k, segment, cu_seqlens)
-    rows = q.new_empty((slots, h, width_k, width_v), dtype=state)
-    zrows = q.new_empty((slots, h, width_k), dtype=state)
-    return o, s, z, den, rows, zrows
+    inv = q.new_empty(shape[:3] if save and normalize else (0,), dtype=state)
+    cut = cu_seqlens is not None or k.shape[1] > segment
+    slots = _slots(k, segment, cu_seqlens) if save and causal and cut else 0
+    return o, s, z, inv, q.new_empty((slots, h, width_k * (width_v + 1)), dtype=state)
 
 
 torch.library.define(
     "subquad::linear_attention",
-    f"({_INPUTS}, {_OPTIONS}, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_INPUTS}, {_OPTIONS}, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.impl("subquad::linear_attention", "CompositeExplicitAutograd")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -171,27 +180,21 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     from subquad.ops import linear_triton
 
-    outputs = _outputs(q, k, v, cu_seqlens, causal, normalize, save)
-    o, s, z, den, rows, zrows = outputs
-    segment = _segment(q, k)
-    if not len(rows) and (not causal or cu_seqlens is not None or k.shape[1] > segment):
-        slots = _slots(k, segment, cu_seqlens)
-        rows, zrows = s.new_empty((slots, *s.shape[1:])), z.new_empty((slots, *z.shape[1:]))
+    outputs = _outputs(q, k, v, log_gate, cu_seqlens, causal, normalize, save)
+    o, s, z, inv, rows = outputs
+    segment = _segment(q, k, log_gate)
+    cut = cu_seqlens is not None or k.shape[1] > segment
+    if cut and not len(rows):
+        rows = s.new_empty((_slots(k, segment, cu_seqlens), *rows.shape[1:]))
     call = linear_triton.Call(
         q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, segment
     )
-    linear_triton.launch_forward(
-        call,
-        s0,
-        z0,
-        o,
-        s,
-        z,
-        den if len(den) else None,
-        rows if len(rows) else None,
-        zrows if len(rows) else None,
-    )
+    init = None if s0 is None or z0 is None else (s0, z0)
+    linear_triton.launch_forward(call, init, o, s, z, inv if len(inv) else None, rows if cut else None)
     return outputs
+
+
+torch.library.impl("subquad::linear_attention", "CompositeExplicitAutograd", _forward)
 
 
 @torch.library.register_fake("subquad::linear_attention")
@@ -211,17 +214,16 @@ def _(
     eps: float,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    return _outputs(q, k, v, cu_seqlens, causal, normalize, save)
+    return _outputs(q, k, v, log_gate, cu_seqlens, causal, normalize, save)
 
 
 torch.library.define(
     "subquad::linear_attention_backward",
-    f"(Tensor do, Tensor? ds, Tensor? dz, {_INPUTS}, Tensor o, Tensor den, Tensor? init, Tensor? zinit,"
+    f"(Tensor do, Tensor? ds, Tensor? dz, {_INPUTS}, Tensor o, Tensor s, Tensor z, Tensor inv, Tensor rows,"
     f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.impl("subquad::linear_attention_backward", "CompositeExplicitAutograd")
 def _backward(
     do: Tensor,
     ds: Tensor | None,
@@ -235,9 +237,10 @@ def _backward(
     s0: Tensor | None,
     z0: Tensor | None,
     o: Tensor,
-    den: Tensor,
-    init: Tensor | None,
-    zinit: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    inv: Tensor,
+    rows: Tensor,
     causal: bool,
     feature_map: str,
     signed: bool,
@@ -252,33 +255,25 @@ def _backward(
     if dz is None and ds is not None:
         dz = ds.new_zeros(ds.shape[:-1])
     call = linear_triton.Call(
-        q,
-        k,
-        v,
-        log_gate,
-        lengths,
-        cu_seqlens,
-        causal,
-        feature_map,
-        signed,
-        normalize,
-        eps,
-        _segment(q, k),
+        q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, _segment(q, k, log_gate)
     )
+    init = None if s0 is None or z0 is None else (s0, z0)
+    if not causal:
+        init = s, z
+    elif len(rows):
+        init = rows, rows
     gate = linear_triton.launch_backward(
         call,
         do if do.stride(-1) == 1 else do.contiguous(),
-        None if ds is None else ds.contiguous(),
-        None if dz is None else dz.contiguous(),
+        None if ds is None or dz is None else (ds.contiguous(), dz.contiguous()),
         o,
-        den,
+        (s, z),
+        inv,
         init,
-        zinit,
         dq,
         dk,
         dv,
-        None if s0 is None else ds0,
-        None if z0 is None else dz0,
+        None if s0 is None else (ds0, dz0),
     )
     if gate is not None:
         dg.copy_(gate)
@@ -300,6 +295,9 @@ def _gradients(
     return dq, dk, dv, dg, ds0, dz0
 
 
+torch.library.impl("subquad::linear_attention_backward", "CompositeExplicitAutograd", _backward)
+
+
 @torch.library.register_fake("subquad::linear_attention_backward")
 def _(
     do: Tensor,
@@ -314,9 +312,10 @@ def _(
     s0: Tensor | None,
     z0: Tensor | None,
     o: Tensor,
-    den: Tensor,
-    init: Tensor | None,
-    zinit: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    inv: Tensor,
+    rows: Tensor,
     causal: bool,
     feature_map: str,
     signed: bool,
@@ -328,34 +327,47 @@ def _(
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, causal, feature_map, signed, normalize, eps, save = inputs
-    o, s, z, den, rows, zrows = output
     ctx.options = causal, feature_map, signed, normalize, eps
     ctx.saved = save
     ctx.set_materialize_grads(False)
-    if not save:
-        return
-    init, zinit = tensors[-2:]  # one segment: the walk starts from s0
-    if not causal:
-        init, zinit = s, z
-    elif len(rows):
-        init, zinit = rows, zrows
-    ctx.save_for_backward(*tensors, o, den, init, zinit)
+    if save:
+        ctx.save_for_backward(*tensors, *output)
 
 
 def _gradient(ctx, do, ds, dz, *unused):  # type: ignore[no-untyped-def]
     if not ctx.saved:
         raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
-    *tensors, o, den, init, zinit = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(o)
-    out = torch.ops.subquad.linear_attention_backward(do, ds, dz, *tensors, o, den, init, zinit, *ctx.options)
-    dq, dk, dv, dg, ds0, dz0 = out
+    tensors = ctx.saved_tensors
     log_gate, s0, z0 = tensors[3], tensors[6], tensors[7]
+    if do is None:
+        do = torch.zeros_like(tensors[8])
+    work = _backward if _eager(do) else torch.ops.subquad.linear_attention_backward
+    dq, dk, dv, dg, ds0, dz0 = work(do, ds, dz, *tensors, *ctx.options)
     dg, ds0, dz0 = (None if x is None else d for x, d in ((log_gate, dg), (s0, ds0), (z0, dz0)))
     return dq, dk, dv, dg, None, None, ds0, dz0, None, None, None, None, None, None
 
 
 torch.library.register_autograd("subquad::linear_attention", _gradient, setup_context=_setup)
+
+
+class _Eager(torch.autograd.Function):
+    """The same operator without the dispatcher, whose layers would take longer than the kernels."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(once_differentiable(_gradient))
+
+
+def _eager(x: Tensor) -> bool:
+    """Whether nobody traces, fakes or counts: the work can be done at once."""
+    return type(x) in (Tensor, Parameter) and not (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    )
+
 
 _STEP = "str feature_map, bool signed, bool normalize, float eps"
 

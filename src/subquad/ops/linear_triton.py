@@ -5,18 +5,22 @@ A sequence is cut into segments of L tokens, so that sequences x heads x segment
 segment in chunks of C, with the state S = Σ φ(k)vᵀ and z = Σ φ(k) in registers. With more than one segment, `states`
 first sums each segment and `scan` turns the sums into the state before each segment: this costs a second read of k, v.
 
-    forward        o, and the denominators if they will be needed      walks on from the state before the segment
-    backward_q     dq, and each segment's Σ φ(q)(do/den)ᵀ              the same walk
-    backward_kv    dk, dv, d log_gate                                  walks back, carrying R = dL/dS and r = dL/dz
+    forward        o, and the denominators d if they will be needed    walks on from the state before the segment
+    backward_q     dq                                                  the same walk
+    backward_v     dv                                                  walks back, carrying R = dL/dS and r = dL/dz
+    backward_k     dk, d log_gate                                      walks back as well
 
-Without the causal mask the same kernels run with the full sum in place of the running one.
+R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d, with the pull p = -do·o of the denominator, are sums like S and z: `states` and
+`scan` make them for each segment too. Without the causal mask the same kernels run with the full sum in place of the
+running one, and backward_q collects R and r on its way. States are transposed in registers: the operand that φ was
+applied to is then always the second one of a dot, which is read from shared memory, and is not computed twice.
 Every dot product takes operands of the input's type and adds in float32. Gates enter as exponentials of sums of
 log_gate between two positions of one chunk, so nothing overflows.
 
 Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,24 +44,26 @@ if INTERPRETED:
 @triton.jit
 def _phi(x, MAP: tl.constexpr):
     if MAP == "elu+1":
-        y = tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+        y = tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634)
     elif MAP == "relu":
         y = tl.maximum(x, 0.0)
     elif MAP == "exp":
         y = tl.exp(x)
     else:
-        y = x
+        # a sum, so that the operand passes through registers: Triton 3.6 refills a loaded tile that a dot still reads
+        y = x + 0.0
     return y
 
 
 @triton.jit
-def _phi_grad(d, x, MAP: tl.constexpr):
+def _phi_grad(d, f, MAP: tl.constexpr):
+    """d·φ'(x), from f = φ(x)."""
     if MAP == "elu+1":
-        y = tl.where(x > 0.0, d, d * tl.exp(tl.minimum(x, 0.0)))
+        y = d * tl.minimum(f, 1.0)
     elif MAP == "relu":
-        y = tl.where(x > 0.0, d, 0.0)
+        y = tl.where(f > 0.0, d, 0.0)
     elif MAP == "exp":
-        y = d * tl.exp(x)
+        y = d * f
     else:
         y = d
     return y
@@ -77,6 +83,13 @@ def _fit(x, DOT: tl.constexpr):
 
 
 @triton.jit
+def _times(a, x, ROWS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr):
+    """Matrix times vector, on the matrix units, which take no fewer than 16 columns."""
+    tile, scale = _fit((x * 0.0625)[:, None] + tl.zeros([ROWS, 16], ACC), DOT)
+    return tl.sum(tl.dot(a, tile, input_precision=PREC, out_dtype=ACC), 1) * scale
+
+
+@triton.jit
 def _mask(left, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     m = (tl.arange(0, ROWS) < left)[:, None]
     if D % COLS != 0:
@@ -85,30 +98,42 @@ def _mask(left, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _offsets(stride, d0, ROWS: tl.constexpr, COLS: tl.constexpr):
-    return tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
+def _load(
+    ptr, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, other=0.0
+):
+    """Rows t .. t + ROWS of a [T, D] array, `other` from `left` rows on. EVEN: there is nothing to mask."""
+    ptr += tl.cast(t, tl.int64) * stride
+    p = ptr + tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
+    if EVEN:
+        x = tl.load(p)
+    else:
+        x = tl.load(p, mask=_mask(left, d0, D, ROWS, COLS), other=other)
+    return x
 
 
 @triton.jit
-def _load(ptr, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Rows t .. t + ROWS of a [T, D] array, zeros from `left` rows on."""
-    ptr += tl.cast(t, tl.int64) * stride
-    return tl.load(ptr + _offsets(stride, d0, ROWS, COLS), mask=_mask(left, d0, D, ROWS, COLS), other=0.0)
+def _features(
+    ptr, t, left, stride, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """φ of rows t .. t + ROWS, and zeros where there is no token: what is loaded there is where φ vanishes."""
+    if MAP == "elu+1" or MAP == "exp":
+        x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN, float("-inf"))
+    else:
+        x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN)
+    return _phi(x.to(ACC), MAP)
 
 
 @triton.jit
-def _store(ptr, x, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _store(ptr, x, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
     ptr += tl.cast(t, tl.int64) * stride
-    mask = _mask(left, d0, D, ROWS, COLS)
     if ptr.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)  # large but finite: an infinity would turn gradients into NaN
-    tl.store(ptr + _offsets(stride, d0, ROWS, COLS), x.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _features(x, left, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """φ of a loaded tile; φ(0) may be 1, so what was not there is put back to zero."""
-    return tl.where(_mask(left, d0, D, ROWS, COLS), _phi(x, MAP), 0.0)
+    p = ptr + tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
+    if EVEN:
+        tl.store(p, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(p, x.to(ptr.dtype.element_ty), mask=_mask(left, d0, D, ROWS, COLS))
 
 
 @triton.jit
@@ -126,6 +151,15 @@ def _gate(ptr, t, left, stride, ROWS: tl.constexpr, ACC: tl.constexpr):
     else:
         g = tl.maximum(g, -110.0)
     return g
+
+
+@triton.jit
+def _pull(do, o, w, eps, SIGNED: tl.constexpr):
+    """-do·o, by which the denominator d = 1/w pulls at the gradient; zero where d was held at ±eps."""
+    p = -tl.sum(do.to(w.dtype) * o.to(w.dtype), 1)
+    if SIGNED:
+        p = tl.where(tl.abs(w) * eps < 0.999999, p, 0.0)
+    return p
 
 
 @triton.jit
@@ -152,88 +186,139 @@ def _locate(slot, cu, owner, lengths, T, L, NS, PACKED: tl.constexpr, LENGTHS: t
 
 
 @triton.jit
+def _head(n, h, first, sb, st, sh, PACKED: tl.constexpr):
+    """Where head h of sequence n begins in an input with these strides."""
+    if PACKED:
+        at = first * st
+    else:
+        at = n.to(tl.int64) * sb
+    return at + h.to(tl.int64) * sh
+
+
+@triton.jit
+def _state(s, z, row, h, H, K: tl.constexpr, V: tl.constexpr, JOINED: tl.constexpr):
+    """Where the state of a row and head is. JOINED: z follows s in one buffer [rows, H, K·V + K]."""
+    at = row.to(tl.int64) * H + h
+    if JOINED:
+        s += at * (K * V + K)
+        z = s + K * V
+    else:
+        s += at * (K * V)
+        z += at * K
+    return s, z
+
+
+@triton.jit
 def _decay_add(f0, x0, f1, x1):
     return f0 * f1, x0 * f1 + x1
 
 
 @triton.jit
 def states(
-    k, v, g, rows, zrows, grows, cu, owner, lengths,
-    T, L, NS, H, kb, kt, kh, vb, vt, vh, gb, gt, gh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
+    x, y, g, o, inv, pull, rows, zrows, init, zinit, grows, cu, owner, lengths,
+    eps, T, L, NS, H, xb, xt, xh, yb, yt, yh, gb, gt, gh,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, GRAD: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Σ φ(k)vᵀ and Σ φ(k) of one segment, decayed to its end; causal: into the row of the segment after it."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    slot = pid // (NV * H)
-    h = (pid // NV) % H
-    v0 = (pid % NV) * BV
-    n, j, first, _, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
-    if CAUSAL:
-        if j >= segments - 1:
-            return
-        row = slot + 1
-    else:
-        if j >= segments:
-            return
-        row = slot
-    if PACKED:
-        k += first * kt
-        v += first * vt
-        g += first * gt
-    else:
-        k += n.to(tl.int64) * kb
-        v += n.to(tl.int64) * vb
-        g += n.to(tl.int64) * gb
-    k += h.to(tl.int64) * kh
-    v += h.to(tl.int64) * vh
-    g += h.to(tl.int64) * gh
+    """Σ φ(x)yᵀ and Σ φ(x) of one segment: of k and v, decayed to its end; causal: into the row of the segment after it.
 
-    s = tl.zeros([BK, BV], ACC)
+    GRAD: R and r, from q and do, decayed from its start, into the row of the segment before it; and the pull.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    slot = pid // (NK * H)
+    h = (pid // NK) % H
+    k0 = (pid % NK) * BK
+    n, j, first, _, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    if CAUSAL and not GRAD:
+        if j == segments - 1:
+            return
+    x += _head(n, h, first, xb, xt, xh, PACKED)
+    y += _head(n, h, first, yb, yt, yh, PACKED)
+    g += _head(n, h, first, gb, gt, gh, PACKED)
+    o += (first * H + h) * V
+    inv += first * H + h
+    pull += first * H + h
+    dk = k0 + tl.arange(0, BK)
+    dv = tl.arange(0, BV)
+    tile = dk[:, None] * V + dv[None, :]
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    s = tl.zeros([BV, BK], ACC)
     z = tl.zeros([BK], ACC)
+    if INIT:
+        before, zbefore = _state(init, zinit, n, h, H, K, V, False)
+        s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
+        z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     total = 0.0
+    i = tl.arange(0, C)
     start = j * L
     stop = tl.minimum(start + L, real)
     for t in range(start, stop, C):
         left = real - t
-        kf = _features(_load(k, t, left, kt, 0, K, C, BK).to(ACC), left, 0, MAP, K, C, BK)
-        vx = _load(v, t, left, vt, v0, V, C, BV).to(DOT)
+        f = _features(x, t, left, xt, k0, MAP, K, C, BK, EVEN, ACC)
+        yx = _load(y, t, left, yt, 0, V, C, BV, EVEN)
         if GATED:
             gate = _gate(g, t, left, gt, C, ACC)
+            age = tl.cumsum(gate, 0)
             whole = tl.sum(gate, 0)
-            kf = kf * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
-            fade = tl.exp(whole)
-            s = s * fade
-            z = z * fade
+            if GRAD:
+                f = f * tl.exp(total + age)[:, None]
+            else:
+                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                s = s * tl.exp(whole)
+                z = z * tl.exp(whole)
             total += whole
-        kx = kf.to(DOT)
-        s += tl.dot(tl.trans(kx), vx, input_precision=PREC, out_dtype=ACC)
-        z += tl.sum(kx.to(ACC), 0)
+        if GRAD and NORM:
+            w = _column(inv, t, left, H, C, ACC, 0.0)
+            p = _pull(yx, _load(o, t, left, H * V, 0, V, C, BV, EVEN), w, eps, SIGNED)
+            if k0 == 0:
+                tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
+            f = f * w[:, None]
+            z += tl.sum(f * p[:, None], 0)
+        if GRAD:
+            fx, scale = _fit(f, DOT)
+        else:
+            fx = f.to(DOT)
+            scale = 1.0
+            z += tl.sum(f, 0)
+        s += tl.dot(tl.trans(yx.to(DOT)), fx, input_precision=PREC, out_dtype=ACC) * scale
 
-    at = row.to(tl.int64) * H + h
-    dk = tl.arange(0, BK)
-    dv = v0 + tl.arange(0, BV)
-    tl.store(rows + at * (K * V) + dk[:, None] * V + dv[None, :], s, mask=(dk < K)[:, None] & (dv < V)[None, :])
-    if v0 == 0:
-        tl.store(zrows + at * K + dk, z, mask=dk < K)
+    row = n
+    wanted = 1
+    if SPLIT:
+        row = slot
+    if CAUSAL and GRAD:
+        row = slot - 1
+        wanted = j
+    elif CAUSAL:
+        row = slot + 1
+    after, zafter = _state(rows, zrows, row, h, H, K, V, SPLIT)
+    if wanted != 0:
+        tl.store(after + tile, tl.trans(s), mask=inside)
+        tl.store(zafter + dk, z, mask=dk < K)
         if GATED:
-            tl.store(grows + at, total)
+            if k0 == 0:
+                tl.store(grows + row.to(tl.int64) * H + h, total)
 
 
 @triton.jit
 def scan(
-    rows, grows, init, final, cu,
-    L, NS, H, E, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    rows, grows, init, zinit, final, zfinal, cu,
+    L, NS, H, K: tl.constexpr, V: tl.constexpr,
+    CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     INIT: tl.constexpr, FINAL: tl.constexpr, U: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Running sum, in place, over the rows of each sequence, from `init` on; the last sum goes to `final`."""
+    E: tl.constexpr = K * V + K
+    BLOCKS: tl.constexpr = (E + BE - 1) // BE
     pid = tl.program_id(0)
-    blocks = (E + BE - 1) // BE
-    n = pid // (blocks * H)
-    h = (pid // blocks) % H
-    e = (pid % blocks) * BE + tl.arange(0, BE)
+    n = pid // (BLOCKS * H)
+    h = (pid // BLOCKS) % H
+    e = (pid % BLOCKS) * BE + tl.arange(0, BE)
     if PACKED:
         a = tl.load(cu + n).to(tl.int64)
         b = tl.load(cu + n + 1).to(tl.int64)
@@ -242,10 +327,13 @@ def scan(
     else:
         low = n * NS
         count = n * 0 + NS
-    here = (n.to(tl.int64) * H + h) * E + e
+    here = n.to(tl.int64) * H + h
+    in_s = e < K * V
+    in_z = (e >= K * V) & (e < E)
     carry = tl.zeros([BE], ACC)
     if INIT:
-        carry += tl.load(init + here, mask=e < E, other=0.0)
+        carry += tl.load(init + here * (K * V) + e, mask=in_s, other=0.0)
+        carry += tl.load(zinit + here * K + (e - K * V), mask=in_z, other=0.0)
     u = tl.arange(0, U)
     for i in range(0, count, U):
         if REVERSE:
@@ -270,16 +358,17 @@ def scan(
             tl.store(p, y, mask=live[:, None] & (e < E)[None, :])
         carry = tl.sum(tl.where((u == U - 1)[:, None], y, 0.0), 0)
     if FINAL:
-        tl.store(final + here, carry, mask=e < E)
+        tl.store(final + here * (K * V) + e, carry, mask=in_s)
+        tl.store(zfinal + here * K + (e - K * V), carry, mask=in_z)
 
 
 @triton.jit
 def forward(
-    q, k, v, g, o, den, init, zinit, fin, zfin, cu, owner, lengths,
+    q, k, v, g, o, inv, init, zinit, fin, zfin, cu, owner, lengths,
     eps, T, L, NS, H, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, INIT: tl.constexpr, SPLIT: tl.constexpr, SAVE: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one segment. SPLIT: the state before it is in row `slot` of `init`, else in row n (if INIT)."""
@@ -291,36 +380,26 @@ def forward(
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    if PACKED:
-        q += first * qt
-        k += first * kt
-        v += first * vt
-        g += first * gt
-    else:
-        q += n.to(tl.int64) * qb
-        k += n.to(tl.int64) * kb
-        v += n.to(tl.int64) * vb
-        g += n.to(tl.int64) * gb
-    q += h.to(tl.int64) * qh
-    k += h.to(tl.int64) * kh
-    v += h.to(tl.int64) * vh
-    g += h.to(tl.int64) * gh
+    q += _head(n, h, first, qb, qt, qh, PACKED)
+    k += _head(n, h, first, kb, kt, kh, PACKED)
+    v += _head(n, h, first, vb, vt, vh, PACKED)
+    g += _head(n, h, first, gb, gt, gh, PACKED)
     o += (first * H + h) * V
-    den += first * H + h
+    inv += first * H + h
 
     dk = tl.arange(0, BK)
     dv = v0 + tl.arange(0, BV)
     tile = dk[:, None] * V + dv[None, :]
     inside = (dk < K)[:, None] & (dv < V)[None, :]
-    s = tl.zeros([BK, BV], ACC)
+    s = tl.zeros([BV, BK], ACC)
     z = tl.zeros([BK], ACC)
     if INIT:
+        row = n
         if SPLIT:
-            at = slot.to(tl.int64) * H + h
-        else:
-            at = n.to(tl.int64) * H + h
-        s += tl.load(init + at * (K * V) + tile, mask=inside, other=0.0)
-        z += tl.load(zinit + at * K + dk, mask=dk < K, other=0.0)
+            row = slot
+        before, zbefore = _state(init, zinit, row, h, H, K, V, SPLIT)
+        s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
+        z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     if not CAUSAL:
         sx, sscale = _fit(s, DOT)
     i = tl.arange(0, C)
@@ -328,67 +407,69 @@ def forward(
     stop = tl.minimum(start + L, size)
     for t in range(start, stop, C):
         left = real - t
-        qx = _features(_load(q, t, left, qt, 0, K, C, BK).to(ACC), left, 0, MAP, K, C, BK).to(DOT)
+        qx = _features(q, t, left, qt, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        d = _times(qx, z, BK, DOT, ACC, PREC)
         if CAUSAL:
-            kf = _features(_load(k, t, left, kt, 0, K, C, BK).to(ACC), left, 0, MAP, K, C, BK)
-            vx = _load(v, t, left, vt, v0, V, C, BV).to(DOT)
-            kx = kf.to(DOT)
+            f = _features(k, t, left, kt, 0, MAP, K, C, BK, EVEN, ACC)
+            vx = _load(v, t, left, vt, v0, V, C, BV, EVEN).to(DOT)
+            kx = f.to(DOT)
+            if not GATED:
+                z += tl.sum(f, 0)
             a = tl.dot(qx, tl.trans(kx), input_precision=PREC, out_dtype=ACC)
             a = tl.where(i[:, None] >= i[None, :], a, 0.0)
             sx, sscale = _fit(s, DOT)
-            num = tl.dot(qx, sx, input_precision=PREC, out_dtype=ACC) * sscale
-            d = tl.sum(qx.to(ACC) * z[None, :], 1)
+            num = tl.dot(qx, tl.trans(sx), input_precision=PREC, out_dtype=ACC) * sscale
             if GATED:
                 gate = _gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
                 a = a * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
-                fade = tl.exp(age)
-                num = num * fade[:, None]
-                d = d * fade
-                kx = (kf * tl.exp(tl.minimum(whole - age, 0.0))[:, None]).to(DOT)
+                num = num * tl.exp(age)[:, None]
+                d = d * tl.exp(age)
+                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                kx = f.to(DOT)
                 s = s * tl.exp(whole)
-                z = z * tl.exp(whole)
+                z = z * tl.exp(whole) + tl.sum(f, 0)
             ax, ascale = _fit(a, DOT)
             num += tl.dot(ax, vx, input_precision=PREC, out_dtype=ACC) * ascale
             d += tl.sum(a, 1)
-            s += tl.dot(tl.trans(kx), vx, input_precision=PREC, out_dtype=ACC)
-            z += tl.sum(kx.to(ACC), 0)
+            s += tl.dot(tl.trans(vx), kx, input_precision=PREC, out_dtype=ACC)
         else:
-            num = tl.dot(qx, sx, input_precision=PREC, out_dtype=ACC) * sscale
-            d = tl.sum(qx.to(ACC) * z[None, :], 1)
+            num = tl.dot(qx, tl.trans(sx), input_precision=PREC, out_dtype=ACC) * sscale
         if NORM:
             if SIGNED:
                 d = tl.where(d < 0.0, -tl.maximum(-d, eps), tl.maximum(d, eps))
             else:
                 d = d + eps
-            d = tl.where(i < left, d, 1.0)
-            num = num * (1.0 / d)[:, None]
+            if not EVEN:
+                d = tl.where(i < left, d, 1.0)
+            w = 1.0 / d
+            num = num * w[:, None]
             if SAVE:
                 if v0 == 0:
-                    tl.store(den + (tl.cast(t, tl.int64) + i) * H, d, mask=i < size - t)
-        _store(o, num, t, size - t, H * V, v0, V, C, BV)
+                    tl.store(inv + (tl.cast(t, tl.int64) + i) * H, w, mask=i < size - t)
+        _store(o, num, t, size - t, H * V, v0, V, C, BV, EVEN)
 
     if CAUSAL:
         if j == segments - 1:
-            at = n.to(tl.int64) * H + h
-            tl.store(fin + at * (K * V) + tile, s, mask=inside)
+            after, zafter = _state(fin, zfin, n, h, H, K, V, False)
+            tl.store(after + tile, tl.trans(s), mask=inside)
             if v0 == 0:
-                tl.store(zfin + at * K + dk, z, mask=dk < K)
+                tl.store(zafter + dk, z, mask=dk < K)
 
 
 @triton.jit
 def backward_q(
-    q, k, v, g, o, den, do, dq, delta, qdq, init, zinit, rows, zrows, grows, trail, ztrail, cu, owner, lengths,
-    eps, T, L, NS, H, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh, TOKENS,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, v, g, o, inv, do, pull, dq, qdq, init, zinit, start, zstart, sums, zsums, cu, owner, lengths,
+    eps, T, L, NS, H, TOKENS, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, INIT: tl.constexpr, SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, START: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq of one segment, delta = -do·o for `backward_kv`, and the segment's own part of R and r for the row before it.
+    """dq of one segment; the pull, where `states` has not made it; not causal: also the segment's R and r, into `sums`.
 
-    Gated: also the state before each chunk (trail) and q·dq through it (qdq), which d log_gate needs.
+    Gated: also q·dq, which d log_gate needs, for each block of K.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
@@ -398,198 +479,140 @@ def backward_q(
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    if PACKED:
-        q += first * qt
-        k += first * kt
-        v += first * vt
-        g += first * gt
-        do += first * ot
-        chunk = (first // C).to(tl.int32) + n
-    else:
-        q += n.to(tl.int64) * qb
-        k += n.to(tl.int64) * kb
-        v += n.to(tl.int64) * vb
-        g += n.to(tl.int64) * gb
-        do += n.to(tl.int64) * ob
-        chunk = n * ((T + C - 1) // C)
-    q += h.to(tl.int64) * qh
-    k += h.to(tl.int64) * kh
-    v += h.to(tl.int64) * vh
-    g += h.to(tl.int64) * gh
-    do += h.to(tl.int64) * oh
+    q += _head(n, h, first, qb, qt, qh, PACKED)
+    k += _head(n, h, first, kb, kt, kh, PACKED)
+    v += _head(n, h, first, vb, vt, vh, PACKED)
+    g += _head(n, h, first, gb, gt, gh, PACKED)
+    do += _head(n, h, first, ob, ot, oh, PACKED)
     o += (first * H + h) * V
     dq += (first * H + h) * K
-    den += first * H + h
-    delta += first * H + h
+    inv += first * H + h
+    pull += first * H + h
     qdq += (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
 
     dk = k0 + tl.arange(0, BK)
     dv = tl.arange(0, BV)
     tile = dk[:, None] * V + dv[None, :]
     inside = (dk < K)[:, None] & (dv < V)[None, :]
-    s = tl.zeros([BK, BV], ACC)
+    s = tl.zeros([BV, BK], ACC)
     z = tl.zeros([BK], ACC)
     if INIT:
+        row = n
         if SPLIT and CAUSAL:
-            at = slot.to(tl.int64) * H + h
-        else:
-            at = n.to(tl.int64) * H + h
-        s += tl.load(init + at * (K * V) + tile, mask=inside, other=0.0)
-        z += tl.load(zinit + at * K + dk, mask=dk < K, other=0.0)
+            row = slot
+        before, zbefore = _state(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
+        s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
+        z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     if not CAUSAL:
         sx, sscale = _fit(s, DOT)
-    if SPLIT:
-        rs = tl.zeros([BK, BV], ACC)
+        rs = tl.zeros([BV, BK], ACC)
         rz = tl.zeros([BK], ACC)
-        total = 0.0
+        if START:
+            before, zbefore = _state(start, zstart, n, h, H, K, V, False)
+            rs += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
+            rz += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     i = tl.arange(0, C)
-    start = j * L
-    stop = tl.minimum(start + L, size)
-    for t in range(start, stop, C):
+    begin = j * L
+    stop = tl.minimum(begin + L, size)
+    for t in range(begin, stop, C):
         left = real - t
-        x = _load(q, t, left, qt, k0, K, C, BK).to(ACC)
-        qf = _features(x, left, k0, MAP, K, C, BK)
-        dox = _load(do, t, left, ot, 0, V, C, BV)
+        dox = _load(do, t, left, ot, 0, V, C, BV, EVEN)
         if NORM:
-            ox = _load(o, t, left, H * V, 0, V, C, BV)
-            c = _column(den, t, left, H, C, ACC, 1.0)
-            w = 1.0 / c
-            e = -tl.sum(dox.to(ACC) * ox.to(ACC), 1)
-            if SIGNED:
-                e = tl.where(tl.abs(c) > eps, e, 0.0)
-            if k0 == 0:
-                tl.store(delta + (tl.cast(t, tl.int64) + i) * H, e, mask=i < size - t)
+            w = _column(inv, t, left, H, C, ACC, 0.0)
+            if SPLIT and CAUSAL:
+                p = _column(pull, t, left, H, C, ACC, 0.0)
+            else:
+                p = _pull(dox, _load(o, t, left, H * V, 0, V, C, BV, EVEN), w, eps, SIGNED)
+                if k0 == 0:
+                    tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
         dox = dox.to(DOT)
         if CAUSAL:
             sx, sscale = _fit(s, DOT)
-        back = tl.dot(dox, tl.trans(sx), input_precision=PREC, out_dtype=ACC) * sscale
+        back = tl.dot(dox, sx, input_precision=PREC, out_dtype=ACC) * sscale
         if NORM:
-            back += e[:, None] * z[None, :]
-        wq = qf
-        if GATED:
-            gate = _gate(g, t, left, gt, C, ACC)
-            age = tl.cumsum(gate, 0)
-            whole = tl.sum(gate, 0)
-            back = back * tl.exp(age)[:, None]
-            here = (chunk + t // C).to(tl.int64) * H + h
-            tl.store(trail + here * (K * V) + tile, s, mask=inside)
-            tl.store(ztrail + here * K + dk, z, mask=dk < K)
-            through = tl.sum(qf * back, 1)
-            if NORM:
-                through = through * w
-            tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, through, mask=i < size - t)
+            back += p[:, None] * z[None, :]
         if CAUSAL:
-            kf = _features(_load(k, t, left, kt, k0, K, C, BK).to(ACC), left, k0, MAP, K, C, BK)
-            vx = _load(v, t, left, vt, 0, V, C, BV).to(DOT)
-            kx = kf.to(DOT)
+            f = _features(k, t, left, kt, k0, MAP, K, C, BK, EVEN, ACC)
+            vx = _load(v, t, left, vt, 0, V, C, BV, EVEN).to(DOT)
+            kx = f.to(DOT)
+            if not GATED:
+                z += tl.sum(f, 0)
             da = tl.dot(dox, tl.trans(vx), input_precision=PREC, out_dtype=ACC)
             if NORM:
-                da += e[:, None]
+                da += p[:, None]
             da = tl.where(i[:, None] >= i[None, :], da, 0.0)
             if GATED:
+                gate = _gate(g, t, left, gt, C, ACC)
+                age = tl.cumsum(gate, 0)
+                whole = tl.sum(gate, 0)
+                back = back * tl.exp(age)[:, None]
                 da = da * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
             dax, dascale = _fit(da, DOT)
             back += tl.dot(dax, kx, input_precision=PREC, out_dtype=ACC) * dascale
             if GATED:
-                kx = (kf * tl.exp(tl.minimum(whole - age, 0.0))[:, None]).to(DOT)
+                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                kx = f.to(DOT)
                 s = s * tl.exp(whole)
-                z = z * tl.exp(whole)
-            s += tl.dot(tl.trans(kx), vx, input_precision=PREC, out_dtype=ACC)
-            z += tl.sum(kx.to(ACC), 0)
+                z = z * tl.exp(whole) + tl.sum(f, 0)
+            s += tl.dot(tl.trans(vx), kx, input_precision=PREC, out_dtype=ACC)
+        f = _features(q, t, left, qt, k0, MAP, K, C, BK, EVEN, ACC)
         if NORM:
             back = back * w[:, None]
-            wq = wq * w[:, None]
-        _store(dq, _phi_grad(back, x, MAP), t, size - t, H * K, k0, K, C, BK)
-        if SPLIT:
-            if GATED:
-                wq = wq * tl.exp(total + age)[:, None]
-                total += whole
-            wx, wscale = _fit(wq, DOT)
-            rs += tl.dot(tl.trans(wx), dox, input_precision=PREC, out_dtype=ACC) * wscale
+        if GATED:
+            tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, tl.sum(f * back, 1), mask=i < size - t)
+        _store(dq, _phi_grad(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
+        if not CAUSAL:
             if NORM:
-                rz += tl.sum(wq * e[:, None], 0)
+                f = f * w[:, None]
+                rz += tl.sum(f * p[:, None], 0)
+            fx, scale = _fit(f, DOT)
+            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * scale
 
-    if SPLIT:
-        if CAUSAL:
-            row = slot - 1
-            keep = j > 0
-        else:
+    if not CAUSAL:
+        row = n
+        if SPLIT:
             row = slot
-            keep = j >= 0
-        if keep:
-            at = row.to(tl.int64) * H + h
-            tl.store(rows + at * (K * V) + tile, rs, mask=inside)
-            tl.store(zrows + at * K + dk, rz, mask=dk < K)
-            if GATED:
-                if k0 == 0:
-                    tl.store(grows + at, total)
+        after, zafter = _state(sums, zsums, row, h, H, K, V, SPLIT)
+        tl.store(after + tile, tl.trans(rs), mask=inside)
+        tl.store(zafter + dk, rz, mask=dk < K)
 
 
 @triton.jit
-def backward_kv(
-    q, k, v, g, den, do, delta, qdq, dk, dv, dg, init, zinit, fin, zfin, trail, ztrail, cu, owner, lengths,
-    T, L, NS, H, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh, TOKENS,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+def backward_v(
+    q, k, g, inv, do, dv, init, cu, owner, lengths,
+    T, L, NS, H, qb, qt, qh, kb, kt, kh, gb, gt, gh, ob, ot, oh,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, INIT: tl.constexpr, SPLIT: tl.constexpr, FINAL: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and d log_gate of one segment, last chunk first. Wide heads: dk by key, dv by value blocks (DK, DV).
-
-    d log_gateₜ = Σ_{i≥t>s} X_is + Σ_{i≥t} qᵢ·dqᵢ|S + Σ_{s<t} kₛ·dkₛ|R + e^G ⟨S, R⟩ within a chunk, with X the masked
-    scores times their gradients, S the state before it, R the gradient of the state after it, G its whole log_gate;
-    the sum over pairs is a suffix sum of row sums minus column sums.
-    """
-    NK: tl.constexpr = (K + BK - 1) // BK
+    """dv of one segment, last chunk first, from R after it."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    slot = pid // (NK * NV * H)
-    h = (pid // (NK * NV)) % H
-    k0 = (pid % (NK * NV)) // NV * BK
+    slot = pid // (NV * H)
+    h = (pid // NV) % H
     v0 = (pid % NV) * BV
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    if PACKED:
-        q += first * qt
-        k += first * kt
-        v += first * vt
-        g += first * gt
-        do += first * ot
-        chunk = (first // C).to(tl.int32) + n
-    else:
-        q += n.to(tl.int64) * qb
-        k += n.to(tl.int64) * kb
-        v += n.to(tl.int64) * vb
-        g += n.to(tl.int64) * gb
-        do += n.to(tl.int64) * ob
-        chunk = n * ((T + C - 1) // C)
-    q += h.to(tl.int64) * qh
-    k += h.to(tl.int64) * kh
-    v += h.to(tl.int64) * vh
-    g += h.to(tl.int64) * gh
-    do += h.to(tl.int64) * oh
-    dk += (first * H + h) * K
+    q += _head(n, h, first, qb, qt, qh, PACKED)
+    k += _head(n, h, first, kb, kt, kh, PACKED)
+    g += _head(n, h, first, gb, gt, gh, PACKED)
+    do += _head(n, h, first, ob, ot, oh, PACKED)
     dv += (first * H + h) * V
-    den += first * H + h
-    delta += first * H + h
-    part = (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
-    qdq += part
-    dg += part
+    inv += first * H + h
 
-    ck = k0 + tl.arange(0, BK)
+    ck = tl.arange(0, BK)
     cv = v0 + tl.arange(0, BV)
     tile = ck[:, None] * V + cv[None, :]
     inside = (ck < K)[:, None] & (cv < V)[None, :]
-    rs = tl.zeros([BK, BV], ACC)
-    rz = tl.zeros([BK], ACC)
+    rs = tl.zeros([BV, BK], ACC)
     if INIT:
+        row = n
         if SPLIT and CAUSAL:
-            at = slot.to(tl.int64) * H + h
-        else:
-            at = n.to(tl.int64) * H + h
-        rs += tl.load(init + at * (K * V) + tile, mask=inside, other=0.0)
-        rz += tl.load(zinit + at * K + ck, mask=ck < K, other=0.0)
+            row = slot
+        after, _ = _state(init, init, row, h, H, K, V, SPLIT and CAUSAL)
+        rs += tl.trans(tl.load(after + tile, mask=inside, other=0.0))
     if not CAUSAL:
         rx, rscale = _fit(rs, DOT)
     i = tl.arange(0, C)
@@ -599,83 +622,145 @@ def backward_kv(
     for c in range(chunks):
         t = start + (chunks - 1 - c) * C
         left = real - t
-        x = _load(k, t, left, kt, k0, K, C, BK).to(ACC)
-        kf = _features(x, left, k0, MAP, K, C, BK)
-        kx = kf.to(DOT)
-        vx = _load(v, t, left, vt, v0, V, C, BV).to(DOT)
+        kx = _features(k, t, left, kt, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
         if CAUSAL:
             rx, rscale = _fit(rs, DOT)
-            qf = _features(_load(q, t, left, qt, k0, K, C, BK).to(ACC), left, k0, MAP, K, C, BK)
-            qx = qf.to(DOT)
-            dox = _load(do, t, left, ot, v0, V, C, BV).to(DOT)
+        gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
+        if CAUSAL:
+            f = _features(q, t, left, qt, 0, MAP, K, C, BK, EVEN, ACC)
             if NORM:
-                w = 1.0 / _column(den, t, left, H, C, ACC, 1.0)
-                e = _column(delta, t, left, H, C, ACC, 0.0)
-            pair = i[:, None] <= i[None, :]  # [C keys, C queries]
+                f = f * _column(inv, t, left, H, C, ACC, 0.0)[:, None]
+            fx, fscale = _fit(f, DOT)
+            dox = _load(do, t, left, ot, v0, V, C, BV, EVEN).to(DOT)
+            a = tl.dot(kx, tl.trans(fx), input_precision=PREC, out_dtype=ACC) * fscale
+            a = tl.where(i[:, None] <= i[None, :], a, 0.0)  # [C keys, C queries]
             if GATED:
                 gate = _gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
-                ebb = tl.exp(tl.minimum(whole - age, 0.0))
-                fade = tl.where(pair, tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0)), 0.0)
-            if DV or GATED:
-                a = tl.dot(kx, tl.trans(qx), input_precision=PREC, out_dtype=ACC)
-        if DV:
-            gv = tl.dot(kx, rx, input_precision=PREC, out_dtype=ACC) * rscale
-            if CAUSAL:
-                if GATED:
-                    gv = gv * ebb[:, None]
-                    b = a * fade
-                else:
-                    b = tl.where(pair, a, 0.0)
-                if NORM:
-                    b = b * w[None, :]
-                bx, bscale = _fit(b, DOT)
-                gv += tl.dot(bx, dox, input_precision=PREC, out_dtype=ACC) * bscale
-            gv = tl.where((i < left)[:, None], gv, 0.0)
-            _store(dv, gv, t, size - t, H * V, v0, V, C, BV)
-        if DK:
-            gk = tl.dot(vx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale + rz[None, :]
-            if CAUSAL:
-                da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
-                if NORM:
-                    da = (da + e[None, :]) * w[None, :]
-                if GATED:
-                    da = da * fade
-                    gk = gk * ebb[:, None]
-                    pull = tl.sum(kf * gk, 1)
-                    held = a * da
-                    push = _column(qdq, t, left, H, C, ACC, 0.0) + tl.sum(held, 0) - tl.sum(held, 1)
-                    here = (chunk + t // C).to(tl.int64) * H + h
-                    before = tl.load(trail + here * (K * V) + tile, mask=inside, other=0.0)
-                    zbefore = tl.load(ztrail + here * K + ck, mask=ck < K, other=0.0)
-                    carried = tl.sum(tl.sum(before * rs, 1) + zbefore * rz, 0) * tl.exp(whole)
-                    gg = tl.cumsum(push, 0, reverse=True) + tl.cumsum(pull, 0) - pull + carried
-                    gg = tl.where(i < left, gg, 0.0)
-                    tl.store(dg + (tl.cast(t, tl.int64) + i) * H, gg, mask=i < size - t)
-                else:
-                    da = tl.where(pair, da, 0.0)
-                dax, dascale = _fit(da, DOT)
-                gk += tl.dot(dax, qx, input_precision=PREC, out_dtype=ACC) * dascale
-            gk = tl.where((i < left)[:, None], _phi_grad(gk, x, MAP), 0.0)
-            _store(dk, gk, t, size - t, H * K, k0, K, C, BK)
+                a = a * tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))
+                gv = gv * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                fx, fscale = _fit(f * tl.exp(age)[:, None], DOT)
+                rs = rs * tl.exp(whole)
+            ax, ascale = _fit(a, DOT)
+            gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
+            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
+        _store(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
+
+
+@triton.jit
+def backward_k(
+    q, k, v, g, inv, do, pull, qdq, dk, dg, init, zinit, ahead, end, zend, fin, zfin, cu, owner, lengths,
+    T, L, NS, H, TOKENS, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dk and d log_gate of one segment, last chunk first, from R and r after it; those before a sequence to `fin`.
+
+    Each score and each state at the end holds exp of a sum of log_gates, so d log_gateₜ = ⟨R, S⟩ + ⟨r, z⟩ at the
+    segment's end + Σ q·dq - k·dk over the tokens from t to there. S is in the row `ahead`, or after the last in `end`.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    slot = pid // (NK * H)
+    h = (pid // NK) % H
+    k0 = (pid % NK) * BK
+    n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    q += _head(n, h, first, qb, qt, qh, PACKED)
+    k += _head(n, h, first, kb, kt, kh, PACKED)
+    v += _head(n, h, first, vb, vt, vh, PACKED)
+    g += _head(n, h, first, gb, gt, gh, PACKED)
+    do += _head(n, h, first, ob, ot, oh, PACKED)
+    dk += (first * H + h) * K
+    inv += first * H + h
+    pull += first * H + h
+    part = (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
+    qdq += part
+    dg += part
+
+    ck = k0 + tl.arange(0, BK)
+    cv = tl.arange(0, BV)
+    tile = ck[:, None] * V + cv[None, :]
+    inside = (ck < K)[:, None] & (cv < V)[None, :]
+    rs = tl.zeros([BV, BK], ACC)
+    rz = tl.zeros([BK], ACC)
+    if INIT:
+        row = n
+        if SPLIT and CAUSAL:
+            row = slot
+        after, zafter = _state(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
+        rs += tl.trans(tl.load(after + tile, mask=inside, other=0.0))
+        rz += tl.load(zafter + ck, mask=ck < K, other=0.0)
+    if not CAUSAL:
+        rx, rscale = _fit(rs, DOT)
+    if GATED:
+        if j == segments - 1:
+            last, zlast = _state(end, zend, n, h, H, K, V, False)
+        else:
+            last, zlast = _state(ahead, ahead, slot + 1, h, H, K, V, True)
+        held = tl.load(last + tile, mask=inside, other=0.0) * tl.trans(rs)
+        carried = tl.sum(tl.sum(held, 1) + tl.load(zlast + ck, mask=ck < K, other=0.0) * rz, 0)
+    i = tl.arange(0, C)
+    start = j * L
+    stop = tl.minimum(start + L, size)
+    chunks = (stop - start + C - 1) // C
+    for c in range(chunks):
+        t = start + (chunks - 1 - c) * C
+        left = real - t
+        vx = _load(v, t, left, vt, 0, V, C, BV, EVEN).to(DOT)
         if CAUSAL:
+            rx, rscale = _fit(rs, DOT)
+        gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale + rz[None, :]
+        if CAUSAL:
+            f = _features(q, t, left, qt, k0, MAP, K, C, BK, EVEN, ACC)
+            if NORM:
+                f = f * _column(inv, t, left, H, C, ACC, 0.0)[:, None]
+            fx, fscale = _fit(f, DOT)
+            if NORM:
+                p = _column(pull, t, left, H, C, ACC, 0.0)
+                if not GATED:
+                    rz += tl.sum(f * p[:, None], 0)
+            dox = _load(do, t, left, ot, 0, V, C, BV, EVEN).to(DOT)
+            da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
+            if NORM:
+                da += p[None, :]
+            da = tl.where(i[:, None] <= i[None, :], da, 0.0)  # [C keys, C queries]
             if GATED:
-                qf = qf * tl.exp(age)[:, None]
+                gate = _gate(g, t, left, gt, C, ACC)
+                age = tl.cumsum(gate, 0)
+                whole = tl.sum(gate, 0)
+                da = da * tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))
+                gk = gk * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+            dax, dascale = _fit(da, DOT)
+            gk += tl.dot(dax, fx, input_precision=PREC, out_dtype=ACC) * (dascale * fscale)
+            if GATED:
+                f = f * tl.exp(age)[:, None]
+                fx, fscale = _fit(f, DOT)
                 rs = rs * tl.exp(whole)
                 rz = rz * tl.exp(whole)
-            if NORM:
-                qf = qf * w[:, None]
-                rz += tl.sum(qf * e[:, None], 0)
-            wx, wscale = _fit(qf, DOT)
-            rs += tl.dot(tl.trans(wx), dox, input_precision=PREC, out_dtype=ACC) * wscale
+                if NORM:
+                    rz += tl.sum(f * p[:, None], 0)
+            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
+        f = _features(k, t, left, kt, k0, MAP, K, C, BK, EVEN, ACC)
+        if GATED:
+            push = _column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f * gk, 1)
+            here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
+            tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
+            carried += tl.sum(push, 0)
+        gk = _phi_grad(gk, f, MAP)
+        if not EVEN:
+            gk = tl.where((i < left)[:, None], gk, 0.0)
+        _store(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
 
     if FINAL:
         if j == 0:
-            at = n.to(tl.int64) * H + h
-            tl.store(fin + at * (K * V) + tile, rs, mask=inside)
-            if v0 == 0:
-                tl.store(zfin + at * K + ck, rz, mask=ck < K)
+            before, zbefore = _state(fin, zfin, n, h, H, K, V, False)
+            tl.store(before + tile, tl.trans(rs), mask=inside)
+            tl.store(zbefore + ck, rz, mask=ck < K)
 
 
 @triton.jit
@@ -736,41 +821,37 @@ def step(
 
 class Config(NamedTuple):
     chunk: int
-    block: (
-        int  # state columns in one program: of V (states, forward), of K (backward_q), of either (backward_kv; 0: all)
-    )
+    block: int  # columns of the state in one program: of V in forward and backward_v, of K in the others
     warps: int
     stages: int
-    registers: int | None = None  # a cap, so that more programs share a multiprocessor
+    registers: int = (
+        255  # a cap, so that more programs share a multiprocessor; without one ptxas gives up on large tiles
+    )
 
 
-# (kernel, K, V, bytes per element) -> what measured best; other shapes follow `config`
-TUNED: dict[tuple[str, int, int, int], Config] = {
-    ("forward", 64, 64, 2): Config(64, 64, 4, 2, 168),
+# (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`
+TUNED: dict[tuple[str, bool, int, int, int], Config] = {
+    ("states", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
+    ("states", False, 64, 64, 2): Config(128, 64, 4, 2, 168),
+    ("backward_q", False, 64, 64, 2): Config(64, 64, 4, 1, 128),
+    ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
+    ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
 }
 
 
-def config(kernel: str, width_k: int, width_v: int, itemsize: int) -> Config:
+def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int) -> Config:
     """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap."""
     k, v = _power(width_k), _power(width_v)
-    tuned = TUNED.get((kernel, k, v, itemsize))
+    tuned = TUNED.get((kernel, causal, k, v, itemsize))
     if tuned:
         return tuned
-    # state elements a program can hold; exact float32 products run on scalar units and want small tiles
-    chunk, room = (64, 8192) if itemsize == 2 else (16, 2048)
-    if itemsize == 2 and k * v > 4096:
-        chunk = 32
-    if kernel == "backward_kv":
-        block = 0 if k * v <= room // 2 else max(16, min(k, v, room // max(k, v)))
-        area = k * v if block == 0 else max(k, v) * block
-    elif kernel == "backward_q":
-        block = min(k, max(16, (room if k * v <= 4096 else room // 2) // v))
-        area = 2 * block * v
-    else:
-        block = min(v, max(16, room // k))
-        area = k * block
-    warps = 4 if area <= room // 2 else 8
-    return Config(chunk, block, warps, 2 if itemsize == 2 else 1, 255)  # uncapped, ptxas gives up on the largest ones
+    across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
+    if itemsize > 2:  # exact products run on scalar units and want small tiles
+        block = min(across, max(16, 2048 // along))
+        return Config(16, block, 8 if block * along > 1024 else 4, 1)
+    block = min(across, 64, max(16, 8192 // along))
+    small = block * along <= 4096
+    return Config(64, block, 4, 3 if small else 2, 128 if small and not causal else 255)
 
 
 def _power(n: int) -> int:
@@ -793,35 +874,67 @@ class Call(NamedTuple):
     eps: float
     segment: int
 
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
-def _owner(call: Call, tokens: int) -> Tensor | None:
+    def cut(self, tokens: int) -> tuple[int, int, bool]:
+        """Slots, segments per sequence (1 when packed, where only the device knows), whether there may be several."""
+        if self.cu_seqlens is not None:
+            return tokens // self.segment + self.sequences, 1, True
+        segments = triton.cdiv(tokens, self.segment)
+        return self.q.shape[0] * segments, segments, segments > 1
+
+
+def _owner(call: Call) -> Tensor:
     """Packed: the sequence of each slot. Sequence n has slots from cu[n] // L + n on, enough for any length."""
     if call.cu_seqlens is None:
-        return None
-    sequences = call.cu_seqlens.numel() - 1
-    first = call.cu_seqlens[:-1] // call.segment + torch.arange(sequences, device=call.cu_seqlens.device)
-    slots = torch.arange(tokens // call.segment + sequences, device=call.cu_seqlens.device)
+        return call.q
+    first = call.cu_seqlens[:-1] // call.segment + torch.arange(call.sequences, device=call.q.device)
+    slots = torch.arange(call.q.shape[1] // call.segment + call.sequences, device=call.q.device)
     return (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
 
 
-def _grid(call: Call, x: Tensor) -> tuple[int, int]:
-    """Slots, and segments per sequence (1 when packed, where only the device knows)."""
-    b, t = x.shape[:2]
-    if call.cu_seqlens is not None:
-        return t // call.segment + call.cu_seqlens.numel() - 1, 1
-    segments = triton.cdiv(t, call.segment)
-    return b * segments, segments
+_READY: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
-def _launch(cfg: Config) -> dict[str, int]:
-    options = {"num_warps": cfg.warps, "num_stages": cfg.stages}
-    if cfg.registers is not None and not INTERPRETED:
-        options["maxnreg"] = cfg.registers
-    return options
+def _start(
+    kernel: Any,
+    grid: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    cfg: Config,
+) -> None:
+    """Launch kernel(*tensors, *numbers, **constants), its parameters in this order.
+
+    Triton looks at every argument of every call, longer than a short kernel runs; what it found is remembered here.
+    """
+    if INTERPRETED:
+        kernel[(grid,)](*tensors, *numbers, **constants)
+        return
+    device = tensors[0].device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _start(kernel, grid, tensors, numbers, constants, cfg)
+        return
+    pointers = [x.data_ptr() for x in tensors]
+    key = (
+        kernel, device, cfg, numbers, *constants.values(), *(x.dtype for x in tensors), *(p % 16 == 0 for p in pointers)
+    )  # fmt: skip
+    ready = _READY.get(key)
+    if ready is not None:
+        ready[0][(grid, 1, 1)](*pointers, *numbers, *ready[1])
+        return
+    launch = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
+    compiled = kernel[(grid,)](*tensors, *numbers, **constants, **launch)
+    if len(_READY) > 4096:
+        _READY.clear()
+    _READY[key] = compiled, [None] * len(constants)
 
 
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(d for x in tensors for d in ((0, 0, 0) if x is None else x.stride()[:3]))
 
 
 _DOT = {
@@ -832,175 +945,236 @@ _DOT = {
 }
 
 
-def _types(dtype: torch.dtype) -> dict[str, object]:
-    dot = _DOT[dtype]
-    if dtype is torch.bfloat16 and INTERPRETED:
+def _constants(call: Call, x: Tensor, cfg: Config, block_k: int, block_v: int, **more: Any) -> dict[str, Any]:
+    """The compile-time parameters of every kernel that walks over the tokens of x."""
+    width_k, width_v = call.k.shape[3], call.v.shape[3]
+    lengths = call.lengths is not None and x.shape[1] == call.k.shape[1]  # else queries, which are never padded
+    whole = width_k % block_k == 0 and width_v % block_v == 0 and x.shape[1] % cfg.chunk == 0
+    dot = _DOT[call.q.dtype]
+    if call.q.dtype is torch.bfloat16 and INTERPRETED:
         dot = tl.float32  # the interpreter has no bfloat16 dot
     return {
+        "K": width_k,
+        "V": width_v,
+        "C": cfg.chunk,
+        "BK": block_k,
+        "BV": block_v,
+        "EVEN": whole and not lengths and call.cu_seqlens is None,
+        "MAP": call.feature_map,
+        "CAUSAL": call.causal,
+        "NORM": call.normalize,
+        "GATED": call.log_gate is not None,
+        "PACKED": call.cu_seqlens is not None,
+        "LENGTHS": lengths,
+        **more,
         "DOT": dot,
-        "ACC": tl.float64 if dtype is torch.float64 else tl.float32,
+        "ACC": tl.float64 if call.q.dtype is torch.float64 else tl.float32,
         "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
     }
 
 
-def _options(call: Call, x: Tensor) -> dict[str, object]:
-    return {
-        "MAP": call.feature_map,
-        "CAUSAL": call.causal,
-        "GATED": call.log_gate is not None,
-        "PACKED": call.cu_seqlens is not None,
-        # queries of another length than the keys are never padded
-        "LENGTHS": call.lengths is not None and x.shape[1] == call.k.shape[1],
-        **_types(call.q.dtype),
-    }
+class _Launcher:
+    """Starts the kernels of one call; a tensor that is not there is replaced by one that is, and never read."""
 
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        g, q = call.log_gate, call.q
+        self.gate = q if g is None else g
+        self.where = (
+            q if call.cu_seqlens is None else call.cu_seqlens,
+            _owner(call),
+            q if call.lengths is None else call.lengths,
+        )
+        self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], call.v.shape[3]
 
-def _launch_states(call: Call, rows: Tensor, zrows: Tensor, grows: Tensor | None, owner: Tensor | None) -> None:
-    k, v, g = call.k, call.v, call.log_gate
-    h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
-    cfg = config("states", width_k, width_v, k.element_size())
-    slots, segments = _grid(call, k)
-    states[(slots * h * triton.cdiv(width_v, cfg.block),)](
-        k, v, k if g is None else g, rows, zrows, zrows if grows is None else grows,
-        k if call.cu_seqlens is None else call.cu_seqlens, k if owner is None else owner,
-        k if call.lengths is None else call.lengths,
-        k.shape[1], call.segment, segments, h, *_strides(k), *_strides(v), *_strides(g),
-        K=width_k, V=width_v, C=cfg.chunk, BK=_power(width_k), BV=cfg.block, **_options(call, k),
-        **_launch(cfg),
-    )  # fmt: skip
+    def config(self, kernel: str) -> Config:
+        call = self.call
+        return config(kernel, call.causal, self.width_k, self.width_v, call.q.element_size())
 
+    def states(
+        self, x: Tensor, y: Tensor, rows: Tensor, zrows: Tensor | None, init: tuple[Tensor, Tensor] | None,
+        grows: Tensor | None, grad: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Sums of x and y by segment; zrows: there is one segment, and its sums are the result. grad: o, inv, pull."""
+        call = self.call
+        cfg = self.config("states")
+        slots, segments, _ = call.cut(x.shape[1])
+        constants = _constants(
+            call, x, cfg, cfg.block, _power(self.width_v), SIGNED=call.signed,
+            SPLIT=zrows is None, INIT=init is not None, GRAD=grad is not None,
+        )  # fmt: skip
+        _start(
+            states, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            (x, y, self.gate, *(grad or (y, rows, rows)), rows, rows if zrows is None else zrows,
+             *(init or (rows, rows)), rows if grows is None else grows, *self.where),
+            (call.eps, x.shape[1], call.segment, segments, self.heads, *_strides(x, y, call.log_gate)),
+            constants, cfg,
+        )  # fmt: skip
 
-def _launch_scan(
-    call: Call, x: Tensor, rows: Tensor, grows: Tensor | None, init: Tensor | None, final: Tensor | None, reverse: bool
-) -> None:
-    """Scan rows [slots, H, ...] of every sequence of x, in place (causal), and put the last sum into `final`."""
-    sequences = x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.numel() - 1
-    h, elements = rows.shape[1], rows[0, 0].numel()
-    block = min(128, _power(elements))
-    scan[(sequences * h * triton.cdiv(elements, block),)](
-        rows, rows if grows is None else grows, rows if init is None else init, rows if final is None else final,
-        x if call.cu_seqlens is None else call.cu_seqlens,
-        call.segment, _grid(call, x)[1], h, elements,
-        CAUSAL=call.causal, REVERSE=reverse, GATED=grows is not None, PACKED=call.cu_seqlens is not None,
-        INIT=init is not None, FINAL=final is not None, U=16, BE=block,
-        ACC=tl.float64 if rows.dtype is torch.float64 else tl.float32, num_warps=4,
-    )  # fmt: skip
+    def scan(
+        self, x: Tensor, rows: Tensor, grows: Tensor | None, init: tuple[Tensor, Tensor] | None,
+        final: tuple[Tensor, Tensor] | None, reverse: bool,
+    ) -> None:  # fmt: skip
+        """Scan the rows of every sequence of x, in place (causal), and put the last sums into `final`."""
+        call = self.call
+        elements = rows.shape[2]
+        segments = call.cut(x.shape[1])[1]
+        unroll = 16 if call.cu_seqlens is not None else min(16, triton.next_power_of_2(segments))
+        block = min(2048 // unroll, 512, _power(elements))
+        constants = {
+            "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
+            "GATED": grows is not None, "PACKED": call.cu_seqlens is not None, "INIT": init is not None,
+            "FINAL": final is not None, "U": unroll, "BE": block,
+            "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
+        }  # fmt: skip
+        _start(
+            scan, call.sequences * self.heads * triton.cdiv(elements, block),
+            (rows, rows if grows is None else grows, *(init or (rows, rows)), *(final or (rows, rows)), self.where[0]),
+            (call.segment, segments, self.heads), constants, Config(0, 0, 4, 1),
+        )  # fmt: skip
+
+    def forward(
+        self, o: Tensor, inv: Tensor | None, init: tuple[Tensor, Tensor] | None, final: tuple[Tensor, Tensor],
+        split: bool,
+    ) -> None:  # fmt: skip
+        call = self.call
+        cfg = self.config("forward")
+        slots, segments, _ = call.cut(call.q.shape[1])
+        constants = _constants(
+            call, call.q, cfg, _power(self.width_k), cfg.block, SIGNED=call.signed,
+            SPLIT=split, INIT=init is not None, SAVE=inv is not None,
+        )  # fmt: skip
+        _start(
+            forward, slots * self.heads * triton.cdiv(self.width_v, cfg.block),
+            (call.q, call.k, call.v, self.gate, o, o if inv is None else inv, *(init or final), *final, *self.where),
+            (call.eps, call.q.shape[1], call.segment, segments, self.heads,
+             *_strides(call.q, call.k, call.v, call.log_gate)),
+            constants, cfg,
+        )  # fmt: skip
+
+    def backward_q(
+        self, o: Tensor, inv: Tensor, do: Tensor, pull: Tensor, dq: Tensor, qdq: Tensor | None,
+        init: tuple[Tensor, Tensor] | None, start: tuple[Tensor, Tensor] | None, sums: tuple[Tensor, Tensor] | None,
+        split: bool,
+    ) -> None:  # fmt: skip
+        call = self.call
+        cfg = self.config("backward_q")
+        if call.log_gate is not None:
+            cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
+        slots, segments, _ = call.cut(call.q.shape[1])
+        constants = _constants(
+            call, call.q, cfg, cfg.block, _power(self.width_v), SIGNED=call.signed,
+            SPLIT=split, INIT=init is not None, START=start is not None,
+        )  # fmt: skip
+        _start(
+            backward_q, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            (call.q, call.k, call.v, self.gate, o, inv, do, pull, dq, inv if qdq is None else qdq,
+             *(init or (inv, inv)), *(start or (inv, inv)), *(sums or (inv, inv)), *self.where),
+            (call.eps, call.q.shape[1], call.segment, segments, self.heads, call.q.shape[0] * call.q.shape[1],
+             *_strides(call.q, call.k, call.v, call.log_gate, do)),
+            constants, cfg,
+        )  # fmt: skip
+
+    def backward_v(
+        self, inv: Tensor, do: Tensor, dv: Tensor, init: tuple[Tensor, Tensor] | None, split: bool
+    ) -> None:  # fmt: skip
+        call = self.call
+        cfg = self.config("backward_v")
+        slots, segments, _ = call.cut(call.k.shape[1])
+        constants = _constants(
+            call, call.k, cfg, _power(self.width_k), cfg.block, SPLIT=split, INIT=init is not None
+        )  # fmt: skip
+        _start(
+            backward_v, slots * self.heads * triton.cdiv(self.width_v, cfg.block),
+            (call.q, call.k, self.gate, inv, do, dv, inv if init is None else init[0], *self.where),
+            (call.k.shape[1], call.segment, segments, self.heads, *_strides(call.q, call.k, call.log_gate, do)),
+            constants, cfg,
+        )  # fmt: skip
+
+    def backward_k(
+        self, inv: Tensor, do: Tensor, pull: Tensor, dk: Tensor, gates: tuple[Tensor, Tensor] | None,
+        init: tuple[Tensor, Tensor] | None, ahead: Tensor | None, end: tuple[Tensor, Tensor],
+        final: tuple[Tensor, Tensor] | None, split: bool,
+    ) -> None:  # fmt: skip
+        """gates: q·dq and d log_gate, by block of K."""
+        call = self.call
+        cfg = self.config("backward_k")
+        slots, segments, _ = call.cut(call.k.shape[1])
+        constants = _constants(
+            call, call.k, cfg, cfg.block, _power(self.width_v),
+            SPLIT=split, INIT=init is not None, FINAL=final is not None,
+        )  # fmt: skip
+        _start(
+            backward_k, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            (call.q, call.k, call.v, self.gate, inv, do, pull, (gates or (inv, inv))[0], dk, (gates or (inv, inv))[1],
+             *(init or (inv, inv)), inv if ahead is None else ahead, *end, *(final or (inv, inv)), *self.where),
+            (call.k.shape[1], call.segment, segments, self.heads, call.k.shape[0] * call.k.shape[1],
+             *_strides(call.q, call.k, call.v, call.log_gate, do)),
+            constants, cfg,
+        )  # fmt: skip
 
 
 def launch_forward(
-    call: Call, s0: Tensor | None, z0: Tensor | None, o: Tensor, s: Tensor, z: Tensor,
-    den: Tensor | None, rows: Tensor | None, zrows: Tensor | None,
+    call: Call, init: tuple[Tensor, Tensor] | None, o: Tensor, s: Tensor, z: Tensor, inv: Tensor | None,
+    rows: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill o, s, z and, where given, the denominators; rows and zrows end up with the state before each segment."""
-    q, k, v, g = call.q, call.k, call.v, call.log_gate
-    h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
-    owner = _owner(call, k.shape[1])
-    if rows is not None and zrows is not None:
-        grows = None if g is None else zrows.new_empty(rows.shape[:2])
-        _launch_states(call, rows, zrows, grows, owner)
-        _launch_scan(call, k, rows, grows, s0, None if call.causal else s, False)
-        _launch_scan(call, k, zrows, grows, z0, None if call.causal else z, False)
-    init, zinit = (rows, zrows) if call.causal and rows is not None else (s0, z0) if call.causal else (s, z)
-    cfg = config("forward", width_k, width_v, k.element_size())
-    slots, segments = _grid(call, q)
-    forward[(slots * h * triton.cdiv(width_v, cfg.block),)](
-        q, k, v, q if g is None else g, o, s if den is None else den, s if init is None else init,
-        z if zinit is None else zinit, s, z, q if call.cu_seqlens is None else call.cu_seqlens,
-        q if owner is None else owner, q if call.lengths is None else call.lengths,
-        call.eps, q.shape[1], call.segment, segments, h, *_strides(q), *_strides(k), *_strides(v), *_strides(g),
-        K=width_k, V=width_v, C=cfg.chunk, BK=_power(width_k), BV=cfg.block,
-        SIGNED=call.signed, NORM=call.normalize, INIT=init is not None,
-        SPLIT=call.causal and rows is not None, SAVE=den is not None, **_options(call, q),
-        **_launch(cfg),
-    )  # fmt: skip
+    """Fill o, s, z and, where given, one over each denominator.
+
+    rows [slots, H, K·V + K], given where sequences are cut, end up (causal) with the state before each segment.
+    """
+    run = _Launcher(call)
+    if rows is not None:
+        grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
+        run.states(call.k, call.v, rows, None, None, grows)
+        run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
+    elif not call.causal:
+        run.states(call.k, call.v, s, z, init, None)
+    if not call.causal:
+        init = s, z
+    elif rows is not None:
+        init = rows, rows
+    run.forward(o, inv, init, (s, z), call.causal and rows is not None)
 
 
 def launch_backward(
-    call: Call, do: Tensor, ds: Tensor | None, dz: Tensor | None, o: Tensor, den: Tensor,
-    init: Tensor | None, zinit: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
-    ds0: Tensor | None, dz0: Tensor | None,
+    call: Call, do: Tensor, dend: tuple[Tensor, Tensor] | None, o: Tensor, end: tuple[Tensor, Tensor], inv: Tensor,
+    init: tuple[Tensor, Tensor] | None, dq: Tensor, dk: Tensor, dv: Tensor, dinit: tuple[Tensor, Tensor] | None,
 ) -> Tensor | None:  # fmt: skip
     """Fill dq, dk, dv and, where given, the gradients of the initial state; returns that of log_gate.
 
-    init and zinit: the states before each segment, before each sequence (one segment), or the full sums (not causal).
+    init: the states before each segment, before each sequence (one segment), or the full sums (not causal).
+    end: the states after each sequence; dend: the gradients of those.
     """
-    q, k, v, g = call.q, call.k, call.v, call.log_gate
-    h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
-    acc = den.dtype
-    owner = _owner(call, q.shape[1])
-    slots, segments = _grid(call, q)
-    split = not call.causal or call.cu_seqlens is not None or segments > 1
-    cfg = config("backward_q", width_k, width_v, k.element_size())
-    wide = config("backward_kv", width_k, width_v, k.element_size())
-    if g is not None:
-        wide = wide._replace(chunk=cfg.chunk)  # they share the states before each chunk
-    parts = triton.cdiv(width_k, cfg.block)
-    delta = torch.empty_like(den)
-    rows = zrows = grows = trail = ztrail = qdq = dg = None
+    run = _Launcher(call)
+    slots, _, split = call.cut(call.q.shape[1])
+    pull = torch.empty_like(inv)
+    grows = gates = after = None
     if split:
-        rows = q.new_empty((slots, h, width_k, width_v), dtype=acc)
-        zrows = q.new_empty((slots, h, width_k), dtype=acc)
-    if g is not None:
-        if call.cu_seqlens is None:
-            chunks = q.shape[0] * triton.cdiv(q.shape[1], cfg.chunk)
+        rows = inv.new_empty((slots, run.heads, run.width_k * (run.width_v + 1)))
+    if call.log_gate is not None:
+        parts = triton.cdiv(run.width_k, run.config("backward_k").block)
+        gates = inv.new_empty((parts, *call.log_gate.shape)), inv.new_empty((parts, *call.log_gate.shape))
+        grows = inv.new_empty((slots, run.heads))
+    qdq = None if gates is None else gates[0]
+    if call.causal:
+        if split:
+            run.states(call.q, do, rows, None, None, grows, (o, inv, pull))
+            run.scan(call.q, rows, grows, dend, None, True)
+            after = rows, rows
         else:
-            chunks = q.shape[1] // cfg.chunk + call.cu_seqlens.numel() - 1
-        grows = q.new_empty((slots, h), dtype=acc)
-        trail = q.new_empty((chunks, h, width_k, width_v), dtype=acc)
-        ztrail = q.new_empty((chunks, h, width_k), dtype=acc)
-        qdq = q.new_empty((parts, *g.shape), dtype=acc)
-    tokens = q.shape[0] * q.shape[1]
-    shared = (*_strides(q), *_strides(k), *_strides(v), *_strides(g), *_strides(do), tokens)
-    where = (
-        q if call.cu_seqlens is None else call.cu_seqlens,
-        q if owner is None else owner,
-        q if call.lengths is None else call.lengths,
-    )
-    backward_q[(slots * h * parts,)](
-        q, k, v, q if g is None else g, o, den, do, dq, delta, den if qdq is None else qdq,
-        den if init is None else init, den if zinit is None else zinit,
-        den if rows is None else rows, den if zrows is None else zrows, den if grows is None else grows,
-        den if trail is None else trail, den if ztrail is None else ztrail, *where,
-        call.eps, q.shape[1], call.segment, segments, h, *shared,
-        K=width_k, V=width_v, C=cfg.chunk, BK=cfg.block, BV=_power(width_v),
-        SIGNED=call.signed, NORM=call.normalize, INIT=init is not None, SPLIT=split, **_options(call, q),
-        **_launch(cfg),
-    )  # fmt: skip
-    if qdq is not None:
-        qdq = qdq.sum(0) if parts > 1 else qdq[0]
-    after, zafter = ds, dz
-    if rows is not None and zrows is not None:
-        if call.causal:
-            _launch_scan(call, q, rows, grows, ds, None, True)
-            _launch_scan(call, q, zrows, grows, dz, None, True)
-            after, zafter = rows, zrows
-        else:
-            sequences = q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.numel() - 1
-            after = q.new_empty((sequences, h, width_k, width_v), dtype=acc) if ds0 is None else ds0
-            zafter = q.new_empty((sequences, h, width_k), dtype=acc) if dz0 is None else dz0
-            _launch_scan(call, q, rows, None, ds, after, True)
-            _launch_scan(call, q, zrows, None, dz, zafter, True)
-    slots, segments = _grid(call, k)
-    both: tuple[tuple[bool, bool, int, int], ...] = ((True, True, _power(width_k), _power(width_v)),)
-    if wide.block:
-        both = ((True, False, wide.block, _power(width_v)), (False, True, _power(width_k), wide.block))
-    for want_k, want_v, block_k, block_v in both:
-        blocks = triton.cdiv(width_k, block_k) * triton.cdiv(width_v, block_v)
-        if g is not None and qdq is not None and want_k:
-            dg = q.new_empty((triton.cdiv(width_k, block_k), *g.shape), dtype=acc)
-            first = torch.zeros_like(dg)  # q·dq belongs to the sum over key blocks once
-            first[0] = qdq
-        backward_kv[(slots * h * blocks,)](
-            q, k, v, q if g is None else g, den, do, delta, den if g is None else first, dk, dv,
-            den if dg is None else dg, den if after is None else after, den if zafter is None else zafter,
-            den if ds0 is None else ds0, den if dz0 is None else dz0,
-            den if trail is None else trail, den if ztrail is None else ztrail, *where,
-            k.shape[1], call.segment, segments, h, *shared,
-            K=width_k, V=width_v, C=wide.chunk, BK=block_k, BV=block_v, NORM=call.normalize,
-            INIT=after is not None, SPLIT=split, FINAL=call.causal and ds0 is not None and want_k,
-            DK=want_k, DV=want_v, **_options(call, k), **_launch(wide),
+            after = dend
+        run.backward_q(o, inv, do, pull, dq, qdq, init, None, None, split)
+    else:
+        after = dinit or (torch.empty_like(end[0]), torch.empty_like(end[1]))
+        run.backward_q(
+            o, inv, do, pull, dq, None, init, None if split else dend, (rows, rows) if split else after, split
         )  # fmt: skip
-    return None if dg is None else dg.sum(0) if len(dg) > 1 else dg[0]
+        if split:
+            run.scan(call.q, rows, None, dend, after, True)
+        dinit = None
+    run.backward_v(inv, do, dv, after, split)
+    run.backward_k(inv, do, pull, dk, gates, after, None if init is None else init[0], end, dinit, split)
+    return None if gates is None else gates[1].sum(0)
 
 
 def launch_step(
@@ -1013,11 +1187,10 @@ def launch_step(
     block_k = _power(width_k)
     block_v = min(_power(width_v), max(16, 4096 // block_k))
     g = q if log_gate is None else log_gate
-    step[(b * h,)](
-        q, k, v, g, s, z, o, snew, znew, eps, h,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), g.stride(1),
-        s.stride(0), s.stride(1), z.stride(0), z.stride(1),
-        K=width_k, V=width_v, BK=block_k, BV=block_v, MAP=feature_map, SIGNED=signed, NORM=normalize,
-        GATED=log_gate is not None, INPLACE=snew is s,
-        ACC=tl.float64 if s.dtype is torch.float64 else tl.float32, num_warps=4,
-    )  # fmt: skip
+    constants = {
+        "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "MAP": feature_map, "SIGNED": signed,
+        "NORM": normalize, "GATED": log_gate is not None, "INPLACE": snew is s,
+        "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
+    }  # fmt: skip
+    strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
+    _start(step, b * h, (q, k, v, g, s, z, o, snew, znew), (eps, h, *strides), constants, Config(0, 0, 4, 1))
