@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
+bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
+app.add_typer(bench, name="bench")
 console = Console()
 
 
@@ -107,15 +109,193 @@ def show(
 
 @app.command()
 @_say_errors
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the picture and the figures.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 600,
+def compare(
+    mechanisms: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all",
+    lengths: Annotated[str, typer.Option(help="Lengths with commas between them.")] = "512,1024,2048,4096,8192,16384",
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = 64,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    causal: Annotated[
+        bool | None,
+        typer.Option(
+            "--causal/--bidirectional",
+            help="One form for all; by default causal where a mechanism can be.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Quality as well: train shortly on copy, digits or listops.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The same on your own tokens: a .npy array, or any file.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps for quality.")] = 200,
+    repeats: Annotated[int, typer.Option(help="At most this many pairs of samples.")] = 4,
+    limit: Annotated[float, typer.Option(help="Skip what would take more seconds for a training step.")] = 4.0,
+    memory: Annotated[float | None, typer.Option(help="GB that may be used; by default most of what is free.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/compare"),
+    save: Annotated[Path | None, typer.Option(help="Write the figures to this file as well.")] = None,
 ) -> None:
-    """Train a small linear transformer on real handwritten digits, then generate digits as an RNN."""
-    from subquad.tasks.digits import demo as run
+    """Measure every mechanism against exact softmax: time, memory, decoding, state, growth and quality."""
+    from subquad.bench.compare import compare as run
+    from subquad.bench.compare import save as write
+    from subquad.bench.compare import tables
+    from subquad.bench.settings import Settings, parse_lengths, parse_mechanisms
 
-    run(out, steps=steps, console=console)
+    settings = Settings(
+        mechanisms=parse_mechanisms(mechanisms), lengths=parse_lengths(lengths), dim=dim, heads=heads, batch=batch,
+        device=device, dtype=dtype, causal=causal, task=task, data=None if data is None else str(data), steps=steps,
+        repeats=repeats, limit=limit, memory=None if memory is None else int(memory * 1e9),
+    )  # fmt: skip
+    results = run(settings, out, console)
+    for table in tables(results, console.width):
+        console.print(table)
+    if results["interrupted"]:
+        console.print("interrupted: what was measured is kept")
+    if save is not None:
+        write(results, save)
+    console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
+
+
+@app.command()
+@_say_errors
+def recommend(
+    length: Annotated[int, typer.Option(help="Tokens in your sequences.")],
+    causal: Annotated[
+        bool, typer.Option("--causal/--bidirectional", help="Whether a token may see later ones.")
+    ] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="You will generate token by token.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="You need attention to another sequence.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A results.json, or the folder of a comparison.")
+    ] = None,
+) -> None:
+    """The three best mechanisms for your length and device, with reasons, from measured figures."""
+    from subquad.bench.recommend import Request
+    from subquad.bench.recommend import recommend as choose
+
+    advice = choose(Request(length=length, causal=causal, decode=decode, cross=cross, device=device), source)
+    console.print(f"[bold]{escape(advice.verdict)}[/bold]\n", soft_wrap=True, highlight=False)
+    for rank, choice in enumerate(advice.choices, start=1):
+        console.print(f"{rank}. [bold]{choice.mechanism}[/bold]", highlight=False)
+        for reason in choice.reasons:
+            console.print(f"   - {escape(reason)}", soft_wrap=True, highlight=False)
+    console.print(f"\nfrom {escape(advice.figures)}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+@_say_errors
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option(help="Training steps of each mechanism.")] = 500,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do everything anew.")] = False,
+) -> None:
+    """Six mechanisms learn real handwritten digits, write new ones as RNNs, and are timed to 16k tokens."""
+    from subquad.report.report import write
+    from subquad.tasks.demo import demo as run
+
+    try:
+        run(out, console, steps=steps, fresh=fresh)
+        console.print(f"report: {write([out]).html}", soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("interrupted: the stages that were finished are kept, and the next run goes on from there")
+        raise typer.Exit(130) from None
+
+
+@app.command()
+@_say_errors
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or JSON files of results.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; by default report.html in the first run.")] = None,
+) -> None:
+    """Show runs as one HTML file that opens from disk, with CSV and PNG next to it."""
+    from subquad.report.report import write
+
+    written = write(runs, out)
+    console.print(f"report: {written.html}", soft_wrap=True)
+    console.print(f"beside it: {', '.join(path.name for path in written.beside) or 'nothing'}", soft_wrap=True)
+
+
+@app.command()
+@_say_errors
+def atlas(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Runs whose curves are shown; by default the best known."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the site.")] = Path("site"),
+) -> None:
+    """Build the documentation: a page for each mechanism, lessons, the lecture notes' questions answered."""
+    from subquad.report.atlas import build_atlas
+
+    console.print(f"atlas: {build_atlas(out, runs or ())}", soft_wrap=True)
+
+
+@app.command()
+@_say_errors
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a saved language model.")],
+    count: Annotated[int, typer.Option(help="Images to make.")] = 64,
+    out: Annotated[Path, typer.Option(help="PNG for images.")] = Path("generated.png"),
+    shape: Annotated[str | None, typer.Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
+    complete: Annotated[Path | None, typer.Option(help="An image whose upper half is given.")] = None,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    steps: Annotated[int, typer.Option(help="Tokens of text.")] = 500,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same output.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens of this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw from tokens of this share of the largest probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
+) -> None:
+    """Images of a saved model to a PNG, or its text to the terminal as it comes."""
+    from subquad.models import LanguageModel
+    from subquad.models.sampling import Sampling
+    from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
+
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    model = LanguageModel.load(checkpoint, device)
+    found = image_shape(model, shape)
+    if found is None:
+        text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
+    else:
+        images_to_png(
+            model, out, console, count=count, shape=found, complete=complete, sampling=sampling, seed=seed,
+            compile=compile,
+        )  # fmt: skip
+
+
+@bench.command("generation")
+@_say_errors
+def bench_generation(
+    mechanisms: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all",
+    lengths: Annotated[str, typer.Option(help="Lengths with commas between them.")] = "256,1024,4096",
+    batches: Annotated[str, typer.Option(help="Streams at once, beside the largest that fits.")] = "1,16",
+    most: Annotated[int, typer.Option(help="Streams at most.")] = 256,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    depth: Annotated[int, typer.Option(help="Layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps timed at each of five positions.")] = 16,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    compile: Annotated[bool, typer.Option(help="Compile the step.")] = False,
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("runs/bench/generation.json"),
+) -> None:
+    """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
+    from subquad.bench.generation import bench as run
+
+    run(
+        console, out, mechanisms=mechanisms, lengths=lengths, batches=batches, most=most, dim=dim, depth=depth,
+        heads=heads, steps=steps, device=device, dtype=dtype, compile=compile,
+    )  # fmt: skip
 
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,9 @@
-import json
-import math
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from subquad.data import digits
-from subquad.tasks.digits import PIXELS, START, demo, generate, make_model, with_start
+from subquad.tasks.digits import PIXELS, START, bits_per_dim, generate, make_model, picture, train, with_start
 
 
 def test_the_data_is_the_published_one() -> None:
@@ -36,9 +33,16 @@ def test_generation_as_an_rnn_has_the_probabilities_of_the_parallel_form() -> No
     assert made.max() < digits.SHADES
 
 
-def test_the_demo_learns_and_saves(tmp_path: Path) -> None:
-    figures = demo(tmp_path, steps=12, console=Console(quiet=True), count=16)
-    assert figures["test_bits_per_dim"] < math.log2(digits.SHADES)
-    assert (tmp_path / "digits.png").stat().st_size > 1000
-    assert json.loads((tmp_path / "figures.json").read_text())["images_per_second"] > 0
-    assert (tmp_path / "model" / "model.safetensors").exists()
+def test_training_learns_and_tells_each_step() -> None:
+    torch.manual_seed(0)
+    model, told = make_model(dim=16, depth=1), []
+    images = digits.load()[0].images
+    curve = train(model, images, 12, lambda step, bits: told.append((step, bits)), batch=8)
+    assert told == list(enumerate(curve, start=1))
+    assert bits_per_dim(model, images[:50]) < curve[0]
+
+
+def test_the_picture_shows_real_and_generated(tmp_path: Path) -> None:
+    images = digits.load()[1].images[:32]
+    picture(images, images, tmp_path / "digits.png", "generated")
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""Measurements: time, memory and quality of mechanisms and models, written as JSON."""

@@ -1,0 +1,363 @@
+"""Every mechanism beside exact softmax: time, memory, decoding, state, quality; one file of figures.
+
+The measuring runs in a process of its own (bench/worker.py). This one keeps the figures: it writes results.json after
+each of them, so that neither a crash nor Ctrl-C loses what was measured.
+"""
+
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import subquad
+from subquad.bench import growth, worker
+from subquad.bench.measure import YARDSTICK
+from subquad.bench.quality import task_name
+from subquad.bench.settings import Settings, cache_folder, readable
+from subquad.bench.worker import Job, Row
+
+Results = dict[str, Any]
+Work = Callable[[Settings, list[Job], list[Row]], Iterator[dict[str, Any]]]
+
+
+class Died(Exception):
+    """The measuring process ended before its jobs did."""
+
+
+def compare(
+    settings: Settings,
+    out: Path,
+    console: Console,
+    *,
+    isolated: bool = True,
+    remember: bool = True,
+    work: Work | None = None,
+) -> Results:
+    """Measure, write out/results.json after each figure, and return what it holds.
+
+    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend`.
+    Ctrl-C ends the measuring, not this function.
+    """
+    work = work or (_elsewhere if isolated else worker.work)
+    out.mkdir(parents=True, exist_ok=True)
+    results = _empty(settings)
+    left = plan(settings)
+    with _progress(console, len(left)) as told:
+        try:
+            while left:
+                left = _run(settings, left, results, work, out, told)
+        except KeyboardInterrupt:
+            results["interrupted"] = True
+    save(results, out / "results.json")
+    if remember and results["rows"]:
+        kept = cache_folder() / f"compare_{torch.device(settings.device).type}.json"
+        save(results, kept)
+    return results
+
+
+def plan(settings: Settings) -> list[Job]:
+    """Lengths from short to long, so that an early end leaves something of everybody; then quality."""
+    jobs: list[Job] = []
+    # those that share a yardstick one after the other
+    order = sorted(settings.mechanisms, key=lambda name: not settings.is_causal(name))
+    for length in settings.lengths:
+        for name in order:
+            jobs.append({"kind": "row", "mechanism": name, "length": length, "causal": settings.is_causal(name)})
+    if settings.task is not None or settings.data is not None:
+        jobs += [{"kind": "quality", "mechanism": name} for name in settings.mechanisms]
+    return jobs
+
+
+def _run(
+    settings: Settings, jobs: list[Job], results: Results, work: Work, out: Path, told: Callable[[Job, str], None]
+) -> list[Job]:
+    """Do jobs until all are done or the process dies; returns those that are left."""
+    done = 0
+    try:
+        for event in work(settings, jobs, results["rows"]):
+            if "begin" in event:
+                told(event["begin"], "")
+                continue
+            if "row" in event:
+                results["rows"].append(event["row"])
+                told(jobs[done], _summary(event["row"]))
+            else:
+                found = event["quality"]
+                results["quality" if "value" in found else "quality_missing"].append(found)
+                told(jobs[done], _quality_summary(found))
+            done += 1
+            _refresh(results)
+            save(results, out / "results.json")
+        return jobs[done:] if done and done < len(jobs) else []
+    except Died as death:
+        job = jobs[done]
+        message = f"the measuring process died: {death}"
+        if job["kind"] == "row":
+            for other in jobs[done:]:
+                if other["kind"] == "row" and other["mechanism"] == job["mechanism"]:
+                    first = other is job
+                    reason = f"not tried: the process died at T = {job['length']}"
+                    row = worker.empty_row(
+                        other["mechanism"], other["length"], other["causal"],
+                        skipped=None if first else reason, error=message if first else None,
+                    )  # fmt: skip
+                    results["rows"].append(row)
+            told(job, message)
+            left = [
+                other
+                for other in jobs[done:]
+                if not (other["kind"] == "row" and other["mechanism"] == job["mechanism"])
+            ]
+        else:
+            results["quality_missing"].append(
+                {"mechanism": job["mechanism"], "task": task_name(settings), "reason": message}
+            )
+            left = jobs[done + 1 :]
+        _refresh(results)
+        save(results, out / "results.json")
+        return left
+
+
+def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """worker.work in another process; Died if that ends early."""
+    source = str(Path(subquad.__file__).parents[1])
+    path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "subquad.bench.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C is ours; it is ended below
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    finished = 0
+    try:
+        json.dump({"settings": settings.to_dict(), "jobs": jobs, "rows": rows}, process.stdin)
+        process.stdin.close()
+        for line in process.stdout:
+            event = _event(line)
+            if event is not None:
+                finished += "begin" not in event
+                yield event
+        code = process.wait()
+        # a process that leaves after an error of the GPU has reported it: the rest needs another one
+        if finished < len(jobs) and not (code == 1 and finished):
+            raise Died(signal.strsignal(-code) if code < 0 else f"exit code {code}")
+    except BrokenPipeError:
+        raise Died(f"exit code {process.wait()}") from None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """A line of the worker; anything else that a library prints is none."""
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _empty(settings: Settings) -> Results:
+    written = settings.to_dict()
+    return {
+        "kind": "compare",
+        "subquad": subquad.__version__,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(settings.device),
+        "settings": {**written, "lengths": list(settings.lengths), "mechanisms": list(settings.mechanisms)},
+        "rows": [],
+        "growth": [],
+        "crossovers": [],
+        "quality": [],
+        "quality_missing": [],
+        "pictures": [],
+        "interrupted": False,
+    }
+
+
+def _refresh(results: Results) -> None:
+    results["growth"] = growth.growths(results["rows"])
+    results["crossovers"] = growth.crossovers(results["rows"])
+
+
+def save(results: Results, path: Path) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    part.replace(path)
+
+
+def machine(device: str) -> dict[str, Any]:
+    kind = torch.device(device).type
+    try:
+        triton: str | None = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    gpu = torch.cuda.get_device_properties(device) if kind == "cuda" else None
+    return {
+        "device": gpu.name if gpu else "cpu",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "memory_bytes": gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=Path(subquad.__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[Job, str], None]]:
+    """A bar in a terminal, a line a figure elsewhere."""
+    if not console.is_terminal:
+
+        def say(job: Job, summary: str) -> None:
+            if summary:
+                console.print(f"{_title(job)}: {summary}", soft_wrap=True, highlight=False, markup=False)
+
+        yield say
+        return
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def show(job: Job, summary: str) -> None:
+            progress.update(task, description=_title(job), advance=1 if summary else 0)
+
+        yield show
+
+
+def _title(job: Job) -> str:
+    return f"{job['mechanism']}, T = {job['length']}" if job["kind"] == "row" else f"{job['mechanism']}, learning"
+
+
+def _summary(row: Row) -> str:
+    if row["training_ms"] is None:
+        return row["error"] or row["skipped"] or "nothing measured"
+    ratio = "" if row["training_ratio"] is None else f" ({row['training_ratio']['median']:.2f} of softmax)"
+    return f"training {_milliseconds(row['training_ms'])}{ratio}, peak {readable(row['peak_bytes'])}"
+
+
+def _quality_summary(found: dict[str, Any]) -> str:
+    if "value" not in found:
+        return str(found["reason"])
+    return f"{found['value']:.4g} {found['metric']} after {found['steps']} steps"
+
+
+def tables(results: Results, width: int = 120) -> list[Table]:
+    """What was measured, at the longest length of each mechanism; and why something was not."""
+    rows, settings = results["rows"], results["settings"]
+    title = (
+        f"{results['machine']['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
+        f"{settings['heads']} heads. x: times exact softmax of the same run. growth: T to this power (documented)"
+    )
+    quality = {found["mechanism"]: found for found in results["quality"]}
+    wide = width >= 110
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    columns = ["mechanism", "T", "training", "x", *(["forward", "x"] if wide else []), "memory", "a token", "state"]
+    columns += ["growth", "faster from"] + ([_metric(quality)] if quality else [])
+    for column in columns:
+        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
+    grown = {found["mechanism"]: found for found in results["growth"]}
+    crossed = {found["mechanism"]: found["training"] for found in results["crossovers"]}
+    for row in sorted(_longest(rows), key=lambda row: (-row["length"], row["training_ms"]["median"])):
+        name = row["mechanism"]
+        found = grown[name]
+        other_form = settings["causal"] is None and not row["causal"]
+        cells = [name + ("*" if other_form else ""), f"{row['length']:,}"]
+        cells += [_milliseconds(row["training_ms"]), _ratio(row["training_ratio"])]
+        cells += [_milliseconds(row["forward_ms"]), _ratio(row["forward_ratio"])] if wide else []
+        cells += [readable(row["peak_bytes"]), _milliseconds(row["decode_ms"])]
+        cells.append("-" if row["state_bytes"] is None else readable(row["state_bytes"]))
+        cells.append(f"{'-' if found['time'] is None else format(found['time'], '.2f')} ({found['documented_time']:g})")
+        cells.append("" if name == YARDSTICK else "-" if crossed.get(name) is None else f"{crossed[name]:,}")
+        if quality:
+            cells.append(_quality_cell(quality, name))
+        table.add_row(*cells, style="bold" if name == YARDSTICK else None)
+    if any(not row["causal"] for row in rows) and settings["causal"] is None:
+        table.caption, table.caption_justify = "* bidirectional, against bidirectional softmax", "left"
+    reasons = Table(title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("mechanism", "T", "why"):
+        reasons.add_column(column, overflow="fold")
+    for name in growth.names(rows):
+        lost = [row for row in rows if row["mechanism"] == name and (row["error"] or row["skipped"])]
+        if lost:  # the first reason; those of longer lengths follow from it
+            until = "" if len(lost) == 1 else f" to {lost[-1]['length']:,}"
+            reasons.add_row(name, f"{lost[0]['length']:,}{until}", escape(lost[0]["error"] or lost[0]["skipped"]))
+    for missing in results["quality_missing"]:
+        reasons.add_row(missing["mechanism"], missing["task"], escape(missing["reason"]))
+    return [table, reasons] if reasons.row_count else [table]
+
+
+def _longest(rows: list[Row]) -> list[Row]:
+    """The row of each mechanism's longest measured length."""
+    last: dict[str, Row] = {}
+    for row in rows:
+        if row["training_ms"] is not None and row["length"] >= last.get(row["mechanism"], row)["length"]:
+            last[row["mechanism"]] = row
+    return list(last.values())
+
+
+def _metric(quality: dict[str, dict[str, Any]]) -> str:
+    return str(next(iter(quality.values()))["metric"])
+
+
+def _quality_cell(quality: dict[str, dict[str, Any]], name: str) -> str:
+    """The value, with its unit where that is not the column's: the two forms may learn different things."""
+    if name not in quality:
+        return "-"
+    unit = "" if quality[name]["metric"] == _metric(quality) else f" {quality[name]['metric']}"
+    return f"{quality[name]['value']:.3f}{unit}"
+
+
+def _milliseconds(found: dict[str, float] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['median'] / 1000:.2f} s" if found["median"] >= 1000 else f"{found['median']:.3g} ms"
+
+
+def _ratio(found: dict[str, float] | None) -> str:
+    return "-" if found is None else f"{found['median']:.2f}"

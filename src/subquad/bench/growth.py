@@ -1,0 +1,114 @@
+"""From times over lengths to two numbers: how fast they grow, and from which length on something is cheaper."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from subquad.mechanisms import mechanism
+
+Row = dict[str, Any]
+LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
+
+
+def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
+    """Least squares of log(value) over log(length); None of fewer than two points."""
+    if len(lengths) < 2:
+        return None
+    x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    top = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return top / sum((a - mean_x) ** 2 for a in x)
+
+
+def crossover(lengths: Sequence[int], ratios: Sequence[float]) -> int | None:
+    """The length from which on the ratio stays below 1, between two measured ones on log axes.
+
+    The shortest length if it is below 1 everywhere, None if it is not below 1 at the longest.
+    """
+    points = sorted(zip(lengths, ratios, strict=True))
+    if not points or points[-1][1] >= 1:
+        return None
+    first = next((n for n in range(len(points)) if all(ratio < 1 for _, ratio in points[n:])), len(points))
+    if first == 0:
+        return points[0][0]
+    (left, above), (right, below) = points[first - 1], points[first]
+    share = math.log(above) / (math.log(above) - math.log(below))
+    return round(math.exp(math.log(left) + share * (math.log(right) - math.log(left))))
+
+
+def between(lengths: Sequence[int], values: Sequence[float], length: int) -> float | None:
+    """The value at a length inside the measured ones, on log axes; None outside them: nothing is extrapolated."""
+    points = sorted(zip(lengths, values, strict=True))
+    if not points or not points[0][0] <= length <= points[-1][0]:
+        return None
+    for (left, a), (right, b) in zip(points, [*points[1:], points[-1]], strict=True):
+        if left == length:
+            return a
+        if left < length < right:
+            share = math.log(length / left) / math.log(right / left)
+            return math.exp(math.log(a) + share * (math.log(b) - math.log(a)))
+    return None
+
+
+def series(rows: Sequence[Row], name: str, field: str) -> tuple[list[int], list[float]]:
+    """(lengths, values) of a mechanism: medians where the field has a spread."""
+    found = [(row["length"], row[field]) for row in rows if row["mechanism"] == name and row.get(field) is not None]
+    found.sort(key=lambda pair: pair[0])
+    return [n for n, _ in found], [v["median"] if isinstance(v, dict) else v for _, v in found]
+
+
+def steady_times(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """(lengths, training times) of a mechanism as its ratio to softmax times what softmax usually took at that length.
+
+    Machines change speed from one minute to the next; the ratio was measured within a second, and what softmax usually
+    took is the median over the whole run. Where there is no ratio it is the time itself.
+    """
+    usual: dict[tuple[int, bool], list[float]] = {}
+    for row in rows:
+        if row["training_ratio"] is not None:
+            softmax = row["training_ms"]["median"] / row["training_ratio"]["median"]
+            usual.setdefault((row["length"], row["causal"]), []).append(softmax)
+    found = []
+    for row in rows:
+        if row["mechanism"] == name and row["training_ms"] is not None:
+            time = row["training_ms"]["median"]
+            if row["training_ratio"] is not None:
+                time = row["training_ratio"]["median"] * statistics.median(usual[row["length"], row["causal"]])
+            found.append((row["length"], time))
+    found.sort()
+    return [length for length, _ in found], [time for _, time in found]
+
+
+def names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["mechanism"] for row in rows))
+
+
+def growths(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Measured exponents of training time and memory beside the documented ones."""
+    found = []
+    for name in names(rows):
+        cls = mechanism(name)
+        lengths, times = steady_times(rows, name)
+        sizes, peaks = series(rows, name, "peak_bytes")
+        found.append(
+            {
+                "mechanism": name,
+                "time": exponent(lengths[-LONGEST:], times[-LONGEST:]),
+                "memory": exponent(sizes[-LONGEST:], peaks[-LONGEST:]),
+                "documented_time": cls.exponent,
+                "documented_memory": cls.memory,
+                "lengths_used": lengths[-LONGEST:],
+            }
+        )
+    return found
+
+
+def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """From which length on a mechanism is cheaper than exact softmax, in each respect."""
+    fields = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
+    return [
+        {"mechanism": name, **{what: crossover(*series(rows, name, field)) for what, field in fields.items()}}
+        for name in names(rows)
+        if any(series(rows, name, field)[0] for field in fields.values())
+    ]

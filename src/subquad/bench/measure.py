@@ -1,0 +1,241 @@
+"""How one mechanism at one length is measured: time beside exact softmax, peak memory, decoding, state.
+
+Time on a GPU is between two events; on a CPU, where clocks and neighbours change from one minute to the next, what
+counts is the ratio to the yardstick (exact softmax) measured immediately before and after.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms import build, mechanism
+
+Spread = dict[str, float]  # median, low and high (the quartiles)
+YARDSTICK = "softmax"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SHORTEST_SAMPLE = 2.0  # milliseconds; quicker calls are repeated within one sample
+SLOW = 0.5  # seconds of a training step, from which one call is a sample
+PILOT = 256  # tokens of the run from which memory at a first length is estimated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is fed to a mechanism, and how it is built for it."""
+
+    length: int
+    dim: int = 64
+    heads: int = 2
+    batch: int = 1
+    causal: bool = True
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+class Subject:
+    """A mechanism built for a shape, with an input and an output gradient: the things that are timed."""
+
+    def __init__(self, name: str, shape: Shape):
+        self.name, self.shape = name, shape
+        options: dict[str, Any] = {"dim": shape.dim, "heads": shape.heads, "causal": shape.causal}
+        if mechanism(name).traits.fixed_length:
+            options["max_length"] = shape.length
+        torch.manual_seed(0)
+        self.mix = build(name, **options).to(shape.device, DTYPES[shape.dtype])
+        size = (shape.batch, shape.length, shape.dim)
+        self.x = torch.randn(size).to(shape.device, DTYPES[shape.dtype]).requires_grad_()
+        self.gradient = torch.randn(size).to(shape.device, DTYPES[shape.dtype])
+        self.state: Any = None
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.mix.eval()(self.x)
+
+    def training(self) -> None:
+        """Forward and backward, the input's gradient included as inside a network."""
+        self.x.grad = None
+        self.mix.zero_grad(set_to_none=True)
+        self.mix.train()(self.x).backward(self.gradient)
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        """Read the whole sequence, so that `decode` is at its end."""
+        _, self.state = self.mix.eval().prefill(self.x.detach())
+
+    @torch.no_grad()
+    def decode(self) -> None:
+        _, self.state = self.mix.step(self.x[:, -1].detach(), self.state, inplace=True)
+
+    def own_bytes(self) -> int:
+        """Parameters, buffers, the input and the output's gradient."""
+        return tensor_bytes([*self.mix.parameters(), *self.mix.buffers(), self.x, self.gradient])
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def spread(samples: Sequence[float]) -> Spread | None:
+    """Median and quartiles, or None of nothing."""
+    if not samples:
+        return None
+    if len(samples) == 1:
+        low = high = samples[0]
+    else:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": statistics.median(samples), "low": low, "high": high}
+
+
+def once(run: Callable[[], None], device: str, calls: int = 1) -> float:
+    """Milliseconds a call, over `calls` calls in a row."""
+    if torch.device(device).type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
+    begun = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begun) * 1000 / calls
+
+
+def calls_for(milliseconds: float) -> int:
+    """How many calls make a sample long enough to be timed well."""
+    return max(1, min(50, math.ceil(SHORTEST_SAMPLE / max(milliseconds, 1e-3))))
+
+
+class Yardstick:
+    """Exact softmax of one shape, whose samples stand between those of everything else at that shape."""
+
+    def __init__(self, shape: Shape):
+        self.subject = Subject(YARDSTICK, shape)
+        begun = time.perf_counter()
+        self.peak = peak_bytes(self.subject)
+        slow = time.perf_counter() - begun > SLOW
+        self.runs: dict[str, Callable[[], None]] = {
+            "forward": self.subject.forward,
+            "training": self.subject.training,
+        }
+        if self.subject.mix.traits.state is not None:
+            self.subject.prefill()
+            self.subject.decode()
+            self.runs["decode"] = self.subject.decode
+        self.calls = {what: 1 if slow else calls_for(once(run, shape.device)) for what, run in self.runs.items()}
+        if slow and "decode" in self.runs:  # one token is quick at any length
+            self.calls["decode"] = calls_for(once(self.runs["decode"], shape.device))
+        self.last: dict[str, float] = {}
+
+    def sample(self) -> dict[str, float]:
+        device = self.subject.shape.device
+        self.last = {what: once(run, device, self.calls[what]) for what, run in self.runs.items()}
+        return self.last
+
+
+def time_beside(
+    runs: dict[str, Callable[[], None]],
+    device: str,
+    yardstick: Yardstick | None,
+    seconds: float,
+    most: int = 8,
+    slow: bool = False,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """(milliseconds, ratios to the yardstick) of each run: two of ours between two of the yardstick, repeated.
+
+    As often as fits in `seconds`, but at least once and at most `most` samples each. The yardstick's last sample serves
+    the next mechanism as its first, so that at long lengths it is not timed more often than needed. `slow`: a single
+    call is known to be long enough for a sample.
+    """
+    calls = {what: 1 if slow else calls_for(once(run, device)) for what, run in runs.items()}
+    times: dict[str, list[float]] = {what: [] for what in runs}
+    ratios: dict[str, list[float]] = {what: [] for what in runs}
+    before = (yardstick.last or yardstick.sample()) if yardstick else {}
+    begun = time.perf_counter()
+    for _ in range(max(1, most // 2)):
+        block = {what: [once(run, device, calls[what]) for _ in range(2)] for what, run in runs.items()}
+        after = yardstick.sample() if yardstick else {}
+        for what, samples in block.items():
+            times[what] += samples
+            if what in after:
+                ratios[what] += [t / ((before[what] + after[what]) / 2) for t in samples]
+        before = after
+        blocks = len(next(iter(times.values()))) / 2
+        if (time.perf_counter() - begun) * (blocks + 1) / blocks > seconds:  # the next block would end beyond
+            break
+    return times, ratios
+
+
+def peak_bytes(subject: Subject) -> int:
+    """Peak memory of a training step: what it allocates at once, and the parameters and the input it starts from.
+
+    On a GPU the allocator says it. On a CPU every allocation and release of torch's allocator is recorded and added up
+    in order, which gives the same number each time; the resident size of the process would not.
+    """
+    if torch.device(subject.shape.device).type == "cuda":
+        subject.x.grad = None
+        subject.mix.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        subject.training()
+        torch.cuda.synchronize()
+        return subject.own_bytes() + torch.cuda.max_memory_allocated() - before
+    subject.x.grad = None
+    subject.mix.zero_grad(set_to_none=True)
+    return subject.own_bytes() + allocation_peak(subject.training)
+
+
+def allocation_peak(run: Callable[[], None]) -> int:
+    """The most bytes that `run` holds at once in torch's CPU allocator."""
+    with _no_stderr(), torch.autograd.profiler.profile(profile_memory=True) as recorded:
+        run()
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    """The profiler greets on the process's standard error at each start and stop, whatever its log level."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can still be had: of the GPU, or of this machine and of the container we are in."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated()
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    info = Path("/proc/meminfo")
+    if info.exists():
+        available = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+        limits.append(int(available.split()[1]) * 1024)
+    most, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if most.exists() and used.exists() and most.read_text().strip() != "max":
+        limits.append(int(most.read_text()) - int(used.read_text()))
+    return min(limits)
+
+
+def grown(value: float, before: int, now: int, exponent: float) -> float:
+    """What `value` at length `before` becomes at length `now` if it grows as documented."""
+    return value * (now / before) ** exponent

@@ -1,0 +1,265 @@
+"""Which mechanism to use: the three cheapest that can do what is asked, from measured figures, with the reasons."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from subquad.bench.growth import between, crossover, series
+from subquad.bench.measure import YARDSTICK
+from subquad.bench.settings import cache_folder, readable
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.base import at_least, one_of
+
+Results = dict[str, Any]
+CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
+WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    length: int
+    causal: bool = False
+    decode: bool = False
+    cross: bool = False
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        at_least(self, length=1)
+        one_of(self, device=("cpu", "cuda"))
+        if self.decode and not self.causal:
+            raise ValueError("decode=True cannot work with causal=False: generating one token at a time is causal")
+        if self.cross and self.causal:
+            raise ValueError("cross=True cannot work with causal=True: attention to another sequence is not causal")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measurements, and in words whose they are."""
+
+    results: Results
+    origin: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    mechanism: str
+    cost: float  # over softmax: training time, with decoding the geometric mean of training and decoding
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    figures: str  # whose they are, where and how they were measured
+    verdict: str  # one sentence
+    choices: tuple[Choice, ...]
+
+
+def recommend(request: Request, source: Path | None = None) -> Advice:
+    figures = find(request, source)
+    results = figures.results
+    rows = [row for row in results["rows"] if row["causal"] == request.causal]
+    where = f"{figures.origin}; {_described(results)}"
+    if not any(row["training_ms"] for row in rows):
+        other = "causal" if request.causal else "bidirectional"
+        raise ValueError(f"{figures.origin} hold no {other} measurements: run `subquad compare --{other}` first")
+    lengths = sorted({row["length"] for row in rows if row["training_ms"]})
+    at = min(max(request.length, lengths[0]), lengths[-1])
+    if at != request.length:
+        where += f". T = {request.length:,} was not measured: what follows is T = {at:,}, the nearest that was"
+    choices = [
+        choice
+        for name, cls in MECHANISMS.items()
+        if _can(cls.traits, request) and (choice := _weigh(name, request, rows, results, at)) is not None
+    ]
+    if not choices:
+        raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
+    quality = _quality(results)
+    choices.sort(key=lambda choice: (_falls_short(choice.mechanism, quality), _rank_cost(choice)))
+    best = tuple(choices[:3])
+    return Advice(where, _verdict(best[0], request, rows, choices, at), best)
+
+
+def find(request: Request, source: Path | None = None) -> Figures:
+    """The named file, else this machine's last comparison, else those that ship with the package."""
+    if source is not None:
+        path = source / "results.json" if source.is_dir() else source
+        return Figures(_read(path), f"figures of {path}")
+    own = cache_folder() / f"compare_{request.device}.json"
+    if own.is_file():
+        results = _read(own)
+        if _serves(results, request):
+            count = len(_measured(results, request))
+            return Figures(results, f"figures of this machine ({own}, {count} mechanisms)")
+    shipped = [
+        _read(Path(str(path)))
+        for path in files("subquad.bench").joinpath("figures").iterdir()
+        if path.name.endswith(".json")
+    ]
+    for results in shipped:
+        if _device(results) == request.device and _serves(results, request):
+            return Figures(results, "figures that ship with subquad, not of this machine")
+    raise ValueError(
+        f"device={request.device!r}: there are no figures for it, neither of this machine nor shipped; "
+        f"run `subquad compare --device {request.device}` first"
+    )
+
+
+def _read(path: Path) -> Results:
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error}") from None
+    if not isinstance(results, dict) or results.get("kind") != "compare":
+        raise ValueError(f'{path} is not the results.json of `subquad compare`: its kind is not "compare"')
+    return results
+
+
+def _serves(results: Results, request: Request) -> bool:
+    """Whether enough was measured to choose from, in the form that is asked for."""
+    return len(_measured(results, request)) > 3
+
+
+def _measured(results: Results, request: Request) -> set[str]:
+    return {row["mechanism"] for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]}
+
+
+def _device(results: Results) -> str:
+    return str(results["settings"]["device"]).partition(":")[0]
+
+
+def _described(results: Results) -> str:
+    settings, machine = results["settings"], results["machine"]
+    name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
+    threads = f", {machine['threads']} threads" if _device(results) == "cpu" else ""
+    return (
+        f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
+        f"{settings['heads']} heads, {str(results['date'])[:10]}"
+    )
+
+
+def _can(traits: Any, request: Request) -> bool:
+    wanted = traits.causal if request.causal else traits.bidirectional
+    return wanted and (not request.decode or traits.state is not None) and (not request.cross or traits.cross)
+
+
+def _at(rows: Sequence[dict[str, Any]], name: str, field: str, length: int) -> float | None:
+    return between(*series(rows, name, field), length)
+
+
+def _weigh(name: str, request: Request, rows: Sequence[dict[str, Any]], results: Results, length: int) -> Choice | None:
+    """The choice with its reasons; None where something needed was not measured."""
+    found = {
+        field: _at(rows, name, field, length)
+        for field in (
+            "training_ms",
+            "training_ratio",
+            "peak_bytes",
+            "memory_ratio",
+            "decode_ms",
+            "decode_ratio",
+            "state_bytes",
+        )
+    }
+    training, ratio = found["training_ms"], found["training_ratio"]
+    if training is None or ratio is None:
+        return None
+    if request.decode and (found["decode_ms"] is None or found["decode_ratio"] is None):
+        return None
+    cost = ratio
+    reasons = []
+    if name == YARDSTICK:
+        cost = 1.0
+        reasons.append(f"exact attention, nothing approximated: {_ms(training)} for a training step at T = {length:,}")
+    else:
+        reasons.append(
+            f"a training step takes {_ms(training)} at T = {length:,}, {_compared(ratio)} exact softmax in the same run"
+        )
+        from_length = crossover(*series(rows, name, "training_ratio"))
+        first = series(rows, name, "training_ratio")[0][0]
+        if from_length is None:
+            reasons.append("not faster than softmax at the longest length measured")
+        elif from_length <= first:
+            reasons.append(f"faster than softmax at every length measured, from T = {first:,} on")
+        else:
+            reasons.append(f"faster than softmax from T = {from_length:,} on")
+    if request.decode and found["decode_ms"] is not None and found["decode_ratio"] is not None:
+        cost = 1.0 if name == YARDSTICK else math.sqrt(ratio * found["decode_ratio"])
+        state = MECHANISMS[name].traits.state
+        size = "" if found["state_bytes"] is None else f" and keeps a state of {readable(found['state_bytes'])}"
+        how = {
+            "constant": ", the same at any length",
+            "window": ", which stops growing at its window",
+            "growing": ", which grows with the length",
+        }[state or "growing"]
+        compared = "" if name == YARDSTICK else f" ({_compared(found['decode_ratio'])} softmax with its cache)"
+        reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
+    if found["peak_bytes"] is not None:
+        memory = found["memory_ratio"]
+        compared = "" if memory is None or name == YARDSTICK else f", {memory:.2g} times that of softmax"
+        reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
+    growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
+    if growth and growth["time"] is not None:
+        reasons.append(
+            f"time grows as T^{growth['time']:.2f} as measured, T^{growth['documented_time']:g} as documented"
+        )
+    quality = _quality(results)
+    if name in quality and YARDSTICK in quality:
+        mine, exact = quality[name], quality[YARDSTICK]
+        reasons.append(
+            f"quality on {mine['task']}: {mine['value']:.3f} {mine['metric']}, softmax {exact['value']:.3f}, "
+            f"after {mine['steps']} steps"
+        )
+    if MECHANISMS[name].traits.fixed_length:
+        reasons.append("learns a shape of fixed length: pass max_length, and nothing longer can be read")
+    return Choice(name, cost, tuple(reasons))
+
+
+def _rank_cost(choice: Choice) -> float:
+    """Exactness is worth something: softmax stands where an approximation is not clearly cheaper."""
+    return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
+
+
+def _quality(results: Results) -> dict[str, dict[str, Any]]:
+    found = [record for record in results["quality"] if record.get("value") is not None]
+    exact = next((record for record in found if record["mechanism"] == YARDSTICK), None)
+    return {r["mechanism"]: r for r in found if exact is not None and r["metric"] == exact["metric"]}
+
+
+def _falls_short(name: str, quality: dict[str, dict[str, Any]]) -> bool:
+    if name not in quality or YARDSTICK not in quality:
+        return False
+    mine, exact = quality[name]["value"], quality[YARDSTICK]["value"]
+    lost = mine - exact if quality[name]["lower_is_better"] else exact - mine
+    return lost > WORSE * abs(exact)
+
+
+def _verdict(
+    best: Choice, request: Request, rows: Sequence[dict[str, Any]], choices: Sequence[Choice], length: int
+) -> str:
+    rivals = [choice for choice in choices if choice.mechanism != YARDSTICK]
+    if best.mechanism != YARDSTICK:
+        return f"use {best.mechanism}: {_compared(best.cost)} exact softmax at T = {length:,}" + (
+            " over training and decoding together" if request.decode else ""
+        )
+    crossings = {r.mechanism: crossover(*series(rows, r.mechanism, "training_ratio")) for r in rivals}
+    later = {name: at for name, at in crossings.items() if at is not None and at > length}
+    if not later:
+        return f"use flash softmax: nothing measured is clearly cheaper at T = {length:,}"
+    name = min(later, key=lambda n: later[n])
+    return f"use flash softmax: you are below the crossover at T = {later[name]:,} ({name}, training time)"
+
+
+def _compared(ratio: float) -> str:
+    if 0.95 < ratio < 1.05:
+        return "as fast as"
+    return f"{1 / ratio:.2g} times as fast as" if ratio < 1 else f"{ratio:.2g} times as slow as"
+
+
+def _ms(milliseconds: float) -> str:
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.3g} s"
+    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1000 * milliseconds:.3g} µs"

@@ -1,0 +1,84 @@
+import torch
+
+from subquad.bench.measure import (
+    Shape,
+    Subject,
+    Yardstick,
+    allocation_peak,
+    calls_for,
+    free_bytes,
+    grown,
+    once,
+    peak_bytes,
+    spread,
+    time_beside,
+)
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    assert spread([]) is None
+    assert spread([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0}
+    assert spread([1, 2, 3, 4, 5]) == {"median": 3, "low": 2, "high": 4}
+
+
+def test_the_peak_counts_what_is_held_at_once_and_not_what_was_freed() -> None:
+    def run() -> None:
+        kept = torch.empty(1000, dtype=torch.float32)
+        for _ in range(5):
+            torch.empty(3000, dtype=torch.float32)  # freed at once, five times
+        del kept
+
+    assert allocation_peak(run) == 4 * (1000 + 3000)
+    assert allocation_peak(run) == 4 * (1000 + 3000)
+
+
+def test_the_peak_of_a_training_step_grows_as_documented_and_is_the_same_each_time() -> None:
+    peaks = [peak_bytes(Subject("gmlp", Shape(length=n, dim=8))) for n in (256, 512, 256)]
+    assert peaks[0] == peaks[2]
+    assert 3 < peaks[1] / peaks[0] < 4.2  # its parameters are [T, T]
+
+
+def test_the_peak_holds_parameters_and_input() -> None:
+    subject = Subject("synthesizer", Shape(length=64, dim=16))
+    assert peak_bytes(subject) > subject.own_bytes() > sum(4 * p.numel() for p in subject.mix.parameters())
+
+
+def test_ours_stands_between_two_of_the_yardstick() -> None:
+    order: list[str] = []
+    yardstick = Yardstick(Shape(length=8, dim=8))
+    yardstick.runs = {"forward": lambda: order.append("softmax")}
+    times, ratios = time_beside({"forward": lambda: order.append("ours")}, "cpu", yardstick, 60.0, most=4, slow=True)
+    blocks = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
+    assert blocks == ["softmax", "ours", "softmax", "ours", "softmax"]
+    assert order.count("ours") == len(times["forward"]) == len(ratios["forward"]) == 4
+    time_beside({"forward": lambda: order.append("next")}, "cpu", yardstick, 60.0, most=2, slow=True)
+    assert order[-1] == "softmax"
+    assert order[order.index("next") - 1] == "softmax"
+
+
+def test_without_a_yardstick_there_are_times_and_no_ratios() -> None:
+    times, ratios = time_beside({"forward": lambda: None}, "cpu", None, 60.0, most=2)
+    assert len(times["forward"]) == 2
+    assert ratios["forward"] == []
+
+
+def test_quick_calls_are_timed_in_groups() -> None:
+    assert calls_for(1000.0) == 1
+    assert calls_for(0.5) == 4
+    assert calls_for(0.0) == 50
+    calls: list[int] = []
+    assert once(lambda: calls.append(1), "cpu", calls=7) >= 0
+    assert len(calls) == 7
+
+
+def test_decoding_is_at_the_end_of_the_sequence() -> None:
+    subject = Subject("softmax", Shape(length=12, dim=8, batch=2))
+    subject.prefill()
+    assert subject.state.position.tolist() == [12, 12]
+    subject.decode()
+    assert subject.state.position.tolist() == [13, 13]
+
+
+def test_estimates() -> None:
+    assert grown(10.0, 512, 1024, 2.0) == 40.0
+    assert free_bytes("cpu") > 0

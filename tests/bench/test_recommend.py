@@ -1,0 +1,155 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from subquad.bench.growth import crossovers, growths
+from subquad.bench.recommend import Request, find, recommend
+from subquad.bench.worker import empty_row
+from subquad.cli import app
+
+LENGTHS = (1024, 4096, 16384)
+# training ratio at each length, decode ratio at each length
+CAUSAL: dict[str, tuple[tuple[float, ...], tuple[float, ...] | None]] = {
+    "softmax": ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
+    "linear": ((2.0, 0.5, 0.125), (1.0, 0.5, 0.1)),
+    "local": ((1.6, 0.4, 0.1), (1.0, 0.9, 0.9)),
+    "sinkhorn": ((1.2, 0.3, 0.05), None),  # has no state
+    "performer": ((4.0, 2.0, 1.1), (1.0, 0.5, 0.1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "low": value, "high": value}
+
+
+def figures(path: Path, device: str = "cpu", quality: dict[str, float] | None = None, causal: bool = True) -> Path:
+    rows = []
+    for name, (training, decode) in CAUSAL.items():
+        for n, (length, ratio) in enumerate(zip(LENGTHS, training, strict=True)):
+            softmax = length**2 / 1e5
+            row = empty_row(name, length, causal) | {
+                "training_ms": spread(ratio * softmax),
+                "training_ratio": spread(ratio),
+                "peak_bytes": 1000 * length,
+                "memory_ratio": 1.0,
+            }
+            if decode is not None:
+                row |= {"decode_ms": spread(decode[n]), "decode_ratio": spread(decode[n]), "state_bytes": 8192}
+            rows.append(row)
+    results: dict[str, Any] = {
+        "kind": "compare",
+        "date": "2026-01-02T03:04:05",
+        "machine": {"device": "Some GPU" if device == "cuda" else "cpu", "cpu": "Some CPU", "threads": 2},
+        "settings": {"device": device, "dtype": "float32", "batch": 1, "dim": 64, "heads": 2},
+        "rows": rows,
+        "growth": growths(rows),
+        "crossovers": crossovers(rows),
+        "quality": [
+            {"mechanism": name, "task": "digits", "metric": "bits/dim", "value": value, "lower_is_better": True,
+             "steps": 100}
+            for name, value in (quality or {}).items()
+        ],
+    }  # fmt: skip
+    path.write_text(json.dumps(results))
+    return path
+
+
+def names(request: Request, source: Path) -> list[str]:
+    return [choice.mechanism for choice in recommend(request, source).choices]
+
+
+def test_the_cheapest_three_first(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json")
+    assert names(Request(length=16384, causal=True), source) == ["sinkhorn", "local", "linear"]
+    advice = recommend(Request(length=16384, causal=True), source)
+    assert advice.verdict == "use sinkhorn: 20 times as fast as exact softmax at T = 16,384"
+    first = advice.choices[0].reasons
+    assert first[0].startswith("a training step takes 134 ms at T = 16,384, 20 times as fast as exact softmax")
+    assert any("faster than softmax from T = 1,2" in reason for reason in first)
+    assert any("as documented" in reason for reason in first)
+
+
+def test_decoding_needs_a_state_and_counts(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json")
+    request = Request(length=16384, causal=True, decode=True)
+    assert names(request, source) == ["linear", "local", "performer"]  # sinkhorn cannot, sqrt(1.1 x 0.1) is third
+    reasons = " ".join(recommend(request, source).choices[0].reasons)
+    assert "decodes a token in 100 µs (10 times as fast as softmax with its cache)" in reasons
+    assert "a state of 8.19 kB, the same at any length" in reasons
+
+
+def test_below_the_crossover_exact_attention_wins(tmp_path: Path) -> None:
+    advice = recommend(Request(length=1024, causal=True), figures(tmp_path / "a.json"))
+    assert advice.choices[0].mechanism == "softmax"
+    # sinkhorn: 1.2 at 1,024 and 0.3 at 4,096, so 1 lies at 1024 * 4^(log 1.2 / log 4)
+    assert advice.verdict == "use flash softmax: you are below the crossover at T = 1,229 (sinkhorn, training time)"
+
+
+def test_between_lengths_and_beyond_them(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json")
+    assert "at T = 8,192" in recommend(Request(length=8192, causal=True), source).choices[0].reasons[0]
+    beyond = recommend(Request(length=100_000, causal=True), source)
+    assert "T = 100,000 was not measured: what follows is T = 16,384" in beyond.figures
+
+
+def test_a_clear_loss_of_quality_comes_after(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json", quality={"softmax": 2.0, "sinkhorn": 2.4, "local": 2.05, "linear": 2.05})
+    advice = recommend(Request(length=16384, causal=True), source)
+    assert [choice.mechanism for choice in advice.choices] == ["local", "linear", "softmax"]
+    assert any("2.050 bits/dim, softmax 2.000, after 100 steps" in reason for reason in advice.choices[0].reasons)
+
+
+def test_only_what_was_measured_in_the_form_that_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hold no bidirectional measurements: run `subquad compare --bidirectional`"):
+        recommend(Request(length=1024), figures(tmp_path / "a.json"))
+    both = figures(tmp_path / "b.json", causal=False)
+    assert names(Request(length=16384, cross=True), both) == ["linear", "softmax", "performer"]
+
+
+def test_this_machine_before_shipped_ones(cache: Path) -> None:
+    request = Request(length=4096, causal=True)
+    shipped = find(request)
+    assert "ship with subquad" in shipped.origin
+    figures(cache / "compare_cpu.json")
+    own = find(request)
+    assert "this machine" in own.origin
+    assert own.results["machine"]["cpu"] == "Some CPU"
+    assert "Some CPU, 2 threads, float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
+
+
+def test_requests_and_files_that_cannot_work(tmp_path: Path) -> None:
+    for wrong, message in (
+        ({"length": 0}, "length=0"),
+        ({"length": 5, "device": "tpu"}, "device='tpu'"),
+        ({"length": 5, "decode": True}, "decode=True cannot work with causal=False"),
+        ({"length": 5, "causal": True, "cross": True}, "cross=True cannot work"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Request(**wrong)
+    (tmp_path / "other.json").write_text('{"kind": "share"}')
+    with pytest.raises(ValueError, match="kind is not"):
+        recommend(Request(length=5), tmp_path / "other.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        recommend(Request(length=5), tmp_path / "nothing.json")
+
+
+def test_the_command_says_three_and_whose_figures(tmp_path: Path) -> None:
+    run = CliRunner(env={"COLUMNS": "160"})
+    source = figures(tmp_path / "results.json", device="cuda")
+    arguments = ["recommend", "--length", "16000", "--causal", "--decode", "--device", "cuda", "--from", str(tmp_path)]
+    result = run.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "use linear" in result.output
+    assert all(f"{rank}. {name}" in result.output for rank, name in ((1, "linear"), (2, "local"), (3, "performer")))
+    assert str(source) in result.output
+    assert "Some GPU" in result.output
