@@ -408,7 +408,10 @@ def forward(
     for t in range(start, stop, C):
         left = real - t
         qx = _features(q, t, left, qt, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
-        d = _times(qx, z, BK, DOT, ACC, PREC)
+        if SIGNED:
+            d = tl.sum(qx.to(ACC) * z[None, :], 1)  # terms cancel, so rounding z is not an option
+        else:
+            d = _times(qx, z, BK, DOT, ACC, PREC)
         if CAUSAL:
             f = _features(k, t, left, kt, 0, MAP, K, C, BK, EVEN, ACC)
             vx = _load(v, t, left, vt, v0, V, C, BV, EVEN).to(DOT)
@@ -855,7 +858,12 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int)
 
 
 def _power(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    """The tile that holds n columns. (Triton's own next_power_of_2 and cdiv take longer than a launch.)"""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _parts(n: int, block: int) -> int:
+    return -(-n // block)
 
 
 class Call(NamedTuple):
@@ -882,7 +890,7 @@ class Call(NamedTuple):
         """Slots, segments per sequence (1 when packed, where only the device knows), whether there may be several."""
         if self.cu_seqlens is not None:
             return tokens // self.segment + self.sequences, 1, True
-        segments = triton.cdiv(tokens, self.segment)
+        segments = _parts(tokens, self.segment)
         return self.q.shape[0] * segments, segments, segments > 1
 
 
@@ -1004,7 +1012,7 @@ class _Launcher:
             SPLIT=zrows is None, INIT=init is not None, GRAD=grad is not None,
         )  # fmt: skip
         _start(
-            states, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            states, slots * self.heads * _parts(self.width_k, cfg.block),
             (x, y, self.gate, *(grad or (y, rows, rows)), rows, rows if zrows is None else zrows,
              *(init or (rows, rows)), rows if grows is None else grows, *self.where),
             (call.eps, x.shape[1], call.segment, segments, self.heads, *_strides(x, y, call.log_gate)),
@@ -1019,7 +1027,7 @@ class _Launcher:
         call = self.call
         elements = rows.shape[2]
         segments = call.cut(x.shape[1])[1]
-        unroll = 16 if call.cu_seqlens is not None else min(16, triton.next_power_of_2(segments))
+        unroll = 16 if call.cu_seqlens is not None else min(16, 1 << (segments - 1).bit_length())
         block = min(2048 // unroll, 512, _power(elements))
         constants = {
             "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
@@ -1028,7 +1036,7 @@ class _Launcher:
             "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
         }  # fmt: skip
         _start(
-            scan, call.sequences * self.heads * triton.cdiv(elements, block),
+            scan, call.sequences * self.heads * _parts(elements, block),
             (rows, rows if grows is None else grows, *(init or (rows, rows)), *(final or (rows, rows)), self.where[0]),
             (call.segment, segments, self.heads), constants, Config(0, 0, 4, 1),
         )  # fmt: skip
@@ -1045,7 +1053,7 @@ class _Launcher:
             SPLIT=split, INIT=init is not None, SAVE=inv is not None,
         )  # fmt: skip
         _start(
-            forward, slots * self.heads * triton.cdiv(self.width_v, cfg.block),
+            forward, slots * self.heads * _parts(self.width_v, cfg.block),
             (call.q, call.k, call.v, self.gate, o, o if inv is None else inv, *(init or final), *final, *self.where),
             (call.eps, call.q.shape[1], call.segment, segments, self.heads,
              *_strides(call.q, call.k, call.v, call.log_gate)),
@@ -1067,7 +1075,7 @@ class _Launcher:
             SPLIT=split, INIT=init is not None, START=start is not None,
         )  # fmt: skip
         _start(
-            backward_q, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            backward_q, slots * self.heads * _parts(self.width_k, cfg.block),
             (call.q, call.k, call.v, self.gate, o, inv, do, pull, dq, inv if qdq is None else qdq,
              *(init or (inv, inv)), *(start or (inv, inv)), *(sums or (inv, inv)), *self.where),
             (call.eps, call.q.shape[1], call.segment, segments, self.heads, call.q.shape[0] * call.q.shape[1],
@@ -1085,7 +1093,7 @@ class _Launcher:
             call, call.k, cfg, _power(self.width_k), cfg.block, SPLIT=split, INIT=init is not None
         )  # fmt: skip
         _start(
-            backward_v, slots * self.heads * triton.cdiv(self.width_v, cfg.block),
+            backward_v, slots * self.heads * _parts(self.width_v, cfg.block),
             (call.q, call.k, self.gate, inv, do, dv, inv if init is None else init[0], *self.where),
             (call.k.shape[1], call.segment, segments, self.heads, *_strides(call.q, call.k, call.log_gate, do)),
             constants, cfg,
@@ -1105,7 +1113,7 @@ class _Launcher:
             SPLIT=split, INIT=init is not None, FINAL=final is not None,
         )  # fmt: skip
         _start(
-            backward_k, slots * self.heads * triton.cdiv(self.width_k, cfg.block),
+            backward_k, slots * self.heads * _parts(self.width_k, cfg.block),
             (call.q, call.k, call.v, self.gate, inv, do, pull, (gates or (inv, inv))[0], dk, (gates or (inv, inv))[1],
              *(init or (inv, inv)), inv if ahead is None else ahead, *end, *(final or (inv, inv)), *self.where),
             (call.k.shape[1], call.segment, segments, self.heads, call.k.shape[0] * call.k.shape[1],
@@ -1152,7 +1160,7 @@ def launch_backward(
     if split:
         rows = inv.new_empty((slots, run.heads, run.width_k * (run.width_v + 1)))
     if call.log_gate is not None:
-        parts = triton.cdiv(run.width_k, run.config("backward_k").block)
+        parts = _parts(run.width_k, run.config("backward_k").block)
         gates = inv.new_empty((parts, *call.log_gate.shape)), inv.new_empty((parts, *call.log_gate.shape))
         grows = inv.new_empty((slots, run.heads))
     qdq = None if gates is None else gates[0]
