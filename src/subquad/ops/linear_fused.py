@@ -5,6 +5,9 @@ Registering costs nothing: triton is imported when an operator first runs. Shape
 what is allocated, so nothing here waits for the device.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -48,7 +51,7 @@ def fused_linear_attention(
     s0, z0 = (None if x is None else x.to(state).contiguous() for x in (s0, z0))
     wanted = (x is not None and x.requires_grad for x in (q, k, v, log_gate, s0, z0))
     save = torch.is_grad_enabled() and any(wanted)
-    work = torch.ops.subquad.linear_attention
+    work: Callable[..., Any] = torch.ops.subquad.linear_attention
     if _eager(q):
         work = _Eager.apply if save else _forward
     out = work(q, k, v, log_gate, lengths, cu_seqlens, s0, z0, causal, feature_map, signed, normalize, eps, save)
@@ -359,7 +362,10 @@ class _Eager(torch.autograd.Function):
         _setup(ctx, inputs, output)
         return output
 
-    backward = staticmethod(once_differentiable(_gradient))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        return _gradient(ctx, *grads)
 
 
 def _eager(x: Tensor) -> bool:
