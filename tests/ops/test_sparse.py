@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subquad.ops import sparse
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from subquad.ops.sparse import attend_cached, sparse_attention
+from subquad.ops.sparse import sparse_attention
 
 PATTERNS: list[Pattern] = [
     Local(5, 0),
@@ -238,7 +238,7 @@ def test_operator_traces_and_compiles() -> None:
     pattern = Local(2, 0) | Strided(4)
     for args in ((None, None), (torch.tensor([9]), None)):
         torch.library.opcheck(
-            torch.ops.subquad.sparse.default, (q, k, v, *args, pattern.to_json(), True, 1.0, True, "torch")
+            torch.ops.subquad.sparse.default, (q, k, v, *args, pattern.to_json(), [], True, 1.0, True, "torch")
         )
     torch.compiler.reset()
     compiled = torch.compile(
@@ -270,25 +270,6 @@ def test_tiles_alive_at_once_are_bounded() -> None:
         for tiles in sparse._tiles(sparse.Job(atoms, T, T, True, None, 64, torch.device("cpu"))):
             # the budget, or else a single tile of queries
             assert tiles.mask.numel() <= max(sparse.BUDGET, sparse.TILE * T)
-
-
-def test_cached_keys_decode_what_forward_computes() -> None:
-    q, k, v = inputs(2, 23, 23, 4, 2, 3)
-    for pattern in (
-        Local(5, 0) | Global(2),
-        [Local(3, 0), Strided(4), Block(6) | Summary(6, 2), Random(1, 4) | Local(1)],
-    ):
-        want = sparse_attention(q, k, v, pattern, causal=True)
-        order = torch.randperm(23)
-        # slots in any order, one of them empty, and rows at positions of their own
-        kc, vc = (torch.cat([x[:, order], torch.full_like(x[:, :1], 9.0)], 1) for x in (k, v))
-        at = torch.cat([order, torch.tensor([-1])]).expand(2, -1)
-        i = torch.tensor([[20, 4, 0], [22, 7, 1]])
-        rows = torch.arange(2)[:, None]
-        got = attend_cached(q[rows, i], kc, vc, pattern, position=i, key_positions=at)
-        torch.testing.assert_close(got, want[rows, i])
-        one = attend_cached(q[:, 22], kc, vc, pattern, position=torch.tensor([22, 22]), key_positions=at)
-        torch.testing.assert_close(one, want[:, 22])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ their own, which `test_interpreter` starts; where no Triton is installed, everyt
 import os
 import subprocess
 import sys
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -71,7 +72,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agree(
-    pattern: Pattern, causal: bool, T: int, S: int, heads: tuple[int, int], ragged: bool, with_lse: bool, D: int = 8
+    pattern: Pattern | list[Pattern],
+    causal: bool,
+    T: int,
+    S: int,
+    heads: tuple[int, int],
+    ragged: bool,
+    with_lse: bool,
+    D: int = 8,
 ) -> None:
     q, k, v = inputs(2 if ragged else 1, T, S, *heads, D, seed=T)
     lengths = torch.tensor([T, max(1, T // 2)]) if ragged else None
@@ -129,6 +137,14 @@ def test_interpreted_unions(pattern: Pattern, T: int, S: int, causal: bool) -> N
 def test_interpreted_far_part_of_a_summary(pattern: Pattern, T: int) -> None:
     assert passes(pattern.to_json(), True, True).far
     agree(pattern, True, T, T, (1, 1), ragged=False, with_lse=False)
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [True, False])
+def test_interpreted_heads_draw_their_own_blocks(causal: bool) -> None:
+    heads = [Local(1) | Random(1, 4, head=h) for h in (0, 3, 1, 1)]
+    agree(heads, causal, 25, 25, (4, 2), ragged=not causal, with_lse=True)
+    agree([*heads[:2], Local(1), Random(1, 4) | Random(1, 4, head=2)], causal, 13, 13, (4, 4), False, with_lse=False)
 
 
 @interpreted
@@ -212,7 +228,7 @@ def test_passes_of_the_named_patterns() -> None:
     strided = passes((Local(128, 0) | Strided(128)).to_json(), True, True)
     assert (strided.queries, strided.keys, strided.lattices) == ((0,), (0,), ((1, 128),))
     fixed = passes((Block(128) | Summary(128, 32)).to_json(), True, True)
-    assert (fixed.far, fixed.queries, fixed.keys, fixed.summaries) == ((128, 32, 96), (0, 1), (0,), (1,))
+    assert (fixed.far, fixed.queries, fixed.keys, fixed.summaries) == ((128, 32, 96), (0, 1), (0, 1), ())
     both_ways = passes((Block(128) | Summary(128, 32)).to_json(), False, True)
     assert both_ways.far is None
     longformer = passes((Local(256) | Global(64)).to_json(), False, True)
@@ -222,20 +238,23 @@ def test_passes_of_the_named_patterns() -> None:
 
 def test_random_tables_list_each_pair_once_from_both_sides() -> None:
     drawn = (Random(2, 4, 1), Random(3, 6, 2), Random(1, 4, 7))
+    draws = (0, 5)
     for causal, lengths in ((True, None), (False, None), (False, torch.tensor([50, 23]))):
-        table, starts, readers = sparse_triton._table(drawn, 50, 50, causal, lengths, torch.device("cpu"))
-        for b in range(len(table)):
+        tables = sparse_triton._table(drawn, draws, 50, 50, causal, lengths, torch.device("cpu"))
+        for b, h in product(range(len(tables[0])), range(len(draws))):
+            table, starts, readers = (x[b, h] for x in tables)
             n = 50 if lengths is None else int(lengths[b])
             want = torch.zeros(50, 50, dtype=torch.bool)
             for atom in drawn:
-                want |= atom.mask(torch.arange(50)[:, None], torch.arange(50), causal=causal, length=n)
+                i, j = torch.arange(50)[:, None], torch.arange(50)
+                want |= atom.mask(i, j, causal=causal, length=n, head=draws[h])
             by_rows, by_columns = (torch.zeros(25, 25, dtype=torch.int64) for _ in range(2))
             for row in range(25):
-                for block in table[b, row].tolist():
+                for block in table[row].tolist():
                     if block >= 0:
                         by_rows[row, block] += 1
             for block in range(25):
-                for row in readers[b, starts[b, block] : starts[b, block + 1]].tolist():
+                for row in readers[starts[block] : starts[block + 1]].tolist():
                     by_columns[row, block] += 1
             assert torch.equal(by_rows, by_columns)
             blocks = want.view(25, 2, 25, 2).any(3).any(1)

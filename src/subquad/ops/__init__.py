@@ -3,7 +3,7 @@
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.similarity import similarity_attention
-from subquad.ops.sparse import attend_cached, sparse_attention
+from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse_cache import SparseCache, SparseState
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "SparseState",
     "Strided",
     "Summary",
-    "attend_cached",
     "linear_attention",
     "linear_attention_step",
     "similarity_attention",

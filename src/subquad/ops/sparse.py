@@ -15,6 +15,7 @@ Nothing of size [T, T] is made, and memory is linear in T.
 """
 # ruff: noqa: ARG001 (the operators and their shape-only twins take the same arguments, whether they need them or not)
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import inf
@@ -27,7 +28,7 @@ from torch import Tensor
 from subquad.ops.impl import choose
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary, from_json
 
-__all__ = ["attend_cached", "sparse_attention"]
+__all__ = ["sparse_attention"]
 
 Fn = TypeVar("Fn")
 
@@ -92,54 +93,19 @@ def sparse_attention(
         key_lengths = lengths
     parts: list[tuple[Tensor, Tensor]] = []
     texts = (_text(pattern),) * q.shape[2] if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
-    groups = _groups(texts, q.shape[2], k.shape[2])
-    for text, own, kv in groups:
+    groups = _groups(texts, q.shape[2], k.shape[2], chosen == "triton")
+    for text, draws, own, kv in groups:
         qs, ks, vs = _heads(q, own), _heads(k, kv), _heads(v, kv)
         parts.append(
-            torch.ops.subquad.sparse(qs, ks, vs, lengths, key_lengths, text, causal, scale, return_lse, chosen)
+            torch.ops.subquad.sparse(qs, ks, vs, lengths, key_lengths, text, draws, causal, scale, return_lse, chosen)
         )
     o, lse = parts[0]
     if len(parts) > 1:
-        order = [h for _, own, _ in groups for h in own]
+        order = [h for _, _, own, _ in groups for h in own]
         back = torch.tensor([order.index(h) for h in range(len(order))], device=q.device)
         o = torch.cat([part[0] for part in parts], 2).index_select(2, back)
         lse = torch.cat([part[1] for part in parts], 2).index_select(2, back)
     return (o, lse) if return_lse else o
-
-
-def attend_cached(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
-    *,
-    position: Tensor,
-    key_positions: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """Decoding: queries at `position` read the cached keys of a causal pattern, wherever in the cache they lie.
-
-    q [B, H, D] with position [B], or q [B, T, H, D] with position [B, T]; k and v [B, C, Hkv, D]; key_positions [B, C],
-    -1 for an empty slot. Returns the shape of q.
-    """
-    one = q.ndim == 3
-    if one:
-        q, position = q[:, None], position[:, None]
-    B, T, H, D = q.shape
-    i, j = position[:, :, None], key_positions[:, None]  # [B, T, 1], [B, 1, C]
-    heads = [pattern] if isinstance(pattern, Pattern) else list(pattern)
-    if len(heads) not in (1, H):
-        raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(heads)}")
-    masks = {p: p.mask(i, j, causal=True) & (j >= 0) for p in heads}
-    seen = torch.stack([masks[p] for p in heads], 1)[:, :, None]  # [B, 1 or H, 1, T, C]
-    share = H // k.shape[2]
-    seen = seen if len(heads) == 1 else seen.view(B, k.shape[2], share, T, -1)
-    s = torch.einsum("btgsd,bcgd->bgstc", q.reshape(B, T, -1, share, D), k)
-    s = (s.to(_wide(q)) * (D**-0.5 if scale is None else scale)).masked_fill(~seen, -inf)
-    p = torch.exp(s - s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min))
-    p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
-    o = torch.einsum("bgstc,bcgd->btgsd", p.to(v.dtype), v).reshape(B, T, H, D)
-    return o[:, 0] if one else o
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, key_lengths: Tensor | None) -> None:
@@ -183,19 +149,36 @@ def _text(pattern: Pattern) -> str:
 
 
 @_constant
-def _groups(heads: tuple[str, ...], H: int, Hkv: int) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
-    """Heads of equal pattern are computed together: the pattern as JSON, its query heads, the key heads they read."""
+def _groups(
+    heads: tuple[str, ...], H: int, Hkv: int, families: bool
+) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+    """Heads that are computed together: their pattern as JSON, their draws, the query heads, the key heads they read.
+
+    Those are heads of equal pattern or, with `families`, heads whose patterns differ only in the head that their random
+    blocks are drawn for: that is then the draw of each.
+    """
     if len(heads) != H:
         raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(heads)}")
+    named = [_family(text) if families else (text, None) for text in heads]
     groups = []
     share = H // Hkv
-    for one in dict.fromkeys(heads):
-        own = tuple(h for h, p in enumerate(heads) if p == one)
+    for one in dict.fromkeys(text for text, _ in named):
+        own = tuple(h for h, (text, _) in enumerate(named) if text == one)
+        draws = tuple(draw for h in own if (draw := named[h][1]) is not None)
         # whole groups of query heads keep sharing their key head; a group that patterns split is written out
         shared = tuple(h // share for h in own[::share])
         whole = own == tuple(h for g in shared for h in range(g * share, (g + 1) * share))
-        groups.append((one, own, shared if whole else tuple(h // share for h in own)))
+        groups.append((one, draws, own, shared if whole else tuple(h // share for h in own)))
     return tuple(groups)
+
+
+def _family(pattern: str) -> tuple[str, int | None]:
+    """A pattern whose random blocks are all drawn for one head, without that head; and the head. Others as they are."""
+    atoms = json.loads(pattern)
+    heads = {atom["head"] for atom in atoms if atom["atom"] == "Random"}
+    if len(heads) != 1:
+        return pattern, None
+    return json.dumps([atom | {"head": 0} if atom["atom"] == "Random" else atom for atom in atoms]), heads.pop()
 
 
 def _heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -558,6 +541,7 @@ def _sparse(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: Sequence[int],
     causal: bool,
     scale: float,
     return_lse: bool,
@@ -566,7 +550,7 @@ def _sparse(
     if impl == "triton":
         from subquad.ops import sparse_triton
 
-        return sparse_triton.forward(q, k, v, lengths, key_lengths, pattern, causal, scale)
+        return sparse_triton.forward(q, k, v, lengths, key_lengths, pattern, tuple(draws), causal, scale)
     return _torch_forward(q, k, v, lengths, key_lengths, pattern, causal, scale)
 
 
@@ -578,6 +562,7 @@ def _(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: Sequence[int],
     causal: bool,
     scale: float,
     return_lse: bool,
@@ -601,6 +586,7 @@ def _sparse_backward(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: Sequence[int],
     causal: bool,
     scale: float,
     impl: str,
@@ -608,7 +594,9 @@ def _sparse_backward(
     if impl == "triton":
         from subquad.ops import sparse_triton
 
-        return sparse_triton.backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, causal, scale)
+        return sparse_triton.backward(
+            do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, tuple(draws), causal, scale
+        )
     return _torch_backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, causal, scale)
 
 
@@ -624,6 +612,7 @@ def _(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: Sequence[int],
     causal: bool,
     scale: float,
     impl: str,
@@ -632,9 +621,9 @@ def _(
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, lengths, key_lengths, pattern, causal, scale, return_lse, impl = inputs
+    q, k, v, lengths, key_lengths, pattern, draws, causal, scale, return_lse, impl = inputs
     ctx.save_for_backward(q, k, v, *output, lengths, key_lengths)
-    ctx.options = pattern, causal, scale, impl
+    ctx.options = pattern, draws, causal, scale, impl
     ctx.return_lse = return_lse
 
 
@@ -643,7 +632,7 @@ def _backward(ctx, do: Tensor, dlse: Tensor):  # type: ignore[no-untyped-def]
     grads = torch.ops.subquad.sparse_backward(
         do, dlse if ctx.return_lse else None, q, k, v, o, lse, lengths, key_lengths, *ctx.options
     )
-    return *grads, None, None, None, None, None, None, None
+    return *grads, None, None, None, None, None, None, None, None
 
 
 _sparse.register_autograd(_backward, setup_context=_setup)

@@ -20,6 +20,7 @@ from math import gcd, inf, log2
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,7 +39,7 @@ SUMMARY = tl.constexpr(5)  # l, c, first column of a block
 RANDOM = tl.constexpr(6)  # block size, blocks of a row
 DENSE = tl.constexpr(7)
 ROWS = tl.constexpr(8)  # tokens: the queries that read everything, seen from the keys
-STRIP = tl.constexpr(9)  # l, c, first column of a block: what the far part of a summary leaves, see `far_forward`
+STRIP = tl.constexpr(9)  # l, c, first column of a block: what the far part of a summary leaves, see `far_backward`
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -52,27 +53,24 @@ class Config(NamedTuple):
 
 # by pass and by the bytes of a row (a head in its type, at least 128); a pass without its own takes the one before "_"
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(128, 64, 4, 3),
+    ("forward", 128): Config(64, 64, 4, 3),
     ("forward", 256): Config(128, 64, 8, 2),
     ("forward", 512): Config(64, 32, 4, 2),
-    ("forward_lattice", 128): Config(128, 64, 8, 2),
-    ("forward_rows", 128): Config(64, 64, 4, 3),
-    ("forward_random", 128): Config(64, 64, 4, 3),
-    ("dq", 128): Config(128, 64, 8, 3),
+    ("forward_lattice", 128): Config(64, 32, 4, 3),
+    ("forward_summary", 128): Config(128, 64, 8, 2),
+    ("dq", 128): Config(64, 32, 4, 3),
     ("dq", 256): Config(64, 64, 4, 2),
     ("dq", 512): Config(64, 32, 4, 1),
-    ("dq_rows", 128): Config(64, 64, 4, 3),
-    ("dq_random", 128): Config(64, 64, 4, 3),
-    ("dkv", 128): Config(64, 128, 8, 3),
+    ("dkv", 128): Config(64, 64, 4, 2),
     ("dkv", 256): Config(32, 128, 8, 2),
     ("dkv", 512): Config(32, 32, 4, 1),
     ("dkv_columns", 128): Config(64, 64, 4, 3),
-    ("dkv_random", 128): Config(64, 64, 4, 3),
 }
 # arguments that change with the length: a value that is 1, or a multiple of 16, must not make another kernel
 CHANGING = [
     "T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows",
-    "lse_piece", "lse_head", "table_batch", "starts_batch", "readers_batch",
+    "lse_piece", "lse_head", "table_batch", "table_head",
+    "starts_batch", "starts_head", "readers_batch", "readers_head",
 ]  # fmt: skip
 SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
 
@@ -99,7 +97,9 @@ def _held(i, j, A: tl.constexpr, n: tl.constexpr):
     elif A[4 * n] == STRIP:
         s = j // A[4 * n + 1] * A[4 * n + 2] + j % A[4 * n + 1] - A[4 * n + 3]
         late = s > i // (A[4 * n + 1] // A[4 * n + 2]) - A[4 * n + 2]
-        return late & (j // A[4 * n + 1] < i // A[4 * n + 1])
+        place = j % A[4 * n + 1]
+        column = (place >= A[4 * n + 3]) & (place < A[4 * n + 3] + A[4 * n + 2])
+        return column & late & (j // A[4 * n + 1] < i // A[4 * n + 1])
     else:
         return d == d
 
@@ -287,6 +287,8 @@ def _query_range(
     elif A[4 * n] == STRIP:
         lo = (j0 // A[4 * n + 1] + 1) * A[4 * n + 1]
         hi = tl.minimum(hi, (j1 // A[4 * n + 1] + 2) * A[4 * n + 1])
+        if _columns_below(j0, A, n) == _columns_below(j1 + 1, A, n):
+            hi = lo
     if STEP != 1:
         lo = f // pad * pad
         hi = ((f + BN - 1) // pad + 1) * pad
@@ -356,7 +358,7 @@ def _forward_tile(
 def _forward(
     q, k, v, o, lse, lengths, key_lengths, table,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    o_piece, o_batch, lse_piece, lse_head, table_batch,
+    o_piece, o_batch, lse_piece, lse_head, table_batch, table_head,
     scale, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
     SPLITS: tl.constexpr, LENGTHS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
@@ -402,7 +404,7 @@ def _forward(
             per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
             for t in tl.range(0, (last - first + 1) * A[4 * PARTS[part] + 2] * per):
                 entry = first * A[4 * PARTS[part] + 2] + t // per
-                block = tl.load(table + b * table_batch + entry)
+                block = tl.load(table + b * table_batch + h * table_head + entry)
                 s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
                 hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
                 acc, m, z = _forward_tile(
@@ -459,7 +461,7 @@ def _dq_tile(
 def _dq(
     q, k, v, o, do, lse, dlse, norm, delta, dq, lengths, key_lengths, table,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    do_batch, do_stride, do_head, dq_piece, dq_batch, table_batch,
+    do_batch, do_stride, do_head, dq_piece, dq_batch, table_batch, table_head,
     scale, scale_log2, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
     SPLITS: tl.constexpr, LENGTHS: tl.constexpr, DLSE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
@@ -515,7 +517,7 @@ def _dq(
             per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
             for t in tl.range(0, (last - first + 1) * A[4 * PARTS[part] + 2] * per):
                 entry = first * A[4 * PARTS[part] + 2] + t // per
-                block = tl.load(table + b * table_batch + entry)
+                block = tl.load(table + b * table_batch + h * table_head + entry)
                 s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
                 hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
                 grad = _dq_tile(
@@ -571,7 +573,8 @@ def _dkv_tile(
 def _dkv(
     q, k, v, do, norm, delta, dk, dv, lengths, key_lengths, starts, readers,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    do_batch, do_stride, do_head, dk_piece, dk_batch, starts_batch, readers_batch,
+    do_batch, do_stride, do_head, dk_piece, dk_batch,
+    starts_batch, starts_head, readers_batch, readers_head,
     scale, scale_log2, T, S, tiles, row0, col0, cols, pad, shift, low, split,
     A: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, HKV: tl.constexpr, SHARE: tl.constexpr,
@@ -610,10 +613,10 @@ def _dkv(
                 per = (A[4 * PARTS[part] + 1] + BM - 1) // BM
                 last = (tl.minimum(j1, S - 1) // A[4 * PARTS[part] + 1]).to(tl.int32)
                 for own in tl.range((j0 // A[4 * PARTS[part] + 1]).to(tl.int32), last + 1):
-                    at = tl.load(starts + b * starts_batch + own)
-                    stop = tl.load(starts + b * starts_batch + own + 1)
+                    at = tl.load(starts + b * starts_batch + head * starts_head + own)
+                    stop = tl.load(starts + b * starts_batch + head * starts_head + own + 1)
                     for t in tl.range(0, (stop - at) * per):
-                        row = tl.load(readers + b * readers_batch + at + t // per)
+                        row = tl.load(readers + b * readers_batch + head * readers_head + at + t // per)
                         s0 = row * A[4 * PARTS[part] + 1] + t % per * BM
                         hi = tl.minimum((row + 1) * A[4 * PARTS[part] + 1], T)
                         gk, gv = _dkv_tile(
@@ -672,8 +675,8 @@ def passes(pattern: str, causal: bool, split_off: bool) -> Passes:
         (n, a.l if isinstance(a, Strided) else a.gap) for n, a in enumerate(fixed) if isinstance(a, Strided | Dilated)
     )
     queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
-    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense)]
-    summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary))
+    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or (far and isinstance(a, Summary))]
+    summaries = () if far else tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary))
     if random:  # several draws become one, over blocks that divide all of theirs
         size = gcd(*(a.block_size for a in random))
         coded.append((RANDOM.value, size, sum(a.blocks * (a.block_size // size) for a in random), 0))
@@ -706,36 +709,48 @@ def _code(atom: Pattern) -> tuple[int, int, int, int]:
 
 
 def _table(
-    random: tuple[Random, ...], T: int, S: int, causal: bool, lengths: Tensor | None, device: torch.device
+    random: tuple[Random, ...],
+    draws: tuple[int, ...],
+    T: int,
+    S: int,
+    causal: bool,
+    lengths: Tensor | None,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each block of queries the blocks of keys, and of each block of keys where its readers start, and the readers.
 
-    [1 or B, rows, blocks] with -1 for none and each block once, [1 or B, key blocks + 1], [1 or B, rows·blocks].
+    [1 or B, 1 or H, ...]: [rows, blocks] with -1 for none and each block once, [key blocks + 1], [rows·blocks].
     """
     size = gcd(*(a.block_size for a in random))
-    rows = torch.arange(-(-T // size), device=device)[None]
+    rows = torch.arange(-(-T // size), device=device)[None, None]
+    heads = torch.tensor(draws, device=device)[:, None] if draws else None
     drawn = []
     for atom in random:
         ratio = atom.block_size // size
-        length = S if lengths is None else lengths[:, None]
-        table = atom.table(rows // ratio, causal=causal, length=length)[..., None]  # [1 or B, rows, blocks, 1]
-        drawn.append(torch.where(table >= 0, table * ratio + torch.arange(ratio, device=device), -1).flatten(2))
+        length = S if lengths is None else lengths[:, None, None]
+        table = atom.table(rows // ratio, causal=causal, length=length, head=heads)[..., None]
+        drawn.append(torch.where(table >= 0, table * ratio + torch.arange(ratio, device=device), -1).flatten(3))
     blocks = -(-S // size)
-    table = torch.cat(drawn, 2).sort(2).values
+    table = torch.cat(drawn, 3).sort(3).values
     table.masked_fill_(table >= blocks, -1)  # the last block drawn may reach beyond the last key
     if len(random) > 1:
         table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1], -1)
-    ordered, order = torch.where(table < 0, blocks, table).flatten(1).sort(dim=1, stable=True)
-    edges = torch.arange(blocks + 1, device=device).expand(len(ordered), -1).contiguous()
+    ordered, order = torch.where(table < 0, blocks, table).flatten(2).sort(dim=2, stable=True)
+    edges = torch.arange(blocks + 1, device=device).expand(*ordered.shape[:2], -1).contiguous()
     starts = torch.searchsorted(ordered, edges)
-    return table.int(), starts.int(), (order // table.shape[2]).int()
+    return table.int(), starts.int(), (order // table.shape[3]).int()
 
 
 @lru_cache(maxsize=32)
 def _full_table(
-    random: tuple[Random, ...], T: int, S: int, causal: bool, device: torch.device
+    random: tuple[Random, ...], draws: tuple[int, ...], T: int, S: int, causal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _table(random, T, S, causal, None, device)
+    return _table(random, draws, T, S, causal, None, device)
+
+
+def _strides(table: Tensor) -> tuple[int, int]:
+    """Of batch and head, 0 where all share one."""
+    return tuple(0 if table.shape[n] == 1 else table.stride(n) for n in range(2))  # type: ignore[return-value]
 
 
 class Pass(NamedTuple):
@@ -806,9 +821,10 @@ def _call(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: tuple[int, ...],
     causal: bool,
     scale: float,
-    split_off: bool = True,
+    split_off: bool = False,
 ) -> Call:
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     # padding may hold anything, and the fused attention of torch would multiply it by 0
@@ -818,9 +834,9 @@ def _call(
     if work.random:
         limits = None if causal else key_lengths
         if limits is None:
-            random = _full_table(work.random, T, S, causal, q.device)
+            random = _full_table(work.random, draws, T, S, causal, q.device)
         else:
-            random = _table(work.random, T, S, causal, limits, q.device)
+            random = _table(work.random, draws, T, S, causal, limits, q.device)
     both = None
     if lengths is not None or key_lengths is not None:
         lengths = torch.full((B,), T, device=q.device) if lengths is None else lengths
@@ -840,21 +856,25 @@ def forward(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    call = _call(q, k, lengths, key_lengths, pattern, causal, scale)
+    call = _call(q, k, lengths, key_lengths, pattern, draws, causal, scale)
     work = call.work
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     o = torch.empty(call.B, call.T, call.H, call.D, device=q.device, dtype=q.dtype)
     lse = torch.empty(call.B, call.H, call.T, device=q.device, dtype=torch.float32)
     started = False
-    if work.far:
-        far_forward(q, k, v, o, lse, *work.far, scale)
-        started = True
     if work.queries and work.rows < call.T:
-        kind = "forward_random" if work.random else "forward"
-        run = Pass(kind, work.atoms, work.queries, work.rows, call.T, go_on=started)
+        run = Pass(
+            "forward_summary" if work.summaries else "forward",
+            work.atoms,
+            work.queries,
+            work.rows,
+            call.T,
+            go_on=started,
+        )
         _run_forward(call, run, q, k, v, o[None], lse[None])
         started = True
     for n, step in work.lattices:
@@ -887,14 +907,13 @@ def _run_forward(
     pad, shift, low = call.lattice(run.step, config)
     tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
     lengths, key_lengths = call.lengths or (q, q)
-    table = call.random[0] if call.random else q
+    table = call.random[0] if call.random else q[:1, :1]
     _forward[(tiles * call.B * call.H, len(o))](
         q, k, v, o, lse, lengths, key_lengths, table,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         o.stride(0), o.stride(1), lse.stride(0), lse.stride(2),
-        table.stride(0) if call.random and len(table) > 1 else 0,
-        call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
-        table.shape[1] if call.random else 0,
+        *_strides(table), call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
+        table.shape[2] if call.random else 0,
         A=run.atoms, PARTS=run.parts, STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces, H=call.H,
         **call.constants(config),
     )  # fmt: skip
@@ -911,11 +930,12 @@ def backward(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    draws: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # the backward of torch's attention knows no gradient of the log-sum-exp
-    call = _call(q, k, lengths, key_lengths, pattern, causal, scale, split_off=dlse is None)
+    call = _call(q, k, lengths, key_lengths, pattern, draws, causal, scale, split_off=dlse is None)
     work = call.work
     do, q, k, v = (_dense_rows(x) for x in (do, q, k, v))
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
@@ -926,8 +946,7 @@ def backward(
     given = (q, k, v, o, do, lse, dlse, norm, delta)
     started = False
     if work.queries and work.rows < call.T:
-        kind = "dq_random" if work.random else "dq"
-        _run_dq(call, Pass(kind, work.atoms, work.queries, work.rows, call.T), *given, dq[None])
+        _run_dq(call, Pass("dq", work.atoms, work.queries, work.rows, call.T), *given, dq[None])
         started = True
     for n, step in work.lattices:
         _run_dq(call, Pass("dq_lattice", work.atoms, (n,), 0, call.T, step, go_on=started), *given, dq[None])
@@ -942,8 +961,7 @@ def backward(
     sources = (q, k, v, do, norm, delta)
     started = False
     if work.keys and work.columns < call.S:
-        kind = "dkv_random" if work.random else "dkv"
-        _run_dkv(call, Pass(kind, work.atoms, work.keys, work.columns, call.S), *sources, dk[None], dv[None])
+        _run_dkv(call, Pass("dkv", work.atoms, work.keys, work.columns, call.S), *sources, dk[None], dv[None])
         started = True
     for n, step in work.lattices:
         run = Pass("dkv_lattice", work.atoms, (n,), 0, 0, step, go_on=started)
@@ -967,59 +985,58 @@ def backward(
     return dq, dk, dv
 
 
-def far_columns(T: int, size: int, c: int, first: int, device: torch.device) -> Tensor:
-    """The columns of a summary that the far part reads."""
-    s = torch.arange(max(-(-T // (size // c)) - c, 0), device=device)
-    return s // c * size + first + s % c
-
-
-def far_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, size: int, c: int, first: int, scale: float
-) -> None:
-    """The far part of a causal summary as plain causal attention, which the fused kernels of torch do best.
-
-    Of g = l/c neighbouring queries take one, number u = i // g, and number the columns s. Query u may read the columns
-    of all earlier blocks, s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c
-    queries. What is left, u - c < s < c·(u // c), lies in the block before the query's (STRIP).
-    """
-    T, g = q.shape[1], size // c
-    columns = far_columns(T, size, c, first, q.device)
-    ks, vs = k.index_select(1, columns), v.index_select(1, columns)
-    o[:, :size] = 0
-    lse[:, :, :size] = -inf
-    for r in range(g):
-        n = len(range(r, T, g)) - c
-        if n > 0:
-            part, part_lse = _causal(q[:, r + size :: g], ks[:, :n], vs[:, :n], scale)
-            o[:, r + size :: g] = part
-            lse[:, :, r + size :: g] = part_lse
-
-
 def far_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     size: int, c: int, first: int, scale: float,
 ) -> None:  # fmt: skip
-    """Adds the gradients of the far part, given the output and log-sum-exp of the whole softmax."""
-    T, g = q.shape[1], size // c
-    columns = far_columns(T, size, c, first, q.device)
-    ks, vs = k.index_select(1, columns), v.index_select(1, columns)
-    sums = [torch.zeros(ks.shape, device=k.device, dtype=torch.float32) for _ in range(2)]
-    for r in range(g):
-        n = len(range(r, T, g)) - c
-        if n > 0:
-            at = slice(r + size, None, g)
-            grads = _causal_backward(
-                do[:, at], q[:, at], ks[:, :n], vs[:, :n], o[:, at], lse[:, :, at].contiguous(), scale
-            )
-            dq[:, at] += grads[0]
-            for total, grad in zip(sums, grads[1:], strict=True):
-                total[:, :n] += grad
-    dk.index_add_(1, columns, sums[0].to(dk.dtype))
-    dv.index_add_(1, columns, sums[1].to(dv.dtype))
+    """Adds the gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
+
+    It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
+    take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
+    s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
+    u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
+    memory, so they pass for heads.
+    """
+    T, n = q.shape[1], _far_points(q, size, c)
+    if n <= 0:
+        return
+    do, q, o = (_far_queries(x, n, size, c) for x in (do, q, o))
+    lse = F.pad(lse[:, :, size:], (0, n * (size // c) - (T - size)))
+    lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
+    k, v = (_far_keys(x, n, size, c, first) for x in (k, v))
+    grads = _causal_backward(do, q, k, v, o, lse, scale)
+    dq[:, size:] += grads[0].reshape(len(q), -1, *dq.shape[2:])[:, : T - size]
+    for total, grad in zip((dk, dv), grads[1:], strict=True):
+        columns = _far_columns(total, n, size, c, first)
+        grad = grad.unflatten(2, (size // c, -1)).sum(2)  # [B, n, H, D]
+        columns += F.pad(grad, (0, 0, 0, 0, 0, -n % c)).view(columns.shape)
+
+
+def _far_points(q: Tensor, size: int, c: int) -> int:
+    return -(-q.shape[1] // (size // c)) - c
+
+
+def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
+    """[B, T, H, D] -> [B, n, g·H, D], without a copy if g divides T."""
+    x = x[:, size:]
+    missing = n * (size // c) - x.shape[1]
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
+
+
+def _far_columns(x: Tensor, n: int, size: int, c: int, first: int) -> Tensor:
+    """The blocks that hold the first n columns, which are whole, as a view [B, blocks, c, H, D] of their columns."""
+    blocks = -(-n // c)
+    return x[:, : blocks * size].unflatten(1, (blocks, size))[:, :, first : first + c]
+
+
+def _far_keys(x: Tensor, n: int, size: int, c: int, first: int) -> Tensor:
+    """[B, T, H, D] -> [B, n, g·H, D]: the columns, once for each of the g queries that stand for heads."""
+    columns = _far_columns(x, n, size, c, first).flatten(1, 2)[:, :n]
+    return torch.cat([columns] * (size // c), 2)
 
 
 def _fused(q: Tensor) -> str | None:
-    """Which causal attention of torch gives its log-sum-exp, and takes one from outside in its backward."""
+    """Which causal attention of torch has a backward that takes the log-sum-exp from outside."""
     if q.device.type == "cpu":
         return "cpu"
     if q.dtype == torch.float32:
@@ -1027,19 +1044,6 @@ def _fused(q: Tensor) -> str | None:
     x = q.transpose(1, 2)
     choice = torch._fused_sdp_choice(x, x, x, None, 0.0, True)
     return {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}.get(choice)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of equally many queries and keys, [B, n, H, D] and its log-sum-exp [B, H, n]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    fused = _fused(q)
-    if fused == "cudnn":
-        o, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
-    elif fused == "flash":
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
-    else:
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    return o.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
 def _causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
@@ -1079,13 +1083,13 @@ def _run_dq(
     pad, shift, low = call.lattice(run.step, config)
     tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
     lengths, key_lengths = call.lengths or (q, q)
-    table = call.random[0] if call.random else q
+    table = call.random[0] if call.random else q[:1, :1]
     _dq[(tiles * call.B * call.H, len(dq))](
         q, k, v, o, do, lse, lse if dlse is None else dlse, norm, delta, dq, lengths, key_lengths, table,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-        dq.stride(0), dq.stride(1), table.stride(0) if call.random and len(table) > 1 else 0,
+        dq.stride(0), dq.stride(1), *_strides(table),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
-        table.shape[1] if call.random else 0,
+        table.shape[2] if call.random else 0,
         A=run.atoms, PARTS=run.parts, STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces,
         DLSE=dlse is not None, H=call.H, **call.constants(config),
     )  # fmt: skip
@@ -1108,12 +1112,11 @@ def _run_dkv(
     stop = run.stop if run.step == 1 else run.step * pad
     tiles = triton.cdiv(stop - run.start, config.keys)
     lengths, key_lengths = call.lengths or (q, q)
-    starts, readers = call.random[1:] if call.random else (q, q)
-    several = call.random is not None and len(starts) > 1
+    starts, readers = call.random[1:] if call.random else (q[:1, :1], q[:1, :1])
     _dkv[(tiles * call.B * call.Hkv, len(dk))](
         q, k, v, do, norm, delta, dk, dv, lengths, key_lengths, starts, readers,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-        dk.stride(0), dk.stride(1), starts.stride(0) if several else 0, readers.stride(0) if several else 0,
+        dk.stride(0), dk.stride(1), *_strides(starts), *_strides(readers),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, call.work.rows, run.start, stop,
         pad, shift, low, SPLIT,
         A=run.atoms, PARTS=run.parts, KEYS=run.parts[0], STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces,
