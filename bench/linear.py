@@ -495,8 +495,28 @@ def step_bandwidth(batch: int, width: int = 64) -> tuple[float, float]:
     return ms, 2 * (s.numel() + z.numel()) * 4 / ms * 1e3
 
 
-def speed() -> Case:
+def sweep(candidates: list[int]) -> dict[str, Any]:
+    """Device time of the causal bars at several numbers of programs; the best one, in units of the bars, stays set."""
+    tried: dict[int, dict[str, list[float]]] = {}
+    cost: dict[int, float] = {}
+    for programs in candidates:
+        linear_fused.PROGRAMS = programs
+        rows = tried[programs] = {}
+        cost[programs] = 0.0
+        for t in LENGTHS:
+            x = inputs(t, grad=True)
+            row = rows[str(t)] = [replay(partial(forward, x, True)), replay(partial(forward_backward, x, True))]
+            cost[programs] += row[0] / BARS["causal forward"][t][0] + row[1] / BARS["causal forward+backward"][t][0]
+        print(f"programs {programs:5d}: " + "  ".join(f"{a:.3f}/{b:.3f}" for a, b in rows.values()), flush=True)
+    linear_fused.PROGRAMS = min(cost, key=lambda programs: cost[programs])
+    print(f"programs: {linear_fused.PROGRAMS}", flush=True)
+    return {"tried": tried, "used": linear_fused.PROGRAMS}
+
+
+def speed(candidates: list[int]) -> Case:
     figures: Case = {"copy bandwidth, bytes/s": copy_bandwidth(), "ms": {}, "bars": {}}
+    if candidates:
+        figures["programs"] = sweep(candidates)
     print(f"copy {figures['copy bandwidth, bytes/s'] / 1e12:.2f} TB/s")
     table = figures["ms"]
     graphs = figures["ms in a CUDA graph"] = {}
@@ -650,6 +670,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for linear.json (or linear_tune.json)")
     parser.add_argument("--check", action="store_true", help="correctness only")
     parser.add_argument("--tune", action="store_true", help="search launch parameters")
+    parser.add_argument("--programs", default="", help="numbers of programs to choose from, e.g. 264,528,1056")
     parser.add_argument("--commit", help="what is measured, where there is no git history to ask")
     parser.add_argument("--widths", default="64x64", help="K x V to tune, e.g. 64x64,128x128")
     args = parser.parse_args()
@@ -663,7 +684,7 @@ def main() -> None:
         passed = all(r["ok"] for r in report["checks"])
         print(f"checks took {time.time() - start:.0f} s", flush=True)
         if not args.check:
-            report |= speed()
+            report |= speed([int(n) for n in args.programs.split(",") if n])
     print(f"{time.time() - start:.0f} s in all")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
