@@ -54,16 +54,17 @@ def list_mechanisms() -> None:
     from subquad.mechanisms import MECHANISMS
     from subquad.mechanisms.card import card
 
+    narrow = console.width < 110  # then the family stands under the name
     table = Table(title=f"{len(MECHANISMS)} mechanisms", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for column in ("name", "family", "cost", "causal", "bidirectional", "cross", "state", "source"):
-        folds = column in ("family", "cost")
-        header = "bidir." if column == "bidirectional" and console.width < 120 else column
-        table.add_column(header, overflow="fold", no_wrap=not folds, min_width=10 if folds else None)
+        if column != "family" or not narrow:
+            header = "bidir." if narrow and column == "bidirectional" else column
+            table.add_column(header, overflow="fold", no_wrap=column in ("state", "source"))
     for name, cls in MECHANISMS.items():
         traits, facts = cls.traits, card(cls)
         marks = ("yes" if flag else "-" for flag in (traits.causal, traits.bidirectional, traits.cross))
-        state = traits.state or "-"
-        table.add_row(f"[bold]{name}[/bold]", cls.family, facts.training_cost, *marks, state, facts.source)
+        named = [f"[bold]{name}[/bold]\n[dim]{cls.family}[/dim]"] if narrow else [f"[bold]{name}[/bold]", cls.family]
+        table.add_row(*named, facts.training_cost, *marks, traits.state or "-", facts.source)
     console.print(table)
 
 
@@ -81,10 +82,10 @@ def show(
 
     cls = mechanism(name)
     facts = card(cls)
-    console.print(f"[bold]{name}[/bold] ({cls.family}): {escape(facts.title)}\n")
+    console.print(f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n")
     for field in FIELDS:
         console.print(f"[bold]{field}[/bold]")
-        console.print(escape(getattr(facts, field.lower())) + "\n", soft_wrap=True)
+        console.print(escape(getattr(facts, field.lower())) + "\n")
     table = Table(title="Options", title_justify="left")
     for column in ("option", "default", "of"):
         table.add_column(column)

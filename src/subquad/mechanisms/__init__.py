@@ -59,7 +59,7 @@ MECHANISMS: dict[str, type[Mixer]] = {
 
 def mechanism(name: str) -> type[Mixer]:
     """The class of that name, or a ValueError with the nearest name."""
-    if name not in MECHANISMS:
+    if not isinstance(name, str) or name not in MECHANISMS:
         accepted = ", ".join(MECHANISMS)
         raise ValueError(f"unknown mechanism {name!r}{nearest(name, MECHANISMS)} Accepted: {accepted}")
     return MECHANISMS[name]
@@ -75,4 +75,6 @@ def build(name: str, **options: Any) -> Mixer:
     for option in options:
         if option not in known:
             raise TypeError(f"{name} has no option {option!r}{nearest(option, known)} Accepted: {', '.join(known)}")
+    if "dim" not in options:
+        raise TypeError(f"{name} needs dim, the width of x")
     return cls(cls.options_type(**options))

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -49,14 +52,15 @@ class Options:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), hint)
         at_least(self, dim=1, heads=1, layer=0, seed=0)
+        if self.seed >= 2**40:
+            refuse("seed", self.seed, "an integer below 2**40")
         if self.max_length is not None:
             at_least(self, max_length=1)
         if not 0 <= self.dropout < 1:
             refuse("dropout", self.dropout, "a probability in [0, 1)")
-        for name in ("causal", "rotary"):
-            if not isinstance(getattr(self, name), bool):
-                refuse(name, getattr(self, name), "True or False")
 
 
 def refuse(name: str, value: object, accepted: str) -> None:
@@ -79,10 +83,35 @@ def one_of(options: object, **choices: Iterable[str]) -> None:
             refuse(name, getattr(options, name), " or ".join(f'"{choice}"' for choice in accepted))
 
 
+PLAIN = {bool: "True or False", int: "an integer", float: "a finite number", str: "a name", type(None): "None"}
+
+
+def _check_type(name: str, value: object, hint: Any) -> None:
+    """Refuse a value of another plain type than the option has; NaN and infinity are no numbers here."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    accepted = []
+    for kind in kinds:
+        if typing.get_origin(kind) is Literal:
+            fits, words = value in typing.get_args(kind), " or ".join(f'"{choice}"' for choice in typing.get_args(kind))
+        elif kind in (int, float):
+            number = isinstance(value, int) or (kind is float and isinstance(value, float) and math.isfinite(value))
+            fits, words = number and not isinstance(value, bool), PLAIN[kind]
+        elif kind in PLAIN:
+            fits, words = isinstance(value, kind), PLAIN[kind]
+        elif typing.get_origin(kind) is Callable:
+            fits, words = callable(value), "a callable"
+        else:
+            return  # the mechanism checks what has structure
+        if fits:
+            return
+        accepted.append(words)
+    refuse(name, value, " or ".join(accepted))
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or nothing."""
+    """`; did you mean 'x'?` for a misspelt name, or a full stop."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def keep(lengths: Tensor | None, size: int) -> Tensor | None:
@@ -144,6 +173,7 @@ class Mixer(nn.Module):
             cross=possible.cross and not causal,
             state=possible.state if causal else None,
         )
+        self._shape_memo: tuple[torch.dtype, list[tuple[torch.dtype, tuple[int | None, ...]]]] | None = None
         # parameter-free mechanisms follow .to() as well, and their states are made where they are
         self.register_buffer("_like", torch.empty(0), persistent=False)
 
@@ -324,7 +354,8 @@ class Mixer(nn.Module):
             raise ValueError(f"{name} has shape {_shape(x)}: accepted is [batch, T, {dim}]")
         if x.shape[0] == 0 or x.shape[1] == 0:
             raise ValueError(f"{name} has shape {_shape(x)}: at least one row and one token are needed")
-        if x.dtype != self._like.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+        cast = torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if x.dtype != self._like.dtype and not cast:
             raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
         if x.device != self._like.device:
             raise ValueError(f"{name} is on {x.device}: this module is on {self._like.device}")
@@ -353,15 +384,13 @@ class Mixer(nn.Module):
             raise ValueError(f"{name} has shape {_shape(lengths)}: accepted is one integer a row, [{batch}]")
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
             raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
-        # Reading the values waits for the device; a compiled or captured program must not, and a stack of layers that
-        # hands the same tensor on waits once
-        known = getattr(lengths, "_checked", None) == (size, lengths._version)
-        if not known and not torch.compiler.is_compiling() and not _capturing(lengths):
+        lengths = lengths.to(x.device, torch.int64)
+        # Reading the values waits for the device; a compiled or captured program must not
+        if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             low, high = (int(v) for v in torch.stack((lengths.min(), lengths.max())).tolist())
             if low < 0 or high > size:
                 raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
-            lengths._checked = (size, lengths._version)  # type: ignore[attr-defined]
-        return lengths.to(x.device, torch.int64)
+        return lengths
 
     def _check_stateful(self, method: str) -> None:
         if self.traits.state is None:
@@ -374,20 +403,36 @@ class Mixer(nn.Module):
             raise NotImplementedError(f"{method}: {name} is {why}, so there is no state; recompute with forward")
 
     def _check_state(self, state: State, batch: int) -> None:
-        cls = type(self)
+        name = type(self).__name__
         if self.state_type is not None and not isinstance(state, self.state_type):
             raise ValueError(
-                f"state is a {type(state).__name__}: accepted is the {cls.__name__} state of init_state or prefill"
+                f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill"
             )
-        wrong = {tuple(t.shape[:1]) for t in state} - {(batch,)}
-        if wrong:
-            raise ValueError(f"state has batch {wrong.pop()[0]}: x has batch {batch}")
-        if state.position.device != self._like.device:
-            raise ValueError(f"state is on {state.position.device}: this module is on {self._like.device}")
+        if torch.compiler.is_compiling():
+            return
+        for field, t, (dtype, shape) in zip(state._fields, state, self._state_shape(), strict=True):
+            if t.shape[:1] != (batch,):
+                raise ValueError(f"state has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+            fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True))
+            if not fits or t.dtype != dtype:
+                wanted = ["batch", *("any" if n is None else n for n in shape[1:])]
+                raise ValueError(
+                    f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {wanted}; "
+                    "a state goes with the module, or the options, it came from"
+                )
+            if t.device != self._like.device:
+                raise ValueError(f"state.{field} is on {t.device}: this module is on {self._like.device}")
 
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    def _state_shape(self) -> list[tuple[torch.dtype, tuple[int | None, ...]]]:
+        """Type and shape of each field of a state; None where it follows the capacity."""
+        if self._shape_memo is None or self._shape_memo[0] != self._like.dtype:
+            small, large = (self._init_state(1, capacity) for capacity in (1, 1000))
+            shapes = [
+                (a.dtype, tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True)))
+                for a, b in zip(small, large, strict=True)
+            ]
+            self._shape_memo = (self._like.dtype, shapes)
+        return self._shape_memo[1]
 
 
 def _shape(x: object) -> object:

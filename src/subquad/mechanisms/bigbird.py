@@ -32,6 +32,10 @@ from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse_cache import SparseState
 
 
+class State(SparseState):
+    """Its own type: the cache of one pattern means nothing to another."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
     block: int = 64
@@ -46,6 +50,7 @@ class Options(patterned.Options):
 
 class Bigbird(Patterned):
     options_type = Options
+    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.0
     small = ({"block": 3, "random": 2}, {"block": 3, "random": 2, "construction": "etc"}, {"block": 4, "random": 0})

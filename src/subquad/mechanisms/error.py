@@ -21,6 +21,7 @@ def approximation_error(mix: Mixer, x: Tensor) -> Tensor:
 
     Dense on both sides, so for T of a few thousand at most. ValueError for mechanisms that do not approximate softmax.
     """
+    mix._check_tokens(x, "x")
     projected = mix._qkv(x)
     if projected is None:
         raise ValueError(f"{type(mix).__name__} approximates no softmax attention of queries, keys and values")

@@ -24,6 +24,11 @@ from subquad.mechanisms import patterned
 from subquad.mechanisms.base import Traits, at_least, one_of, refuse
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.patterns import Block, Pattern, Summary
+from subquad.ops.sparse_cache import SparseState
+
+
+class State(SparseState):
+    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ class Options(patterned.Options):
 
 class Fixed(Patterned):
     options_type = Options
+    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.5
     small = (

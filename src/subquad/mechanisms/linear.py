@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
@@ -33,6 +33,11 @@ class Options(base.Options):
     feature_map: str | Callable[[Tensor], Tensor] = "elu+1"
     eps: float = 1e-6
     impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eps < 0:
+            refuse("eps", self.eps, "a number of at least 0")
 
 
 class Linear(Mixer):

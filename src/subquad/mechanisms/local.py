@@ -18,6 +18,11 @@ from subquad.mechanisms.base import at_least
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Local as Window
 from subquad.ops.patterns import Pattern
+from subquad.ops.sparse_cache import SparseState
+
+
+class State(SparseState):
+    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,7 @@ class Options(patterned.Options):
 
 class Local(Patterned):
     options_type = Options
+    state_type = State
     exponent = 1.0
     small = ({"window": 5},)
     options: Options

@@ -24,6 +24,11 @@ from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse_cache import SparseState
+
+
+class State(SparseState):
+    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class Options(patterned.Options):
 
 class Longformer(Patterned):
     options_type = Options
+    state_type = State
     exponent = 1.0
     small = (
         {"window": 4, "global_tokens": 2},

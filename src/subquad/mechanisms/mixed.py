@@ -11,6 +11,7 @@ Verified    tests/mechanisms/test_mixed.py: one part over all heads with W_in = 
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,17 +57,19 @@ class Mixed(Mixer):
         {"parts": (("softmax", 2), ("synthesizer", 2, {"kind": "random"}))},
     )
     options: Options
+    fields: list[list[str]] = []  # noqa: RUF012
 
     def __init__(self, options: Options):
         from subquad.mechanisms import build, mechanism
 
         super().__init__(options)
         width = options.dim // options.heads
-        shared = {"causal": options.causal, "rotary": options.rotary, "layer": options.layer, "seed": options.seed}
+        shared = {"causal": options.causal, "rotary": options.rotary, "layer": options.layer}
         mixers = []
-        for name, heads, own in options.parts or ():
+        for number, (name, heads, own) in enumerate(options.parts or ()):
+            drawn = {"seed": options.seed + 1_000_003 * number}  # two parts of one kind draw different numbers
             fixed = {"max_length": options.max_length} if mechanism(name).traits.fixed_length else {}
-            mixers.append(build(name, dim=heads * width, heads=heads, **{**shared, **fixed, **own}))
+            mixers.append(build(name, dim=heads * width, heads=heads, **{**shared, **drawn, **fixed, **own}))
         self.parts: Iterable[Mixer] = nn.ModuleList(mixers)  # type: ignore[assignment]
         self.widths = [mix.options.dim for mix in mixers]
         self.into = nn.Linear(options.dim, options.dim)
@@ -82,8 +85,11 @@ class Mixed(Mixer):
         if stateful:
             # one flat tuple: the parts' fields under numbered names, and the position they share
             self.fields = [[f for f in _fields(mix) if f != "position"] for mix in mixers]
-            names = [f"part{n}_{f}" for n, fields in enumerate(self.fields) for f in fields]
-            self.state_type = namedtuple("State", [*names, "position"])  # type: ignore[misc]
+
+    @property
+    def state_type(self) -> type:  # type: ignore[override]
+        names = [f"part{n}_{f}" for n, fields in enumerate(self.fields) for f in fields]
+        return state_class(*names, "position")
 
     def _forward(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
@@ -137,7 +143,7 @@ class Mixed(Mixer):
 
     def _join(self, states: list[Any]) -> Any:
         flat = [getattr(state, f) for state, fields in zip(states, self.fields, strict=True) for f in fields]
-        return self.state_type(*flat, states[0].position)  # type: ignore[misc]
+        return self.state_type(*flat, states[0].position)
 
     def _split(self, state: Any) -> list[Any]:
         states = []
@@ -145,6 +151,17 @@ class Mixed(Mixer):
             make: Any = mix.state_type
             states.append(make(**{f: getattr(state, f"part{n}_{f}") for f in fields}, position=state.position))
         return states
+
+
+@lru_cache
+def state_class(*names: str) -> type:
+    """The flat state of these fields: one class for all modules whose parts keep the same, and it can be pickled."""
+    plain = namedtuple("State", names)  # type: ignore[misc]
+    return type("State", (plain,), {"__slots__": (), "__reduce__": lambda self: (make_state, (names, tuple(self)))})
+
+
+def make_state(names: tuple[str, ...], values: tuple[Tensor, ...]) -> Any:
+    return state_class(*names)(*values)
 
 
 def _fields(mix: Mixer) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Options(base.Options):
 class Patterned(Mixer):
     """Exact softmax over one pattern per head."""
 
-    state_type = SparseState
+    state_type: type[SparseState]
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "human patterns"
     unused = Mixer.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
@@ -81,7 +81,8 @@ class Patterned(Mixer):
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
         heads = self.options.heads
-        return self.cache.empty(batch, heads, self.options.dim // heads, capacity or 64, self._like)
+        empty = self.cache.empty(batch, heads, self.options.dim // heads, capacity or 64, self._like)
+        return self.state_type(*empty)
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         if state is not None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
 from subquad.ops.cache import append, cached_attention
 
 ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
@@ -33,6 +33,11 @@ class State(NamedTuple):
 class Options(base.Options):
     projections: bool = True
     scale: float | None = None  # of the scores; None: 1/√K, or 1 without projections
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None and self.scale <= 0:
+            refuse("scale", self.scale, "None or a number above 0")
 
 
 class Softmax(Mixer):
@@ -70,6 +75,10 @@ class Softmax(Mixer):
     def _pattern(self, x: Tensor) -> Tensor:
         q, k, _ = self._project(x)
         return self._weights(q, k, None)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._project(x)
+        return q * (self.scale * math.sqrt(q.shape[-1])), k, v
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads

@@ -23,6 +23,11 @@ from subquad.mechanisms.base import Traits, at_least, one_of, refuse
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.patterns import Local, Pattern
 from subquad.ops.patterns import Strided as Stride
+from subquad.ops.sparse_cache import SparseState
+
+
+class State(SparseState):
+    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class Options(patterned.Options):
 
 class Strided(Patterned):
     options_type = Options
+    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.5
     small = ({"stride": 6}, {"stride": 5, "combine": "interleave", "layer": 1}, {"stride": 7, "combine": "heads"})

@@ -71,7 +71,8 @@ class SparseCache:
         """The state after tokens with keys and values [B, T, H, ·], lengths[b] of them in row b; the old one stays."""
         after = state.position + (k.shape[1] if lengths is None else lengths)
         if self.everything:
-            return SparseState(append(state.k, k, state.position), append(state.v, v, state.position), after)
+            k, v = append(state.k, k, state.position), append(state.v, v, state.position)
+            return state._replace(k=k, v=v, position=after)
         caches = [state.k, state.v]
         if self.growing:
             used = self.pinned + self.ring + (after + self.block - 1) // self.block * self.columns
@@ -83,7 +84,7 @@ class SparseCache:
             torch.where(source[..., None] >= 0, new.gather(1, index.expand_as(old)).to(old.dtype), old)
             for new, old in zip((k, v), caches, strict=True)
         ]
-        return SparseState(caches[0], caches[1], after)
+        return state._replace(k=caches[0], v=caches[1], position=after)
 
     def attend(
         self,
