@@ -103,7 +103,7 @@ def test_ours_stand_beside_published_as_ratios(run: Path) -> None:
 
 
 def test_several_runs_and_other_json(tmp_path: Path) -> None:
-    few = [row for row in runs.results()["rows"] if row["mechanism"] in ("softmax", "linear")]
+    few = [row for row in runs.results()["rows"] if row["mechanism"] in ("softmax", "linear", "rfa")]
     changes = {"machine": {"device": "NVIDIA H200"}, "interrupted": True, "pictures": [], "rows": few}
     other = runs.write(tmp_path / "gpu", **changes, quality=[])
     run = runs.write(tmp_path / "cpu", rows=few, quality=[])
@@ -115,6 +115,9 @@ def test_several_runs_and_other_json(tmp_path: Path) -> None:
     written = write([run, other, figures], tmp_path / "both" / "all.html")
     assert written.html == tmp_path / "both" / "all.html"
     page = written.html.read_text()
+    named = re.findall(r' id="([^"]+)"', page)
+    assert len(named) == len(set(named))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(named)
     charts = specs(page)
     assert {"r0-curves-chart", "r1-curves-chart"} <= set(charts)
     assert "This run was interrupted" in page

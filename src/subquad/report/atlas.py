@@ -38,6 +38,18 @@ LESSONS = {
     "share": "What share of a block is attention?",
     "questions": "The lecture notes' questions, answered",
 }
+ABOUT = {
+    "exact": "Every pair is scored. What all others approximate or replace.",
+    "human patterns": "People decide beforehand which pairs can be left out: near ones stay, and a few that reach far.",
+    "clustering": "Similar queries and keys are brought together first, and only pairs within a group are scored.",
+    "learnable patterns": "A learned module decides which blocks should meet.",
+    "fewer queries or keys": "The matrix has low rank, nearly: a few representatives stand for many.",
+    "kernels": "With features in place of the exponential, keys and values are summed before the query is known.",
+    "new frameworks": "Weights that do not come from comparing queries with keys.",
+    "attention-free": "Tokens mixed by a Fourier transform or a learned matrix over positions.",
+    "recurrence": "Segments read one after another, with a memory of what came before.",
+    "hybrid": "Several of the above in one layer.",
+}
 DIM, HEADS = 32, 4  # of the modules that are drawn
 FRAMED = 27  # the pixel whose row is shown first: near the middle, on the stroke of most digits
 
@@ -110,7 +122,8 @@ class _Site:
             f"<span>{escape(card(MECHANISMS[name]).training_cost)}</span></div></a></li>"
             for name in names
         )
-        return f'<h3 id="{_anchor(family)}">{escape(title)}</h3><ul class="cards">{cards}</ul>' if names else ""
+        said = f'<h3 id="{_anchor(family)}">{escape(title)}</h3><p class="note">{escape(ABOUT[family])}</p>'
+        return f'{said}<ul class="cards">{cards}</ul>' if names else ""
 
     # A mechanism
 

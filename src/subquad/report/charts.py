@@ -1,10 +1,12 @@
 """What the charts show, as data for page.js, and the same as PNG."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from subquad.mechanisms import MECHANISMS
+from subquad.report.html import template
 from subquad.report.results import Json, Run, learned
 
 CHOSEN = ("softmax", "linear")  # stand out until the reader chooses
@@ -55,7 +57,7 @@ def curves(run: Run, names: Iterable[str] | None = None) -> Json | None:
             marks = {
                 c["mechanism"]: c[crossing]
                 for c in run.data.get("crossovers", [])
-                if crossing and c.get(crossing) is not None and c["mechanism"] in points
+                if crossing and c.get(crossing) is not None and c["mechanism"] in points and c["mechanism"] != "softmax"
             }
             x = {"label": "sequence length T", "short": "T =", "unit": "tokens", "log": True}
             y = {"label": label, "short": label.split(",")[0], "unit": unit, "log": True}
@@ -134,15 +136,14 @@ def draw(spec: Json, view: int, path: Path) -> None:
 
     shown = spec["views"][view]
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
-    colours = plt.get_cmap("tab10")
-    families = list(dict.fromkeys(s["family"] for s in shown["series"]))
+    colours = dict(re.findall(r"--f-([a-z-]+): (#\w+)", template("style.css").split("@media")[0]))
     seen: dict[str, int] = {}
     ends = []
     for series in shown["series"]:
         name, kind = series["name"], series["family"]
         seen[kind] = seen.get(kind, -1) + 1
         chosen = name in spec["chosen"]
-        colour = "black" if kind == "exact" else colours(families.index(kind) % 10)
+        colour = colours.get(kind.replace(" ", "-"), "gray")
         x, y = ([p[i] for p in series["points"]] for i in (0, 1))
         many = len(x) > 60
         axis.plot(
@@ -174,7 +175,11 @@ def draw(spec: Json, view: int, path: Path) -> None:
                 fontsize=8,
             )
     if shown["x"].get("log"):
-        axis.set_xscale("log", base=2 if shown["x"]["unit"] == "tokens" else 10)
+        axis.set_xscale("log")
+    if shown["x"]["unit"] == "tokens":
+        lengths = sorted({p[0] for s in shown["series"] for p in s["points"]})
+        axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+        axis.minorticks_off()
     if shown["y"].get("log"):
         axis.set_yscale("log")
     axis.set_xlabel(shown["x"]["label"])

@@ -184,13 +184,14 @@ def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = F
         columns, titles, any_ours = _columns(shown, against)
         if only_ours and not any_ours:
             continue
+        decimals = [_decimals([row[2][i] for row in shown.rows]) for i in range(len(shown.columns))]
         rows = []
         for label, mechanism, figures in shown.rows:
             cells = [Cell(label)]
             for index, run in columns:
                 if run is None:
                     figure = figures[index]
-                    cells.append(Cell(figure) if isinstance(figure, str) else number(figure, 4))
+                    cells.append(Cell(figure) if isinstance(figure, str) else _as_printed(figure, decimals[index]))
                 else:
                     ours = shown.columns[index].ours
                     value = ours(run, mechanism) if ours and mechanism else None
@@ -203,6 +204,21 @@ def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = F
             + "</section>"
         )
     return "\n".join(out)
+
+
+def _decimals(figures: Sequence[float | str | None]) -> int:
+    """How many the paper prints in this column; 0 where it goes by significant digits instead."""
+    numbers = [f for f in figures if isinstance(f, float)]
+    if not numbers or max(numbers) > 100 * min(numbers):
+        return 0
+    return max(len(str(f).partition(".")[2]) for f in numbers)
+
+
+def _as_printed(figure: float | None, decimals: int) -> Cell:
+    cell = number(figure)
+    if figure is None or isinstance(figure, int):
+        return cell
+    return cell._replace(shown=f"{figure:.{decimals}f}" if decimals else str(figure))
 
 
 def _columns(shown: Published, runs: Sequence[Run]) -> tuple[list[tuple[int, Run | None]], list[str], bool]:

@@ -75,7 +75,7 @@ def _summary(runs: Sequence[Run]) -> str:
     if not runs:
         return '<p class="lead">No run of <code>subquad compare</code> is among these: figures only.</p>'
     out = []
-    for run in runs:
+    for i, run in enumerate(runs):
         settings = run.data.get("settings", {})
         direction = {True: "causal", False: "bidirectional"}.get(
             settings.get("causal"), "causal where there is a causal form"
@@ -85,12 +85,12 @@ def _summary(runs: Sequence[Run]) -> str:
         out.append(f'<p class="lead">{escape(run.title)}: {direction}, {escape(shape)}.</p>')
         if run.data.get("interrupted"):
             out.append('<p class="warn">This run was interrupted: what is shown was measured before that.</p>')
-        said = "".join(f"<li>{line}</li>" for line in _findings(run))
+        said = "".join(f"<li>{line}</li>" for line in _findings(run, f"r{i}"))
         out.append(f"<ul>{said}</ul>" if said else "")
     return "\n".join(out)
 
 
-def _findings(run: Run) -> Iterable[str]:
+def _findings(run: Run, name: str) -> Iterable[str]:
     """What a reader would look for first, in sentences, from the figures."""
     rows = run.data.get("rows", [])
     timed = [row for row in rows if row.get("training_ms")]
@@ -99,13 +99,15 @@ def _findings(run: Run) -> Iterable[str]:
         at = sorted((row for row in timed if row["length"] == longest), key=lambda row: row["training_ms"]["median"])
         best = ", ".join(f"{escape(r['mechanism'])} {number(r['training_ms']['median']).shown} ms" for r in at[:3])
         base = next((r["training_ms"]["median"] for r in at if r["mechanism"] == "softmax"), None)
-        beside_softmax = f"; softmax {number(base).shown} ms" if base else ""
+        among = any(r["mechanism"] == "softmax" for r in at[:3])
+        beside_softmax = f"; softmax {number(base).shown} ms" if base and not among else ""
         yield f"Fastest training step at T = {longest:,}: {best}{beside_softmax}."
-    crossings = [(c["training"], c["mechanism"]) for c in run.data.get("crossovers", []) if c.get("training")]
+    crossings = [(c["training"], c["mechanism"]) for c in _crossed(run) if c.get("training")]
     if crossings:
         shown = sorted(crossings)[:4] + [c for c in sorted(crossings)[4:] if c[1] == "linear"]
-        told = ", ".join(f"{escape(name)} from {round(at):,}" for at, name in shown)
-        yield f"{len(crossings)} mechanisms train faster than exact softmax at some measured length: {told} …"
+        told = ", ".join(f"{escape(which)} from {round(at):,}" for at, which in shown)
+        more = " …" if len(shown) < len(crossings) else ""
+        yield f"Training is faster than with exact softmax in {len(crossings)} of them, from some T on: {told}{more}"
         shortest = min(row["length"] for row in timed) if timed else 0
         if min(crossings)[0] > shortest:
             below = round(min(crossings)[0])
@@ -119,7 +121,12 @@ def _findings(run: Run) -> Iterable[str]:
         yield f"Best {escape(metric)} on {escape(task)}: {best}."
     left_out = [r for r in (*rows, *run.data.get("quality", [])) if r.get("skipped") or r.get("error")]
     if left_out:
-        yield f'{len(left_out)} measurements were not possible; <a href="#left-out">the reasons</a> are listed.'
+        what = "1 measurement was" if len(left_out) == 1 else f"{len(left_out)} measurements were"
+        yield f'{what} not possible; <a href="#{name}-left-out">the reasons</a> are listed.'
+
+
+def _crossed(run: Run) -> list[Json]:
+    return [c for c in run.data.get("crossovers", []) if c["mechanism"] != "softmax"]
 
 
 def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
@@ -132,8 +139,7 @@ def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
             "Point at a line to read it, press a name to keep it.</p>"
         )
         yield "curves", "Cost over length", chart(f"{name}-curves-chart", curves) + hint
-    crossings = run.data.get("crossovers", [])
-    if crossings:
+    if _crossed(run):
         yield "crossovers", "Crossovers", _crossovers(run)
     if run.data.get("growth"):
         yield "growth", "Growth", _growth(run)
@@ -178,7 +184,7 @@ def _figures(run: Run, name: str) -> str:
             missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(reason, css="long")])
     body = table(columns, rows, name=f"{name}-rows", caption="medians; low to high in brackets", filtered=True)
     if missing:
-        body += '<h3 id="left-out">Not measured, and why</h3>' + table(["mechanism", "at", "reason"], missing)
+        body += f'<h3 id="{name}-left-out">Not measured, and why</h3>' + table(["mechanism", "at", "reason"], missing)
     return body
 
 
@@ -203,8 +209,7 @@ def _crossovers(run: Run) -> str:
             Cell(charts.family(c["mechanism"])),
             *(cell(c.get(k)) for k in ("training", "forward", "memory")),
         ]
-        for c in run.data["crossovers"]
-        if c["mechanism"] != "softmax"
+        for c in _crossed(run)
     ]
     titles = ["mechanism", "family", "training time", "forward time", "memory"]
     return table(titles, rows, caption="the length from which each costs less than exact softmax")

@@ -145,7 +145,8 @@
       const width = Math.max(260, plot.clientWidth), narrow = width < 620;
       const series = view.series.filter((s) => s.points.length && (!state.only || state.on.has(s.name)));
       const height = narrow ? 350 : Math.max(420, 60 + 14.5 * series.length);
-      const m = { left: 62, right: narrow ? 14 : 118, top: 18, bottom: 44 };
+      const lines = series.some((s) => s.points.length > 1), longest = Math.max(0, ...series.map((s) => s.name.length));
+      const m = { left: 62, right: narrow ? 14 : lines ? 28 + 7.2 * longest : 30, top: 30, bottom: 44 };
       plot.replaceChildren();
       places = [];
       const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${view.label}: ${series.map((s) => s.name).join(", ")}` });
@@ -206,9 +207,9 @@
         svg.append(g);
       }
       // names stand at the ends of the lines, pushed apart; on a phone only those chosen have room
-      const shown = labels.filter((l) => !narrow || l.on || l.single).sort((a, b) => a.y - b.y);
+      const shown = labels.filter((l) => !narrow || l.on || !lines).sort((a, b) => a.y - b.y);
       const gap = 13.5;
-      if (shown.every((l) => l.single)) scatterNames(shown, m, width, height);
+      if (!lines) scatterNames(shown, m, width, height);
       else {
         shown.forEach((l, i) => { l.to = Math.max(l.y, i ? shown[i - 1].to + gap : m.top); });
         for (let i = shown.length - 1, floor = height - m.bottom + 8; i >= 0; i--) { shown[i].to = Math.min(shown[i].to, floor); floor = shown[i].to - gap; }
@@ -254,7 +255,7 @@
     function scatterNames(shown, m, width, height) {
       const used = [];
       for (const l of [...shown].sort((a, b) => b.on - a.on)) {
-        const w = 6.6 * l.name.length, tries = [[9, 4, "start"], [-9, 4, "end"], [0, -10, "middle"], [0, 18, "middle"], [9, -9, "start"], [-9, 17, "end"], [9, 17, "start"], [-9, -9, "end"]];
+        const w = 7.4 * l.name.length, tries = [[9, 4, "start"], [-9, 4, "end"], [0, -10, "middle"], [0, 18, "middle"], [9, -9, "start"], [-9, 17, "end"], [9, 17, "start"], [-9, -9, "end"]];
         for (const [dx, dy, anchor] of tries) {
           const left = l.x + dx - (anchor === "end" ? w : anchor === "middle" ? w / 2 : 0), top = l.y + dy - 10;
           const box = [left, top, left + w, top + 13];
