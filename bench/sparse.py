@@ -10,6 +10,7 @@ after each phase, and a phase that would start after `--seconds` is left out.
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -383,6 +384,7 @@ def memory() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"pattern": name, "bytes_per_token": {}}
         for T in (16384, 32768, 65536):
             q, k, v, w = tensors(T, batch=1)
+            gc.collect()  # what an earlier phase left must not be freed between the two readings
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             torch.autograd.grad(sparse_attention(q, k, v, pattern, causal=causal), (q, k, v), w)
