@@ -131,6 +131,8 @@ def _plain(value: Any) -> str:
         return ", ".join(_plain(v) for v in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value, 4).shown
     return "none" if value is None else f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
 
 

@@ -107,7 +107,7 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         shown = sorted(crossings)[:4] + [c for c in sorted(crossings)[4:] if c[1] == "linear"]
         told = ", ".join(f"{escape(which)} from {round(at):,}" for at, which in shown)
         more = " …" if len(shown) < len(crossings) else ""
-        yield f"Training is faster than with exact softmax in {len(crossings)} of them, from some T on: {told}{more}"
+        yield f"Mechanisms that train faster than exact softmax from some T on: {told}{more} ({len(crossings)} in all)."
         shortest = min(row["length"] for row in timed) if timed else 0
         if min(crossings)[0] > shortest:
             below = round(min(crossings)[0])

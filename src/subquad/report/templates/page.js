@@ -194,7 +194,7 @@
             const up = spread.map((p) => `${X(p[0]).toFixed(1)},${Y(p[3]).toFixed(1)}`), down = spread.map((p) => `${X(p[0]).toFixed(1)},${Y(p[2]).toFixed(1)}`).reverse();
             g.append(node("path", { class: "band", d: `M${up.join("L")}L${down.join("L")}z` }));
           }
-          g.append(node("path", { class: "line", d: `M${line.join("L")}`, ...(dash && !on && s.points.length < 60 ? { "stroke-dasharray": dash } : {}) }));
+          g.append(node("path", { class: "line", d: `M${line.join("L")}`, ...(dash && s.points.length < 60 ? { "stroke-dasharray": dash } : {}) }));
         }
         const dots = s.points.length < 60;
         for (const p of s.points) {
@@ -225,6 +225,7 @@
       // from where on a mechanism costs less than softmax of its own form: a ring on its curve
       if (view.marks) {
         let row = 0;
+        const crowded = narrow && Object.keys(view.marks).filter((n) => state.on.has(n)).length > 2; // then only the ring
         for (const [name, x] of Object.entries(view.marks)) {
           const own = series.find((s) => s.name === name);
           const y = own && at(own.points, x);
@@ -233,7 +234,7 @@
           const g = node("g", { class: `cross${on ? " on" : ""}`, "data-name": name, style: `--c:${colour(look[name].family)}` });
           const cy = Y(y), ty = m.top + 10 + (on ? 15 * row++ : 0), left = X(x) > (width - m.right + m.left) * 0.5;
           g.append(node("line", { x1: X(x), x2: X(x), y1: ty + 4, y2: height - m.bottom }), node("circle", { cx: X(x), cy, r: 6.5 }));
-          g.append(node("text", { x: X(x) + (left ? -5 : 5), y: ty, "text-anchor": left ? "end" : "start" }, `${name} wins from T = ${format(x, "tokens")}`));
+          if (!crowded) g.append(node("text", { x: X(x) + (left ? -5 : 5), y: ty, "text-anchor": left ? "end" : "start" }, `${name} wins from T = ${format(x, "tokens")}`));
           svg.append(g);
         }
       }
@@ -253,7 +254,7 @@
     }
 
     function scatterNames(shown, m, width, height) {
-      const used = [];
+      const used = shown.map((l) => [l.x - 6, l.y - 6, l.x + 6, l.y + 6]); // the points themselves
       for (const l of [...shown].sort((a, b) => b.on - a.on)) {
         const w = 7.4 * l.name.length, tries = [[9, 4, "start"], [-9, 4, "end"], [0, -10, "middle"], [0, 18, "middle"], [9, -9, "start"], [-9, 17, "end"], [9, 17, "start"], [-9, -9, "end"]];
         for (const [dx, dy, anchor] of tries) {
@@ -266,7 +267,6 @@
             break;
           }
         }
-        used.push([l.x - 6, l.y - 6, l.x + 6, l.y + 6]);
       }
     }
 
