@@ -81,7 +81,8 @@ class Efficient(Mixer):
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
         if self.options.normalize == "softmax":
-            o, s, z, largest = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
+            with torch.autocast(x.device.type, enabled=False):
+                o, s, z, largest = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
             return self.heads.merge(o.to(v.dtype)), State(s, z, largest, position)
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
@@ -102,9 +103,10 @@ class Efficient(Mixer):
         gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
         values = _wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
         before = LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
-        _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
-        s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
-        o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
+        with torch.autocast(x.device.type, enabled=False):
+            _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
+            s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
+            o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
         return self.heads.merge(o[:, :, 0].to(v.dtype)), State(s, z, largest, state.position + 1)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
