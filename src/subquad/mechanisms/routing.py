@@ -4,7 +4,8 @@ Paper       Roy, Saffar, Vaswani, Grangier 2020, "Efficient Content-Based Sparse
             arXiv:2003.05997, §4
 Definition  q, k are layer-normed without scale or shift; μ the centroids of the head, kept in the same space.
             bidirectional: each μ takes the w queries and the w keys nearest to it, and these queries attend to these
-            keys by softmax(q·k/√K); a query chosen several times gets the mean of its results, one never chosen gets 0
+            keys by softmax(q·k/√K); a query chosen several times gets the mean of its results, one never chosen gets 0.
+            Of equally near tokens the earlier is taken
             causal: each token joins the centroid nearest to it. Keys of a cluster form chunks of w, by rank among the
             earlier ones. A query sees the newest chunk of its cluster and the one before, up to itself; 0 if none
             training moves μ ← norm(λμ + (1 - λ)·mean of the queries and keys nearest to it)
@@ -175,8 +176,10 @@ class Routing(Mixer):
         for nearness in near:
             if lengths is not None:
                 nearness = nearness.masked_fill(~keep(lengths, size)[:, None, None], -torch.inf)  # type: ignore[index]
-            values, tokens = nearness.topk(min(self.options.window, size), dim=-1)  # [B, H, clusters, w]
-            chosen.append(tokens.masked_fill(values == -torch.inf, -1))
+            # Half of the digits: equal tokens stay equal after a product in another order, and position decides
+            steps = (nearness / torch.finfo(nearness.dtype).eps ** 0.5).round()
+            steps, tokens = (t[..., : self.options.window] for t in steps.sort(dim=-1, descending=True, stable=True))
+            chosen.append(tokens.masked_fill(steps == -torch.inf, -1))  # [B, H, clusters, w]
         queries, keys = chosen[0], chosen[-1]
         visible = (queries >= 0)[..., :, None] & (keys >= 0)[..., None, :]
         if self.options.causal:
@@ -241,12 +244,12 @@ class Routing(Mixer):
         """The definition, one row and head after the other: [B, H, T, T]."""
         batch, size, _ = x.shape
         q, k, _, normed, _ = self._project(x)
-        rows = []
+        wide, rows = torch.promote_types(x.dtype, torch.float32), []
         for b in range(batch):
             n = size if lengths is None else int(lengths[b])
             for h in range(self.options.heads):
                 scores = q[b, :n, h] @ k[b, :n, h].T
-                near_q, near_k = (t[b, :n, h] @ self.centroids[h].T.to(t.dtype) for t in (normed[0], normed[-1]))
+                near_q, near_k = (t[b, :n, h].to(wide) @ self.centroids[h].T.to(wide) for t in (normed[0], normed[-1]))
                 sets = self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k)
                 total, times = torch.zeros_like(scores), scores.new_zeros(n, 1)
                 for queries, keys in sets:
@@ -261,8 +264,13 @@ class Routing(Mixer):
 
     def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each centroid, the queries and the keys nearest to it."""
-        w = min(self.options.window, len(near_q))
-        return [(near_q[:, c].topk(w).indices, near_k[:, c].topk(w).indices) for c in range(self.options.clusters)]
+        grid, sets = math.sqrt(torch.finfo(near_q.dtype).eps), []
+        for c in range(self.options.clusters):
+            rows = ((-near[:, c] / grid).round().tolist() for near in (near_q, near_k))
+            queries, keys = (sorted((far, t) for t, far in enumerate(row))[: self.options.window] for row in rows)
+            first, second = (torch.tensor([t for _, t in chosen], dtype=torch.int64) for chosen in (queries, keys))
+            sets.append((first, second))
+        return sets
 
     def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each query, the newest chunk of its cluster and the one before."""
@@ -300,9 +308,9 @@ class Routing(Mixer):
         lists = admit(Lists(state.members, state.total), clusters[-1], state.position[:, None, None])
         asked = clusters[0][..., None].expand(-1, -1, -1, lists.members.shape[-1])
         near = recall(Lists(lists.members.gather(-2, asked), lists.total.gather(-1, clusters[0])))  # [B, H, 1, 2w]
-        o, _ = slot_attention(
-            q, keys.to(q.dtype), values.to(v.dtype), torch.zeros_like(near[..., :1]), near, (near >= 0)[..., None, :]
-        )  # [B, H, 1, 1, V]
+        query, visible = torch.zeros_like(near[..., :1]), (near >= 0)[..., None, :]
+        k, v = keys.to(q.dtype), values.to(v.dtype)
+        o, _ = slot_attention(q, k, v, query, near, visible, dropout=self._dropout())  # [B, H, 1, 1, V]
         return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
 
 
