@@ -127,9 +127,12 @@ class TransformerXL(Mixer):
 
     def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, _ = self.heads.split(x)
-        s = torch.arange(x.shape[1], device=x.device)
+        s, dim = torch.arange(x.shape[1], device=x.device), self.options.dim
         distance = s[:, None] - s  # [T, S]
-        r = self.relative(sinusoid(distance, self.options.dim).to(x.dtype)).unflatten(-1, (self.options.heads, -1))
+        angles = [[d / 10000 ** (2 * i / dim) for i in range((dim + 1) // 2)] for d in range(1 - len(s), len(s))]
+        waves = torch.tensor([[*map(math.sin, row), *map(math.cos, row)][:dim] for row in angles], dtype=torch.float64)
+        r = waves.to(x)[distance + len(s) - 1]  # R_{t-s}, [T, S, D]
+        r = self.relative(r).unflatten(-1, (self.options.heads, -1))
         scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
         visible = (distance <= self.options.memory) & (distance >= -self._after())
         if lengths is not None:
