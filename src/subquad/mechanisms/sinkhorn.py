@@ -155,14 +155,15 @@ class Sinkhorn(Mixer):
             mean_q = torch.stack([q[: s.start + 1].mean(0) for s in blocks])
         scale = math.sqrt(q.shape[-1])
         logits = torch.einsum("nhk,mhk->hnm", mean_q, mean_k) / scale / self.options.temperature
-        sort = (logits - logits.amax((1, 2), keepdim=True)).exp()
         if self.options.causal:
-            sort = sort.tril(-1)
-            sort = torch.cat((sort[:, :1], sort[:, 1:] / sort[:, 1:].sum(-1, keepdim=True)), dim=1)
+            past = [row[:, :i].softmax(-1) for i, row in enumerate(logits.unbind(1))]  # of row i, blocks before i
+            sort = torch.stack([F.pad(row, (0, len(blocks) - i)) for i, row in enumerate(past)], dim=1)
         else:
-            for _ in range(self.options.iterations):
-                sort = sort / sort.sum(1, keepdim=True)
-                sort = sort / sort.sum(2, keepdim=True)
+            for _ in range(self.options.iterations):  # divisions of exp(logits), as logarithms: it may be all zeros
+                for dim in (1, 2):
+                    largest = logits.amax(dim, keepdim=True)
+                    logits = logits - largest - (logits - largest).exp().sum(dim, keepdim=True).log()
+            sort = logits.exp()
         moved = torch.zeros(len(sort), len(blocks), block, n, dtype=sort.dtype, device=sort.device)  # [H, N, C, n]
         for token in range(n):  # how much of the token is in its slot of each sorted block
             moved[:, :, token % block, token] = sort[:, :, token // block]
@@ -176,7 +177,7 @@ class Sinkhorn(Mixer):
             )
             share = slots.sum(-1)[:, None]  # [H, 1, S]
             scores = torch.einsum("thk,nhk,hsn->hts", q[s], k, slots) / scale
-            scores = scores.masked_fill(share == 0, -math.inf)
+            scores = scores.masked_fill(share < ABSENT, -math.inf)
             if self.options.causal:
                 later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
                 later[:, s.stop - s.start :] = False  # only the own block has a future
