@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep
 from subquad.ops.cache import append
+from subquad.ops.dense import dense_attention
 from subquad.ops.rotary import rotate
 
 ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
@@ -177,9 +178,7 @@ class Compressed(Mixer):
         return rotate(t, positions) if self.options.rotary else t
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        dropout = self.options.dropout if self.training else 0.0
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout).transpose(1, 2)
+        return dense_attention(q, k, v, mask, dropout=self.options.dropout if self.training else 0.0)
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n: as so many heads they
@@ -191,11 +190,10 @@ class Compressed(Mixer):
         if slots == 0:
             return early
         q = F.pad(q[:, stride - 1 :], (0, 0, 0, 0, 0, (slots + 1) * stride - 1 - size))  # [B, N·stride, H, K]
-        q = q.unflatten(1, (slots, stride)).permute(0, 3, 2, 1, 4).flatten(1, 2)  # [B, H·stride, N, K]
-        k, v = (t.transpose(1, 2).repeat_interleave(stride, dim=1) for t in (k, v))
-        dropout = self.options.dropout if self.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        o = o.unflatten(1, (heads, stride)).permute(0, 3, 2, 1, 4).flatten(1, 2)  # [B, N·stride, H, V]
+        q = q.unflatten(1, (slots, stride)).transpose(2, 3).flatten(2, 3)  # [B, N, H·stride, K]
+        k, v = (t.repeat_interleave(stride, dim=2) for t in (k, v))
+        o = dense_attention(q, k, v, causal=True, dropout=self.options.dropout if self.training else 0.0)
+        o = o.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)  # [B, N·stride, H, V]
         return torch.cat((early, o[:, : size - stride + 1]), dim=1)
 
     def _slots(self, t: Tensor, conv: nn.Conv1d) -> list[Tensor]:

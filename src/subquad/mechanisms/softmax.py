@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
 from subquad.ops.cache import append, cached_attention
+from subquad.ops.dense import dense_attention
 
 ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
 
@@ -129,10 +129,8 @@ class Softmax(Mixer):
         return *self._rotate(q, k, position), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         dropout = self.options.dropout if self.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=self.scale)
-        return o.transpose(1, 2)
+        return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=dropout)
 
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale

@@ -1,0 +1,46 @@
+"""Exact softmax attention with dropout of its weights, in memory that does not grow with T·S."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+PAIRS = 1 << 20  # weights alive at once, where torch would make all of them
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q·k·scale) v: q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> [B, T, H, V].
+
+    mask [B, 1, 1 or T, S] is True where a query may look; causal, instead of a mask: query t looks at keys up to t.
+    torch's attention does it all in one pass over keys, except that on a CPU it makes every weight where some are
+    dropped: there some queries go at a time, and their weights are made again in backward.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
+    size, keys = q.shape[2], k.shape[2]
+    rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * keys))
+    if not dropout or q.device.type != "cpu" or rows >= size:
+        o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
+        return o.transpose(1, 2)
+
+    def attend(part: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(part, k, v, seen, dropout_p=dropout, scale=scale)
+
+    parts = []
+    for start in range(0, size, rows):
+        part, seen = q[:, :, start : start + rows], mask
+        if causal:
+            at = torch.arange(start, start + part.shape[2], device=q.device)[:, None]
+            seen = torch.arange(keys, device=q.device) <= at  # [T, S]
+        elif mask is not None and mask.shape[-2] > 1:
+            seen = mask[..., start : start + rows, :]
+        parts.append(checkpoint(attend, part, k, v, seen, use_reentrant=False))
+    return torch.cat(parts, dim=2).transpose(1, 2)
