@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from subquad.mechanisms import MECHANISMS
 from subquad.models import Transformer, TransformerConfig
 from subquad.models.blocks import FeedForward, mean_pool, shorten
 
@@ -133,6 +134,14 @@ def test_mixers_without_cross_attention_are_pooled_after_mixing() -> None:
         h = y.view(1, 2, 2, 8).mean(2)
         h = h + block.ff(block.ff_residual.norm(h))
         torch.testing.assert_close(model(x), model.norm(h))
+
+
+@pytest.mark.parametrize("name", [name for name, cls in MECHANISMS.items() if cls.traits.bidirectional])
+def test_a_pooling_layer_trains_every_parameter(name: str) -> None:
+    """One that never gets a gradient would stop data-parallel training."""
+    model = Transformer(dim=8, heads=2, depth=1, pool=2, mechanism=name, max_length=12)
+    model(torch.randn(2, 12, 8), lengths=torch.tensor([12, 7])).sum().backward()
+    assert [found for found, p in model.named_parameters() if p.grad is None] == []
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

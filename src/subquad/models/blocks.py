@@ -138,11 +138,12 @@ class Block(nn.Module):
     def _mix_pooled(self, stream: Stream, lengths: Tensor | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
 
-        They attend to every position where the mixer has cross-attention; where it has none (or where rotary leaves x
-        and its means no common axis) the mixed sequence is averaged instead.
+        They attend to every position where the mixer has cross-attention; where it has none the mixed sequence is
+        averaged instead. So it is where means are no queries like others: where rotary leaves x and its means no common
+        axis, and where the mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
         """
         short = (mean_pool(stream[0], lengths, self.pool),)
-        if not self.mixer.traits.cross or self.mixer.options.rotary:
+        if not self.mixer.traits.cross or self.mixer.options.rotary or self.mixer.joint_queries:
             return short, mean_pool(self.mixer(self.mixer_residual.read(stream), lengths), lengths, self.pool)
         queries, context = self.mixer_residual.read(short), self.mixer_residual.read(stream)
         return short, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
