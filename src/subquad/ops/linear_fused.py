@@ -15,8 +15,10 @@ from torch.nn import Parameter
 
 MAPS = ("elu+1", "relu", "exp", "identity")
 
-# About eight programs for each of an H200's 132 multiprocessors; a shorter segment is not worth its state.
-PROGRAMS = 1056
+# Measured on an H200, 132 multiprocessors: 256 causal walks fill it without being cut, fewer are cut into some four
+# programs for each; the sums of the bidirectional form are shorter programs, and eight are better there.
+WALKS = 256
+PROGRAMS = 528
 MIN_SEGMENT = 256
 
 _OPTIONS = "bool causal, str feature_map, bool signed, bool normalize, float eps"
@@ -110,7 +112,7 @@ def _state_type(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def _segment(q: Tensor, k: Tensor, log_gate: Tensor | None) -> int:
+def _segment(q: Tensor, k: Tensor, log_gate: Tensor | None, causal: bool) -> int:
     """Tokens per segment: the shortest power of two that leaves no more programs than keep the chip busy.
 
     The gradient of a gate is a sum to the end of its segment, and the shorter that is, the less rounding adds up.
@@ -118,7 +120,8 @@ def _segment(q: Tensor, k: Tensor, log_gate: Tensor | None) -> int:
     b, h = q.shape[0], q.shape[2]
     longest = max(q.shape[1], k.shape[1])
     length = MIN_SEGMENT
-    while log_gate is None and length < longest and b * h * longest > length * PROGRAMS:
+    programs = WALKS if causal and b * h >= WALKS else PROGRAMS if causal else 2 * PROGRAMS
+    while log_gate is None and length < longest and b * h * longest > length * programs:
         length *= 2
     return length
 
@@ -147,7 +150,7 @@ def _outputs(
     """o, s, z, one over each denominator, and the state before each segment, z after s (empty where not needed)."""
     h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
     n, state = _sequences(q, cu_seqlens), _state_type(q)
-    segment = _segment(q, k, log_gate)
+    segment = _segment(q, k, log_gate, causal)
     shape = (q.shape[0], q.shape[1], h, width_v)
     # packed: tokens after the last sequence belong to nobody and stay zero
     o = q.new_empty(shape) if cu_seqlens is None else q.new_zeros(shape)
@@ -185,7 +188,7 @@ def _forward(
 
     outputs = _outputs(q, k, v, log_gate, cu_seqlens, causal, normalize, save)
     o, s, z, inv, rows = outputs
-    segment = _segment(q, k, log_gate)
+    segment = _segment(q, k, log_gate, causal)
     cut = cu_seqlens is not None or k.shape[1] > segment
     if cut and not len(rows):
         rows = s.new_empty((_slots(k, segment, cu_seqlens), *rows.shape[1:]))
@@ -257,8 +260,9 @@ def _backward(
         ds = dz.new_zeros((*dz.shape, v.shape[3]))
     if dz is None and ds is not None:
         dz = ds.new_zeros(ds.shape[:-1])
+    segment = _segment(q, k, log_gate, causal)
     call = linear_triton.Call(
-        q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, _segment(q, k, log_gate)
+        q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, segment
     )
     init = None if s0 is None or z0 is None else (s0, z0)
     if not causal:
