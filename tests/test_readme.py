@@ -1,7 +1,9 @@
 """What the README says is what the code does."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
@@ -24,6 +26,58 @@ def table() -> str:
             f"| `{name}` | {cls.family} | {facts.training_cost} | {marks} | {traits.state or '-'} | {source} |"
         )
     return "\n".join(lines)
+
+
+def results(name: str) -> Any:
+    return json.loads((README.parent / "results" / f"{name}.json").read_text())
+
+
+def figures() -> str:
+    """The measured tables, written from results/."""
+    linear, sparse = results("linear"), results("sparse")
+    lengths = (1024, 4096, 16384, 65536)
+
+    def row(label: str, cells: dict[str, list[float]], key: str) -> str:
+        found = (cells.get(f"{key} T={t}") for t in lengths)
+        return f"| {label} | " + " | ".join(f"{c[0]:.2f} / {c[1]:.2f}" if c else "-" for c in found) + " |"
+
+    lines = [
+        "| linear attention, ms | T = 1k | 4k | 16k | 64k |",
+        "|---|---|---|---|---|",
+        row("causal, elu+1, normalised", linear["ms in a CUDA graph"], "causal K=V=64"),
+        row("bidirectional", linear["ms in a CUDA graph"], "bidirectional K=V=64"),
+        row("flash softmax, causal", linear["ms"], "flash softmax"),
+        "",
+        "| exact softmax over a pattern, ms | T | ours | dense flash |",
+        "|---|---|---|---|",
+    ]
+    for bar in sparse["bars"]:
+        ours, dense = (f"{bar[f'{p}forward_ms']:.2f} / {bar[f'{p}both_ms']:.2f}" for p in ("", "dense_"))
+        kind = "causal" if bar["causal"] else "bidirectional"
+        lines.append(f"| {bar['pattern']}, {kind} | {bar['T'] // 1024}k | {ours} | {dense} |")
+    return "\n".join(lines)
+
+
+def sentences() -> list[str]:
+    step = results("linear")["step"]["4096"]["share of copy"]
+    best = max(row["sequences_per_second"] for row in results("generation")["mnist"]["table"].values())
+    cpu = results("generation_cpu")
+    peers = [row["fast_transformers_over_subquad"]["median_of_rounds"] for row in results("linear_cpu")["rows"]]
+    dense = [row["dense_over_sparse"] for row in results("sparse_cpu")["rows"]]
+    return [
+        f"moves its state at {step:.0%} of copy bandwidth",
+        f"{best:,.0f} MNIST images/s",
+        f"{cpu['eager']['ratio_median']:.2f} (eager) and {cpu['compiled']['ratio_median']:.2f} (compiled)",
+        f"{min(peers):.1f} to {max(peers):.1f} times as fast as fast-transformers",
+        f"{min(dense):.1f} to {max(dense):.1f} times as fast as dense attention",
+    ]
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    text = README.read_text()
+    assert figures() in text, f"put this into README.md:\n{figures()}"
+    for sentence in sentences():
+        assert sentence in text.replace("\n", " "), sentence
 
 
 def test_the_table_of_mechanisms_is_current() -> None:
