@@ -86,6 +86,70 @@ def forward_equals_reference(case: Case) -> None:
                 close(got, want, 1e-7)
 
 
+def large_tokens_equal_reference(case: Case) -> None:
+    """Where exponentials under- or overflow unless somebody minds, and choices are extreme."""
+    mix = case.build()
+    x, lengths = 30 * tokens(3, T, DIM), torch.tensor([T, 17, 1])
+    with torch.no_grad():
+        want = mix.reference(x, lengths)
+        close(mix(x, lengths), want, 1e-9 * max(1.0, float(want.abs().max())))
+
+
+def repeated_tokens(*shape: int) -> Tensor:
+    """Tokens of a vocabulary of three: many are equal, and so are many of whatever is compared, ranked or sorted."""
+    word = torch.randint(3, shape[:-1], generator=torch.Generator().manual_seed(7))
+    return tokens(3, shape[-1], seed=6)[word]
+
+
+def ties_are_broken_alike(case: Case) -> None:
+    """Laws 1 and 4 on repeated tokens."""
+    mix = case.build()
+    counts = [T, 29, 18]
+    x, lengths = repeated_tokens(3, T, DIM), torch.tensor(counts)
+    with torch.no_grad():
+        y = mix(x, lengths)
+        close(y, mix.reference(x, lengths))
+        for row, n in enumerate(counts):
+            close(y[row, :n], mix(x[row : row + 1, :n])[0])
+
+
+def autocast_is_half_precision(case: Case) -> None:
+    """forward, prefill and step of a float32 module under autocast, about as exact as the module in bfloat16."""
+    mix, half, exact = (case.build(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+    x, lengths = tokens(2, T, DIM, dtype=torch.bfloat16), torch.tensor([T, 17])
+    states = bool(mix.traits.state)
+
+    def run(mix: Mixer, x: Tensor) -> list[Tensor]:
+        y = mix(x, lengths)
+        if not states:
+            return [y]
+        part, state = mix.prefill(x[:, :20])
+        more, state = mix.prefill(x[:, 20:25], state=state)
+        return [y, part, more, mix.step(x[:, 25], state)[0]]
+
+    with torch.no_grad():
+        want, plain = run(exact, x.double()), run(half, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = run(mix, x.float())
+    assert all(torch.isfinite(y).all() for y in got)
+    # medians, because a token that rounding puts into another bucket is wrong all over, in one as in the other
+    together, same, best = (torch.cat([y.double().flatten() for y in found]) for found in (got, plain, want))
+    error, allowed = (float((t - best).abs().median()) for t in (together, same))
+    assert error <= 2 * allowed + 1e-3 * float(best.abs().max()), f"error {error}, in bfloat16 {allowed}"
+
+
+def inference_mode_works(case: Case) -> None:
+    mix = case.build()
+    x, lengths = tokens(2, T, DIM), torch.tensor([T, 17])
+    want = mix(x, lengths)
+    with torch.inference_mode():
+        close(mix(x, lengths), want)
+        if mix.traits.state:
+            y, state = mix.prefill(x[:, :20], lengths=torch.tensor([20, 17]))
+            close(y[0], want[0, :20])
+            close(mix.step(x[:, 20], state)[0][0], want[0, 20])
+
+
 def cross_equals_reference(case: Case) -> None:
     mix = case.build()
     x, context = tokens(3, 9, DIM), tokens(3, 30, DIM, seed=2)
@@ -185,6 +249,20 @@ def state_is_a_value(case: Case) -> None:
     assert mix.traits.state != "growing" or [t.shape for t in stacked] == sizes, "reallocated inside its capacity"
 
 
+def state_goes_into_a_rebuilt_module(case: Case) -> None:
+    """Another instance with the same options and loaded weights continues where the first one stopped."""
+    mix, again = case.build(), case.build(seed=5)
+    again.load_state_dict(mix.state_dict())
+    x = tokens(2, 30, DIM)
+    with torch.no_grad():
+        want = mix(x)
+        _, state = mix.prefill(x[:, :20])
+        y, state = again.prefill(x[:, 20:25], state=state)
+        close(y, want[:, 20:25])
+        y, state = mix.step(x[:, 25], state)
+        close(again.step(x[:, 26], state)[0], want[:, 26])
+
+
 def padding_is_invisible(case: Case, lengths: list[int]) -> None:
     mix = case.build()
     x = tokens(len(lengths), T, DIM)
@@ -229,11 +307,28 @@ def evaluation_is_deterministic(case: Case) -> None:
 
 
 def nothing_is_square(case: Case, size: int = 2048) -> None:
+    """Nor with padding or with dropout. Behind a state some keep large blocks, but none that grow as T²."""
     mix = case.scaled(size)
     x = tokens(1, size, 16, dtype=torch.float32).requires_grad_()
-    with _Largest() as largest:
-        mix(x).sum().backward()
-    assert largest.numel < size * size, f"a tensor of {largest.numel} elements at T={size}, made by {largest.op}"
+    lengths = torch.tensor([size - 5])
+    runs: dict[str, Callable[[], Tensor]] = {"plain": lambda: mix(x), "lengths": lambda: mix(x, lengths)}
+    if "dropout" not in case.cls.unused:
+        noisy = case.scaled(size, dropout=0.1).train()
+        runs["dropout"] = lambda: noisy(x, lengths)
+    for name, run in runs.items():
+        with _Largest() as largest:
+            run().sum().backward()
+        found = f"{name}: a tensor of {largest.numel} elements at T={size}, made by {largest.op}"
+        assert largest.numel < size * size, found
+    if mix.traits.state:
+        sizes = []
+        for part in (x[:, : size // 4], x[:, : size // 2]):
+            with torch.no_grad():
+                state = mix.prefill(part)[1]
+            with _Largest() as largest:
+                mix.prefill(part, state=state)[0].sum().backward()
+            sizes.append(largest.numel)
+        assert sizes[1] < 3 * sizes[0], f"behind a state: tensors of {sizes} elements, made by {largest.op}"
 
 
 def cost_grows_as_documented(case: Case, small: int = 1024, large: int = 4096) -> None:

@@ -40,6 +40,16 @@ def test_1_forward_equals_reference(case: Case) -> None:
 
 
 @over(laws.cases())
+def test_1_large_tokens_equal_reference(case: Case) -> None:
+    laws.large_tokens_equal_reference(case)
+
+
+@over(laws.cases())
+def test_1_and_4_ties_are_broken_alike(case: Case) -> None:
+    laws.ties_are_broken_alike(case)
+
+
+@over(laws.cases())
 def test_1_gradient_is_the_slope(case: Case) -> None:
     laws.gradient_is_the_slope(case)
 
@@ -67,6 +77,11 @@ def test_3_recurrence_equals_forward(case: Case, splits: list[int], first: list[
 @over(strict(laws.cases(causal=True, state=True)))
 def test_3_state_is_a_value(case: Case) -> None:
     laws.state_is_a_value(case)
+
+
+@over(strict(laws.cases(causal=True, state=True)))
+def test_3_state_goes_into_a_rebuilt_module(case: Case) -> None:
+    laws.state_goes_into_a_rebuilt_module(case)
 
 
 @over(laws.cases())
@@ -109,6 +124,16 @@ def test_8_one_token_works(case: Case) -> None:
 @over(laws.cases())
 def test_8_large_half_precision_is_finite(case: Case) -> None:
     laws.large_half_precision_is_finite(case)
+
+
+@over(laws.cases())
+def test_8_autocast_is_half_precision(case: Case) -> None:
+    laws.autocast_is_half_precision(case)
+
+
+@over(laws.cases())
+def test_8_inference_mode_works(case: Case) -> None:
+    laws.inference_mode_works(case)
 
 
 @over((name, case) for name, case in laws.cases(bidirectional=True) if case.cls.equivariant)
