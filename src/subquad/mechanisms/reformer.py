@@ -132,7 +132,8 @@ class Reformer(Mixer):
     @torch.no_grad()
     def _hash(self, q: Tensor) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        turned = torch.einsum("bthk,hrkm->bhrtm", q.to(wide), self.rotation.to(wide))
+        with torch.autocast(q.device.type, enabled=False):  # sixteen bits would move tokens to other buckets
+            turned = torch.einsum("bthk,hrkm->bhrtm", q.to(wide), self.rotation.to(wide))
         bucket = torch.zeros(turned.shape[:-1], dtype=torch.int64, device=q.device)
         first = 0
         for factor in self.options.factors:
