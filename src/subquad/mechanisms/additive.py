@@ -29,6 +29,12 @@ class State(NamedTuple):
     position: Tensor  # [B]
 
 
+class Memory(NamedTuple):
+    k: Tensor  # [B, S, H, hidden], U c
+    v: Tensor  # [B, S, H, V]
+    lengths: Tensor  # [B]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     hidden: int | None = None  # width of the scoring network per head; None: dim/heads
@@ -42,6 +48,7 @@ class Options(base.Options):
 class Additive(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "exact"
     exponent = 2.0
@@ -96,10 +103,23 @@ class Additive(Mixer):
         counts = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
         return self.out(self._attend(q, new.k.to(q.dtype), new.v.to(q.dtype), counts).flatten(-2)), new
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        return Memory(*self._keys(context), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q = self._queries(x)
+        k, v = memory.k.to(q.dtype), memory.v.to(q.dtype)
+        return self.out(self._attend(q, k, v, self._key_counts(q, k, memory.lengths)).flatten(-2))
+
     def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        context = x if context is None else context
-        projected = (self.query(x), self.key(context), self.value(context))
-        return tuple(t.unflatten(-1, (self.options.heads, -1)) for t in projected)
+        return self._queries(x), *self._keys(x if context is None else context)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        return self.query(x).unflatten(-1, (self.options.heads, -1))
+
+    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (project(context).unflatten(-1, (self.options.heads, -1)) for project in (self.key, self.value))
+        return k, v
 
     def _key_counts(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         """How many keys, from the first, each query sees: [B, T]; at least one, so that no softmax is over nothing."""

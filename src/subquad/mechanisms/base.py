@@ -28,6 +28,13 @@ StateKind = Literal["constant", "window", "growing"]
 State = Any  # a NamedTuple of tensors, batch first, one of them `position` [B]; each mechanism has its own
 
 
+class Memory(NamedTuple):
+    """A context as it came. Mechanisms that can prepare something of it have a memory of their own, `lengths` last."""
+
+    context: Tensor  # [B, S, D]
+    lengths: Tensor  # [B]
+
+
 class Traits(NamedTuple):
     """What a mechanism can do (on the class) or does (on an instance)."""
 
@@ -132,13 +139,21 @@ class Heads(nn.Module):
 
     def split(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, D/H]."""
-        if context is None:
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
-        else:
-            weight, bias = self.qkv.weight, self.qkv.bias
-            q = nn.functional.linear(x, weight[: self.dim], bias[: self.dim])
-            k, v = nn.functional.linear(context, weight[self.dim :], bias[self.dim :]).chunk(2, dim=-1)
-        return tuple(t.unflatten(-1, (self.heads, -1)) for t in (q, k, v))
+        if context is not None:
+            return self.queries(x), *self.keys(context)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).chunk(3, dim=-1))
+        return q, k, v
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> q [B, T, H, D/H]"""
+        q = nn.functional.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+        return q.unflatten(-1, (self.heads, -1))
+
+    def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D] -> k and v [B, S, H, D/H]"""
+        both = nn.functional.linear(context, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.chunk(2, dim=-1))
+        return k, v
 
     def merge(self, o: Tensor) -> Tensor:
         """[B, T, H, D/H] -> [B, T, D]"""
@@ -150,6 +165,7 @@ class Mixer(nn.Module):
 
     options_type: ClassVar[type[Options]] = Options
     state_type: type | None = None
+    memory_type: type[Any] = Memory
     traits: Traits = Traits()
     family: ClassVar[str]  # as the lecture notes sort them
     exponent: ClassVar[float]  # training time grows as T to this power
@@ -174,6 +190,7 @@ class Mixer(nn.Module):
             state=possible.state if causal else None,
         )
         self._shape_memo: tuple[torch.dtype, list[tuple[torch.dtype, tuple[int | None, ...]]]] | None = None
+        self._memory_memo: list[tuple[int | None, ...]] | None = None
         # parameter-free mechanisms follow .to() as well, and their states are made where they are
         self.register_buffer("_like", torch.empty(0), persistent=False)
 
@@ -238,6 +255,14 @@ class Mixer(nn.Module):
         y, new = self._step(x, state)
         return y, type(state)(*(o.copy_(n) if o.shape == n.shape else n for o, n in zip(state, new, strict=True)))
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Any:
+        """The memory of a context: what of cross-attention to it needs no query. `lengths` is its last field."""
+        return Memory(context, lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Any) -> Tensor:
+        """`_forward` with a memory in place of the context it was made of."""
+        return self._forward(x, lengths, memory.context, memory.lengths)
+
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
 
@@ -250,11 +275,29 @@ class Mixer(nn.Module):
         self,
         x: Tensor,
         lengths: Tensor | None = None,
-        context: Tensor | None = None,
+        context: Tensor | tuple[Tensor, ...] | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        """Mix the tokens of x [B, T, D]. `lengths` [B]: right padding. `context` [B, S, D]: attend to it, not to x."""
+        """Mix the tokens of x [B, T, D]. `lengths` [B]: right padding. `context` [B, S, D]: attend to it, not to x.
+
+        `context` may also be what `remember` made of one.
+        """
+        if isinstance(context, tuple):
+            return self._recalled(x, lengths, context, context_lengths)
         return self._padded(self._forward, x, lengths, context, context_lengths)
+
+    def remember(self, context: Tensor, context_lengths: Tensor | None = None) -> Any:
+        """A context [B, S, D] prepared for many calls, such as a decoder's steps: mix(x, context=memory).
+
+        A NamedTuple of tensors, batch first, to be saved, stacked and indexed like a state. It holds for the parameters
+        and random draws that it was made with, and gradients go through it.
+        """
+        context, lengths = self._check_context(context, context_lengths)
+        if lengths is None:
+            lengths = torch.full(context.shape[:1], context.shape[1], device=context.device)
+        if not torch.compiler.is_compiling():
+            self._memory_shape()  # so that no step has to find it out
+        return self._remember(context, lengths)
 
     def reference(
         self,
@@ -341,7 +384,9 @@ class Mixer(nn.Module):
             if context_lengths is not None:
                 raise ValueError("context_lengths came without context: pass both or neither")
         else:
-            context, context_lengths = self._check_context(x, context, context_lengths)
+            context, context_lengths = self._check_context(context, context_lengths)
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context has batch {context.shape[0]}: x has batch {x.shape[0]}")
         mask = keep(lengths, x.shape[1])
         y = _zero_padding(mix(_zero_padding(x, mask), lengths, context, context_lengths), mask)
         if context_lengths is not None:  # nothing to attend to: zeros, as for a row of length 0
@@ -363,7 +408,17 @@ class Mixer(nn.Module):
         if limit is not None and self.traits.fixed_length and x.shape[1] > limit:
             raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
 
-    def _check_context(self, x: Tensor, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _recalled(self, x: Tensor, lengths: Tensor | None, memory: Any, context_lengths: Tensor | None) -> Tensor:
+        self._check_tokens(x, "x")
+        lengths = self._check_lengths(lengths, x, "lengths")
+        if context_lengths is not None:
+            raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
+        self._check_memory(memory, x.shape[0])
+        mask = keep(lengths, x.shape[1])
+        y = _zero_padding(self._recall(_zero_padding(x, mask), lengths, memory), mask)
+        return y.masked_fill((memory.lengths == 0)[:, None, None], 0)
+
+    def _check_context(self, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.options.causal:
             raise ValueError("context was given to a causal module: cross-attention needs causal=False")
         if not self.traits.cross:
@@ -371,8 +426,6 @@ class Mixer(nn.Module):
         if self.options.rotary:
             raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
         self._check_tokens(context, "context")
-        if context.shape[0] != x.shape[0]:
-            raise ValueError(f"context has batch {context.shape[0]}: x has batch {x.shape[0]}")
         lengths = self._check_lengths(lengths, context, "context_lengths")
         return _zero_padding(context, keep(lengths, context.shape[1])), lengths
 
@@ -391,6 +444,38 @@ class Mixer(nn.Module):
             if low < 0 or high > size:
                 raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
         return lengths
+
+    def _check_memory(self, memory: Any, batch: int) -> None:
+        name = type(self).__name__
+        if not isinstance(memory, self.memory_type):
+            came = f"{type(memory).__module__}.{type(memory).__name__}"
+            raise ValueError(
+                f"context is a {came}: accepted is a tensor, or the memory that this {name}'s remember made"
+            )
+        if torch.compiler.is_compiling():
+            return
+        for field, t, shape in zip(memory._fields, memory, self._memory_shape(), strict=True):
+            if t.shape[:1] != (batch,):
+                raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+            if t.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True)):
+                wanted = ["batch", *("any" if n is None else n for n in shape[1:])]
+                raise ValueError(f"context.{field} has shape {list(t.shape)}: this {name} remembers {wanted}")
+            if t.device != self._like.device:
+                raise ValueError(f"context.{field} is on {t.device}: this module is on {self._like.device}")
+
+    def _memory_shape(self) -> list[tuple[int | None, ...]]:
+        """The shape of each field of a memory; None where it follows the context's length."""
+        if self._memory_memo is None:
+            made = []
+            for size in (1, self.options.max_length or 1000):
+                context = self._like.new_zeros(1, size, self.options.dim)
+                with torch.no_grad():
+                    made.append(self._remember(context, torch.full((1,), size, device=context.device)))
+            self._memory_memo = [
+                tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True))
+                for a, b in zip(*made, strict=True)
+            ]
+        return self._memory_memo
 
     def _check_stateful(self, method: str) -> None:
         if self.traits.state is None:

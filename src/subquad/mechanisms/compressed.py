@@ -40,6 +40,12 @@ class State(NamedTuple):
     position: Tensor  # [B]
 
 
+class Memory(NamedTuple):
+    k: Tensor  # [B, S/stride, H, K], slots
+    v: Tensor  # [B, S/stride, H, V]
+    lengths: Tensor  # [B], of the context
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     stride: int = 3
@@ -52,6 +58,7 @@ class Options(base.Options):
 class Compressed(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "fewer queries or keys"
     exponent = 2.0
@@ -75,15 +82,31 @@ class Compressed(Mixer):
             whole = k.shape[1] // stride * stride
             return self.heads.merge(self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole])))
         counts = lengths if context is None else context_lengths
-        present = keep(counts, k.shape[1])
+        k, v = self._compress_all(k, v, counts)
+        return self.heads.merge(self._attend(q, k, v, self._visible(counts, k.shape[1])))
+
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        return Memory(*self._compress_all(*self.heads.keys(context), lengths), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q = self.heads.queries(x)
+        visible = self._visible(memory.lengths, memory.k.shape[1])
+        return self.heads.merge(self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype), visible))
+
+    def _compress_all(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The slots of whole sequences, the last one completed with zeros: [B, N, H, K]"""
+        present = keep(lengths, k.shape[1])
         if present is not None:
             k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
-        k, v = self._compress(*(F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % stride)) for t in (k, v)))
-        if counts is None:
-            return self.heads.merge(self._attend(q, k, v))
-        count = counts.clamp(min=1)  # an empty row sees one slot, so that no softmax is over nothing
-        visible = torch.arange(0, k.shape[1] * stride, stride, device=x.device) < count[:, None]  # [B, N]
-        return self.heads.merge(self._attend(q, k, v, visible[:, None, None]))
+        missing = -k.shape[1] % self.options.stride
+        return self._compress(*(F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (k, v)))
+
+    def _visible(self, lengths: Tensor | None, slots: int) -> Tensor | None:
+        """Slots a query may see, [B, 1, 1, N]; an empty row sees one, so that no softmax is over nothing."""
+        if lengths is None:
+            return None
+        starts = torch.arange(slots, device=lengths.device) * self.options.stride
+        return (starts < lengths.clamp(min=1)[:, None])[:, None, None]
 
     def _reference(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None

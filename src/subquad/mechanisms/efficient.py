@@ -21,7 +21,13 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep, one_of
 from subquad.ops.impl import Impl
-from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_step,
+    linear_attention_sums,
+)
 
 BLOCK = 64
 NOTHING = -1e30  # a feature's largest logit before the first key; finite, so that differences are numbers
@@ -33,6 +39,11 @@ class State(NamedTuple):
     z: Tensor  # [B, H, K] sums of exp(k - max), or of k
     max: Tensor  # [B, H, K] the largest k so far
     position: Tensor  # [B]
+
+
+class Memory(NamedTuple):
+    s: Tensor  # [B, H, K, V] at least float32: ρk(K)ᵀ V, or with scaling the mean of k v
+    lengths: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,7 @@ class Options(base.Options):
 class Efficient(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family = "kernels"
     exponent = 1.0
@@ -108,6 +120,21 @@ class Efficient(Mixer):
             s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
             o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
         return self.heads.merge(o[:, :, 0].to(v.dtype)), State(s, z, largest, state.position + 1)
+
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        k, v = self.heads.keys(context)
+        if self.options.normalize == "softmax":
+            k = _mask(_wide(k), lengths).softmax(1)
+        else:
+            k = _wide(k) / lengths.clamp(min=1)[:, None, None, None]
+        return Memory(linear_attention_sums(k, v, feature_map="identity", lengths=lengths).s, lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q = self.heads.queries(x)
+        rho = _wide(q).softmax(-1) if self.options.normalize == "softmax" else _wide(q)
+        sums = LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
+        o = linear_attention_read(rho, sums, feature_map="identity", normalize=False)
+        return self.heads.merge(o.to(q.dtype))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads, width = self.options.heads, self.options.dim // self.options.heads

@@ -19,13 +19,25 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
-from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_step,
+    linear_attention_sums,
+)
 
 
 class State(NamedTuple):
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
     position: Tensor  # [B]
+
+
+class Memory(NamedTuple):
+    s: Tensor  # [B, H, M, V], sums over the context, at least float32
+    z: Tensor  # [B, H, M]
+    lengths: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,7 @@ class Options(base.Options):
 class Linear(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family = "kernels"
     exponent = 1.0
@@ -106,6 +119,15 @@ class Linear(Mixer):
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
+
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        k, v = self.heads.keys(context)
+        return Memory(*linear_attention_sums(k, v, feature_map=self.options.feature_map, lengths=lengths), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        sums, o = LinearState(memory.s, memory.z), self.options
+        q = self.heads.queries(x)
+        return self.heads.merge(linear_attention_read(q, sums, feature_map=o.feature_map, eps=o.eps))
 
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None

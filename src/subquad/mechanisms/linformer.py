@@ -12,7 +12,7 @@ Verified    tests/mechanisms/test_linformer.py: E = F = I is full attention, 1e-
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,12 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of
 
 Share = Literal["none", "heads", "keyvalue", "layer"]
+
+
+class Memory(NamedTuple):
+    k: Tensor  # [B, H, rank, K], E k
+    v: Tensor  # [B, H, rank, V], F v
+    lengths: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,7 @@ class Options(base.Options):
 
 class Linformer(Mixer):
     options_type = Options
+    memory_type = Memory
     traits = Traits(cross=True, fixed_length=True)
     family = "fewer queries or keys"
     exponent = 1.0
@@ -74,10 +81,23 @@ class Linformer(Mixer):
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         q, k, v = self._qkv(x, context)
-        present = keep(lengths if context is None else context_lengths, k.shape[1])
+        return self._attend(q, *self._few(k, v, lengths if context is None else context_lengths))
+
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        return Memory(*self._few(*self.heads.keys(context), lengths), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q = self.heads.queries(x)
+        return self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype))
+
+    def _few(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """E k and F v, [B, H, rank, K]"""
+        present = keep(lengths, k.shape[1])
         if present is not None:  # a zero row adds nothing to E k: the same as fewer columns of E
             k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
-        k, v = self._compress(self.key_rows, k), self._compress(self._value_rows, v)
+        return self._compress(self.key_rows, k), self._compress(self._value_rows, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dropout = self.options.dropout if self.training else 0.0
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, dropout_p=dropout)  # [B, H, T, V]
         return self.heads.merge(o.transpose(1, 2))

@@ -82,14 +82,18 @@ class Mixed(Mixer):
             state=max((s for s in states if s), key=ORDER.index) if stateful else None,
             fixed_length=any(mix.traits.fixed_length for mix in mixers),
         )
+        # one flat tuple: the parts' fields under numbered names, and the position or lengths they share
         if stateful:
-            # one flat tuple: the parts' fields under numbered names, and the position they share
-            self.fields = [[f for f in _fields(mix) if f != "position"] for mix in mixers]
+            self.fields = [[f for f in _fields(mix.state_type) if f != "position"] for mix in mixers]
+        self.memory_fields = [[f for f in _fields(mix.memory_type) if f != "lengths"] for mix in mixers]
 
     @property
     def state_type(self) -> type:  # type: ignore[override]
-        names = [f"part{n}_{f}" for n, fields in enumerate(self.fields) for f in fields]
-        return state_class(*names, "position")
+        return state_class(*_numbered(self.fields), "position")
+
+    @property
+    def memory_type(self) -> type[Any]:  # type: ignore[override]
+        return state_class(*_numbered(self.memory_fields), "lengths")
 
     def _forward(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
@@ -138,6 +142,21 @@ class Mixed(Mixer):
         done = [mix.step(part, own) for mix, part, own in parts]
         return self.out(torch.cat([y for y, _ in done], dim=-1)), self._join([new for _, new in done])
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Any:
+        padded = torch.arange(context.shape[1], device=context.device) >= lengths[:, None]  # [B, S]
+        slices = self.into(context).masked_fill(padded[..., None], 0).split(self.widths, dim=-1)
+        memories = [mix._remember(part, lengths) for mix, part in zip(self.parts, slices, strict=True)]
+        flat = [getattr(m, f) for m, fields in zip(memories, self.memory_fields, strict=True) for f in fields]
+        return self.memory_type(*flat, lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Any) -> Tensor:
+        outputs = []
+        for n, (mix, part) in enumerate(zip(self.parts, self._slices(x), strict=True)):
+            fields = {f: getattr(memory, f"part{n}_{f}") for f in self.memory_fields[n]}
+            make: Any = mix.memory_type
+            outputs.append(mix(part, lengths, make(**fields, lengths=memory.lengths)))
+        return self.out(torch.cat(outputs, dim=-1))
+
     def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.into(x).split(self.widths, dim=-1)
 
@@ -164,5 +183,9 @@ def make_state(names: tuple[str, ...], values: tuple[Tensor, ...]) -> Any:
     return state_class(*names)(*values)
 
 
-def _fields(mix: Mixer) -> tuple[str, ...]:
-    return tuple(mix.state_type._fields)  # type: ignore[union-attr]
+def _fields(kind: type | None) -> tuple[str, ...]:
+    return tuple(kind._fields)  # type: ignore[union-attr]
+
+
+def _numbered(fields: list[list[str]]) -> list[str]:
+    return [f"part{n}_{f}" for n, names in enumerate(fields) for f in names]

@@ -28,7 +28,13 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of, refuse
 from subquad.ops.impl import Impl
-from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_step,
+    linear_attention_sums,
+)
 from subquad.ops.random_features import Norms, draw_directions, positive, project, trigonometric
 
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
@@ -40,6 +46,12 @@ class State(NamedTuple):
     z: Tensor  # [B, H, M]
     max: Tensor  # [B, H], the largest exponent of a key so far
     position: Tensor  # [B]
+
+
+class Memory(NamedTuple):
+    s: Tensor  # [B, H, M, V], sums over the context, at least float32
+    z: Tensor  # [B, H, M]
+    lengths: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +74,7 @@ class Options(base.Options):
 class Performer(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family = "kernels"
     exponent = 1.0
@@ -125,6 +138,16 @@ class Performer(Mixer):
         position = torch.zeros(batch, dtype=torch.int64, device=s.device)
         return State(s, s.new_zeros(batch, heads, count), s.new_full((batch, heads), NOTHING), position)
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        k, v = self.heads.keys(context)
+        k, v, _, _ = self._prepare_keys(k, v, lengths, None)
+        return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q, _ = self._features(self.heads.queries(x))
+        sums, eps = LinearState(memory.s, memory.z), self._how()["eps"]
+        return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=eps))
+
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,11 +162,17 @@ class Performer(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Features of q and k, v, the log gate of a causal sum, and the largest exponent after the last key.
 
-        A key's factor is exp(its exponent - the largest so far), and what was summed in units of the old largest decays
-        to the new one. A query's factor is the same above and below the fraction, so it is left out.
+        A query's factor is the same above and below the fraction, so it is left out.
         """
-        (q, _), (k, exponent) = self._features(q), self._features(k)
-        gate = None
+        k, v, gate, largest = self._prepare_keys(k, v, lengths, largest)
+        return self._features(q)[0].to(v.dtype), k, v, gate, largest
+
+    def _prepare_keys(
+        self, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """A key's factor is exp(its exponent - the largest so far), and what was summed in units of the old largest
+        decays to the new one."""
+        (k, exponent), gate = self._features(k), None
         if exponent is None:
             largest = largest if largest is not None else k.new_full((k.shape[0], k.shape[2]), NOTHING)
         else:
@@ -163,7 +192,7 @@ class Performer(Mixer):
         # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
         narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
         dtype = v.dtype if narrow else torch.promote_types(v.dtype, torch.float32)
-        return q.to(dtype), k.to(dtype), v.to(dtype), gate, largest
+        return k.to(dtype), v.to(dtype), gate, largest
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Features [B, T, H, M] of moderate size, and the logarithm of the factor to them, if any: [B, T, H]."""

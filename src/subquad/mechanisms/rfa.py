@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
 from subquad.ops.impl import Impl
-from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
+from subquad.ops.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_step,
+    linear_attention_sums,
+)
 from subquad.ops.random_features import draw_directions, fourier
 
 
@@ -31,6 +37,12 @@ class State(NamedTuple):
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
     position: Tensor  # [B]
+
+
+class Memory(NamedTuple):
+    s: Tensor  # [B, H, M, V], sums over the context, at least float32
+    z: Tensor  # [B, H, M]
+    lengths: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +68,7 @@ class Options(base.Options):
 class RFA(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family = "kernels"
     exponent = 1.0
@@ -112,19 +125,30 @@ class RFA(Mixer):
         s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
         return State(s, s.new_zeros(batch, heads, count), torch.zeros(batch, dtype=torch.int64, device=s.device))
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        k, v = self.heads.keys(context)
+        k = fourier(_unit(k), self._frequencies())
+        return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q = fourier(_unit(self.heads.queries(x)), self._frequencies())
+        sums = LinearState(memory.s, memory.z)
+        return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self.options.eps))
+
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k of length 1, in at least float32, and v."""
         q, k, v = self.heads.split(x, context)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q, k = (F.normalize(t.to(wide), dim=-1, eps=1e-6) for t in (q, k))
-        return *self._rotate(q, k, position), v
+        return *self._rotate(_unit(q), _unit(k), position), v
+
+    def _frequencies(self) -> Tensor:
+        return self.directions * self.sigma[:, None] / self.options.tau  # [H, features, K]
 
     def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
-        directions = self.directions * self.sigma[:, None] / self.options.tau
-        q, k = fourier(q, directions), fourier(k, directions)
+        frequencies = self._frequencies()
+        q, k = fourier(q, frequencies), fourier(k, frequencies)
         gate = None
         if self.gate is not None:
             logit = self.gate(x).to(q.dtype)  # [B, T, H]
@@ -179,3 +203,8 @@ class RFA(Mixer):
             weights = weights * mask[:, None, None]
         d = weights.sum(-1, keepdim=True)
         return weights / torch.where(d < 0, d.clamp(max=-self.options.eps), d.clamp(min=self.options.eps))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, in at least float32."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6)

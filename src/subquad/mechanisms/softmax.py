@@ -29,6 +29,12 @@ class State(NamedTuple):
     position: Tensor  # [B]
 
 
+class Memory(NamedTuple):
+    k: Tensor  # [B, S, H, K]
+    v: Tensor  # [B, S, H, V]
+    lengths: Tensor  # [B]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     projections: bool = True
@@ -43,6 +49,7 @@ class Options(base.Options):
 class Softmax(Mixer):
     options_type = Options
     state_type = State
+    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "exact"
     exponent = 2.0
@@ -118,14 +125,33 @@ class Softmax(Mixer):
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
 
+    def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
+        return Memory(*self._keys(context), lengths)
+
+    def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
+        q, seen = self._queries(x), memory.lengths
+        if x.shape[1] == 1 and not (self.training and self.options.dropout):
+            o = cached_attention(q[:, 0], memory.k, memory.v, seen.clamp(min=1), scale=self.scale)[:, None]
+        else:
+            o = self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype), _visible(seen, memory.k.shape[1]))
+        return self._merge(o)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.options.heads, -1)) if self.heads is None else self.heads.queries(x)
+
+    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        if self.heads is not None:
+            return self.heads.keys(context)
+        k = context.unflatten(-1, (self.options.heads, -1))
+        return k, k
+
     def _project(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.heads is not None:
-            q, k, v = self.heads.split(x, context)
+        if context is None and self.heads is not None:
+            q, k, v = self.heads.split(x)
         else:
-            q = x.unflatten(-1, (self.options.heads, -1))
-            k = v = q if context is None else context.unflatten(-1, (self.options.heads, -1))
+            q, (k, v) = self._queries(x), self._keys(x if context is None else context)
         return *self._rotate(q, k, position), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -99,14 +99,19 @@ class Block(nn.Module):
             y = self.mixer(self.mixer_residual.read(stream), lengths)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths)
 
+    def remember(self, memory: Tensor, memory_lengths: Tensor | None) -> Any:
+        """What this block's cross-attention keeps of a memory; `prefill` and `step` take it in the memory's place."""
+        assert self.cross is not None
+        return self.cross.remember(memory, memory_lengths)
+
     def prefill(
-        self, stream: Stream, lengths: Tensor | None, state: Any, memory: Tensor | None, memory_lengths: Tensor | None
+        self, stream: Stream, lengths: Tensor | None, state: Any, memory: Any, memory_lengths: Tensor | None
     ) -> tuple[Stream, Any]:
         y, state = self.mixer.prefill(self.mixer_residual.read(stream), lengths, state)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
-        self, stream: Stream, state: Any, memory: Tensor | None, memory_lengths: Tensor | None, inplace: bool = False
+        self, stream: Stream, state: Any, memory: Any, memory_lengths: Tensor | None, inplace: bool = False
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
         y, state = self.mixer.step(self.mixer_residual.read(stream), state, inplace)
@@ -127,9 +132,7 @@ class Block(nn.Module):
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
 
-    def _rest(
-        self, stream: Stream, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None
-    ) -> Stream:
+    def _rest(self, stream: Stream, lengths: Tensor | None, memory: Any, memory_lengths: Tensor | None) -> Stream:
         if self.cross is not None and self.cross_residual is not None:
             y = self.cross(self.cross_residual.read(stream), lengths, memory, memory_lengths)
             stream = self.cross_residual.write(stream, y)

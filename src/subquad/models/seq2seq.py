@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import nearest, refuse
@@ -20,11 +19,10 @@ from subquad.models.transformer import Transformer
 
 
 class State(NamedTuple):
-    """What a decoder needs to go on: its own state, and the memory it reads."""
+    """What a decoder needs to go on: its own state, and what each layer remembers of the source."""
 
     decoder: DecoderState
-    memory: Tensor  # [B, S, D]
-    memory_lengths: Tensor  # [B]
+    memory: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,21 +111,19 @@ class Seq2Seq(Model):
 
     def init_state(self, memory: Tensor, memory_lengths: Tensor | None = None, capacity: int | None = None) -> State:
         """The state before the first target token, of the memory that `encode` returned."""
-        batch, size = memory.shape[:2]
-        if memory_lengths is None:
-            memory_lengths = torch.full((batch,), size, device=memory.device)
-        return State(self.decoder.init_state(batch, capacity), memory, memory_lengths)
+        remembered = self.decoder.remember(memory, memory_lengths)
+        return State(self.decoder.init_state(len(memory), capacity), remembered)
 
     def prefill(self, target: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
         """Target tokens [B, T] in parallel from a state: (logits [B, T, vocab], the state after them)."""
         x = self.target(target, lengths, self._positions(state, target), name="target")
-        y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory, state.memory_lengths)
+        y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory)
         return self._logits(y), state._replace(decoder=decoder)
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One target token a row, [B] -> (logits [B, vocab], the new state); the old is left alone unless `inplace`."""
         x = self.target.step(tokens, self._positions(state, tokens))
-        y, decoder = self.decoder.step(x, state.decoder, state.memory, state.memory_lengths, inplace)
+        y, decoder = self.decoder.step(x, state.decoder, state.memory, inplace=inplace)
         return self._logits(y), state._replace(decoder=decoder)
 
     generate, stream = generation.generate, generation.stream  # state=model.init_state(*model.encode(source))

@@ -93,26 +93,35 @@ class Transformer(Model):
         layers = tuple(block.mixer.init_state(batch, capacity) for block in self._blocks())
         return State(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
+    def remember(self, memory: Tensor, memory_lengths: Tensor | None = None) -> tuple[Any, ...]:
+        """What each layer's cross-attention keeps of a memory [B, S, D]: `prefill` and `step` take it in its place.
+
+        So a decoder projects what it reads once, and not at every step.
+        """
+        batch = memory.shape[0] if isinstance(memory, Tensor) and memory.ndim else 0
+        memory_lengths = self._check_memory(memory, memory_lengths, batch)
+        return tuple(block.remember(memory, memory_lengths) for block in self._blocks())
+
     def prefill(
         self,
         x: Tensor,
         lengths: Tensor | None = None,
         state: State | None = None,
-        memory: Tensor | None = None,
+        memory: Tensor | tuple[Any, ...] | None = None,
         memory_lengths: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """A prompt [B, T, D] in parallel, ragged or not, from nothing or from a state: (y, the state after it)."""
         self._check_stateful("prefill")
         x, lengths = self._enter(x, lengths)
         batch, size, _ = x.shape
-        memory_lengths = self._check_memory(memory, memory_lengths, batch)
+        memories, memory_lengths = self._memories(memory, memory_lengths, batch)
         if state is None:
             position, states = torch.zeros(batch, dtype=torch.int64, device=x.device), (None,) * len(self.blocks)
         else:
             position, states = self.check_state(state, batch)
         stream, layers = self._open(x), []
-        for block, before in zip(self._blocks(), states, strict=True):
-            stream, after = block.prefill(stream, lengths, before, memory, memory_lengths)
+        for block, before, read in zip(self._blocks(), states, memories, strict=True):
+            stream, after = block.prefill(stream, lengths, before, read, memory_lengths)
             layers.append(after)
         new = State(tuple(layers), position + (size if lengths is None else lengths))
         return self._close(stream, lengths), new
@@ -121,7 +130,7 @@ class Transformer(Model):
         self,
         x: Tensor,
         state: State,
-        memory: Tensor | None = None,
+        memory: Tensor | tuple[Any, ...] | None = None,
         memory_lengths: Tensor | None = None,
         inplace: bool = False,
     ) -> tuple[Tensor, State]:
@@ -131,10 +140,10 @@ class Transformer(Model):
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
         check_type(x, self._weight(), "x")
         position, states = self.check_state(state, x.shape[0])
-        memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        memories, memory_lengths = self._memories(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
-        for block, before in zip(self._blocks(), states, strict=True):
-            stream, after = block.step(stream, before, memory, memory_lengths, inplace)
+        for block, before, read in zip(self._blocks(), states, memories, strict=True):
+            stream, after = block.step(stream, before, read, memory_lengths, inplace)
             layers.append(after)
         return self._close(stream, None), State(tuple(layers), position.add_(1) if inplace else position + 1)
 
@@ -183,6 +192,19 @@ class Transformer(Model):
                 outermost = min(names, key=lambda name: name.count("."))
                 with torch.no_grad():
                     branch.get_parameter(f"{outermost}.weight").mul_(1 / math.sqrt(len(branches)))
+
+    def _memories(
+        self, memory: Tensor | tuple[Any, ...] | None, lengths: Tensor | None, batch: int
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """What each layer reads, and its lengths: a remembered memory knows its own."""
+        if not isinstance(memory, tuple):
+            return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
+        if lengths is not None:
+            raise ValueError("memory_lengths came with a remembered memory, which knows its own: leave them out")
+        if self.config.cross is None or len(memory) != len(self.blocks):
+            count = 0 if self.config.cross is None else len(self.blocks)
+            raise ValueError(f"memory is remembered by {len(memory)} layers: this model has {count} that read one")
+        return memory, None
 
     def _check_memory(self, memory: Tensor | None, lengths: Tensor | None, batch: int) -> Tensor | None:
         if (memory is None) == (self.config.cross is not None):

@@ -217,6 +217,49 @@ def linear_attention_step(
     return o, LinearState(s, z)
 
 
+def linear_attention_sums(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu+1",
+    lengths: Tensor | None = None,
+) -> LinearState:
+    """What a context is to linear attention, in constant size: k [B, S, H, K], v [B, S, H, V] -> s [B, H, M, V], z.
+
+    `linear_attention_read` then equals linear_attention(q, k, v, causal=False, key_lengths=lengths), in O(M·V) a query.
+    """
+    phi, v = _wide_features(k, feature_map), v.to(torch.promote_types(v.dtype, torch.float32))
+    if lengths is not None:
+        padded = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]  # [B, S]
+        phi = phi.masked_fill(padded[..., None, None], 0)
+    with torch.autocast(k.device.type, enabled=False):
+        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, v), phi.sum(1))
+
+
+def linear_attention_read(
+    q: Tensor,
+    state: LinearState,
+    *,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu+1",
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
+    phi = _wide_features(q, feature_map)
+    with torch.autocast(q.device.type, enabled=False):
+        o = torch.einsum("bthm,bhmv->bthv", phi, state.s)
+        if normalize:
+            d = torch.einsum("bthm,bhm->bth", phi, state.z)
+            o = o / _divisor(d, find_map(feature_map).signed, eps)[..., None]
+    return _saturate(o, q.dtype).to(q.dtype)
+
+
+def _wide_features(x: Tensor, feature_map: str | Callable[[Tensor], Tensor]) -> Tensor:
+    """φ(x) in at least float32; a caller's own map sees x in its own type."""
+    found, wide = find_map(feature_map), torch.promote_types(x.dtype, torch.float32)
+    return found.apply(x.to(wide)) if found.fused else found.apply(x).to(wide)
+
+
 def recurrent_linear_attention_step(
     q_t: Tensor,
     k_t: Tensor,
