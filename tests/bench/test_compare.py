@@ -185,3 +185,7 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     wrong = run.invoke(app, ["compare", "--mechanisms", "linaer"])
     assert wrong.exit_code == 2
     assert "did you mean 'linear'" in wrong.output
+    absent = run.invoke(app, ["compare", "--data", str(tmp_path / "absent.npy"), "--out", str(tmp_path / "none")])
+    assert absent.exit_code == 2
+    assert "there is no such file" in " ".join(absent.output.split())
+    assert not (tmp_path / "none").exists()

@@ -1,6 +1,7 @@
 import torch
 
 from subquad.bench.measure import (
+    Decode,
     Shape,
     Subject,
     Yardstick,
@@ -71,12 +72,12 @@ def test_quick_calls_are_timed_in_groups() -> None:
     assert len(calls) == 7
 
 
-def test_decoding_is_at_the_end_of_the_sequence() -> None:
-    subject = Subject("softmax", Shape(length=12, dim=8, batch=2))
-    subject.prefill()
-    assert subject.state.position.tolist() == [12, 12]
-    subject.decode()
-    assert subject.state.position.tolist() == [13, 13]
+def test_each_sample_of_decoding_starts_at_the_end_of_the_sequence() -> None:
+    for name in ("softmax", "linear", "compressed"):
+        decode = Decode(Subject(name, Shape(length=12, dim=8, batch=2)))
+        for _ in range(2):
+            once(decode, "cpu", calls=5)
+            assert decode.state.position.tolist() == [18, 18], name  # 12 read, 1 to grow the cache, 5 timed
 
 
 def test_estimates() -> None:

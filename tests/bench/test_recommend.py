@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from subquad.bench import recommend as module
 from subquad.bench.growth import crossovers, growths
 from subquad.bench.recommend import Request, find, recommend
 from subquad.bench.worker import empty_row
 from subquad.cli import app
 
+SHIPPED = module._shipped
 LENGTHS = (1024, 4096, 16384)
 # training ratio at each length, decode ratio at each length
 CAUSAL: dict[str, tuple[tuple[float, ...], tuple[float, ...] | None]] = {
@@ -24,6 +26,7 @@ CAUSAL: dict[str, tuple[tuple[float, ...], tuple[float, ...] | None]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_shipped", list)  # their quality would count
     (tmp_path / "cache").mkdir()
     return tmp_path / "cache"
 
@@ -85,7 +88,7 @@ def test_decoding_needs_a_state_and_counts(tmp_path: Path) -> None:
     assert names(request, source) == ["linear", "local", "performer"]  # sinkhorn cannot, sqrt(1.1 x 0.1) is third
     reasons = " ".join(recommend(request, source).choices[0].reasons)
     assert "decodes a token in 100 µs (10 times as fast as softmax with its cache)" in reasons
-    assert "a state of 8.19 kB, the same at any length" in reasons
+    assert "a state of 8.19 kB, the same at every length measured" in reasons
 
 
 def test_below_the_crossover_exact_attention_wins(tmp_path: Path) -> None:
@@ -109,22 +112,39 @@ def test_a_clear_loss_of_quality_comes_after(tmp_path: Path) -> None:
     assert any("2.050 bits/dim, softmax 2.000, after 100 steps" in reason for reason in advice.choices[0].reasons)
 
 
+def test_quality_of_shipped_figures_serves_where_there_is_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = figures(tmp_path / "a.json")
+    request = Request(length=16384, causal=True)
+    assert "They hold no quality" in recommend(request, source).figures
+    other = json.loads(figures(tmp_path / "b.json", quality={"softmax": 2.0, "sinkhorn": 2.4}).read_text())
+    monkeypatch.setattr(module, "_shipped", lambda: [other])
+    advice = recommend(request, source)
+    assert "They hold no quality" not in advice.figures
+    assert [choice.mechanism for choice in advice.choices] == ["local", "linear", "softmax"]
+
+
 def test_only_what_was_measured_in_the_form_that_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="hold no bidirectional measurements: run `subquad compare --bidirectional`"):
+    with pytest.raises(
+        ValueError, match="hold too few bidirectional measurements: run `subquad compare --bidirectional`"
+    ):
         recommend(Request(length=1024), figures(tmp_path / "a.json"))
     both = figures(tmp_path / "b.json", causal=False)
     assert names(Request(length=16384, cross=True), both) == ["linear", "softmax", "performer"]
 
 
-def test_this_machine_before_shipped_ones(cache: Path) -> None:
+def test_this_machine_before_shipped_ones(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_shipped", SHIPPED)
     request = Request(length=4096, causal=True)
     shipped = find(request)
     assert "ship with subquad" in shipped.origin
+    assert len(recommend(request).choices) == 3
     figures(cache / "compare_cpu.json")
     own = find(request)
     assert "this machine" in own.origin
     assert own.results["machine"]["cpu"] == "Some CPU"
-    assert "Some CPU, 2 threads, float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
+    assert "Some CPU, 2 thread(s), float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
 
 
 def test_requests_and_files_that_cannot_work(tmp_path: Path) -> None:

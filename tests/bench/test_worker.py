@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_not_tried() -> None:
 
 
 def test_what_would_take_too_long_is_not_tried() -> None:
-    before = empty_row("linear", 16, True) | {"training_ms": {"median": 3000.0, "low": 0, "high": 0}}
+    before = empty_row("linear", 16, True) | {"training_ms": {"median": 9000.0, "low": 3000.0, "high": 9000.0}}
     row = Bench(Settings(limit=4.0, **TINY), [before]).row("linear", 32, True)
     assert row["skipped"] == ("too slow: a training step took 3 s at T = 16, so about 6 s here; the limit is 4 s")
     other_form = Bench(Settings(limit=4.0, **TINY), [before]).row("linear", 32, False)
@@ -82,7 +82,7 @@ def test_what_would_take_too_long_is_not_tried() -> None:
 
 
 def test_without_softmax_the_others_still_have_their_times() -> None:
-    before = empty_row("softmax", 8, True) | {"training_ms": {"median": 9000.0, "low": 0, "high": 0}}
+    before = empty_row("softmax", 8, True) | {"training_ms": {"median": 9000.0, "low": 9000.0, "high": 9000.0}}
     row = Bench(Settings(**TINY), [before]).row("linear", 32, True)
     assert row["training_ms"]["median"] > 0
     assert row["training_ratio"] is None

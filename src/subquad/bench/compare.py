@@ -26,7 +26,7 @@ from rich.table import Table
 import subquad
 from subquad.bench import growth, worker
 from subquad.bench.measure import YARDSTICK
-from subquad.bench.quality import task_name
+from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
 
@@ -52,6 +52,8 @@ def compare(
     `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend`.
     Ctrl-C ends the measuring, not this function.
     """
+    if settings.data is not None:
+        load_tokens(Path(settings.data))  # refused before anything is measured
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
     results = _empty(settings)
@@ -292,13 +294,14 @@ def tables(results: Results, width: int = 120) -> list[Table]:
     rows, settings = results["rows"], results["settings"]
     title = (
         f"{results['machine']['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
-        f"{settings['heads']} heads. x: times exact softmax of the same run. growth: T to this power (documented)"
+        f"{settings['heads']} heads. x: times exact softmax of the same run. "
+        "growth: training time as T to this power (documented). from T: faster than softmax beyond it"
     )
     quality = {found["mechanism"]: found for found in results["quality"]}
     wide = width >= 110
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    columns = ["mechanism", "T", "training", "x", *(["forward", "x"] if wide else []), "memory", "a token", "state"]
-    columns += ["growth", "faster from"] + ([_metric(quality)] if quality else [])
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2 if wide else 1, 0, 0))
+    columns = ["mechanism", "T", "train", "x", *(["forward", "x"] if wide else []), "memory", "token", "state"]
+    columns += ["growth", "from T"] + ([_metric(quality)] if quality and wide else [])
     for column in columns:
         table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
     grown = {found["mechanism"]: found for found in results["growth"]}
@@ -314,7 +317,7 @@ def tables(results: Results, width: int = 120) -> list[Table]:
         cells.append("-" if row["state_bytes"] is None else readable(row["state_bytes"]))
         cells.append(f"{'-' if found['time'] is None else format(found['time'], '.2f')} ({found['documented_time']:g})")
         cells.append("" if name == YARDSTICK else "-" if crossed.get(name) is None else f"{crossed[name]:,}")
-        if quality:
+        if quality and wide:
             cells.append(_quality_cell(quality, name))
         table.add_row(*cells, style="bold" if name == YARDSTICK else None)
     if any(not row["causal"] for row in rows) and settings["causal"] is None:
@@ -356,7 +359,11 @@ def _quality_cell(quality: dict[str, dict[str, Any]], name: str) -> str:
 def _milliseconds(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
-    return f"{found['median'] / 1000:.2f} s" if found["median"] >= 1000 else f"{found['median']:.3g} ms"
+    value = found["median"]
+    for unit, size in (("s", 1000.0), ("ms", 1.0)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{1000 * value:.3g} µs"
 
 
 def _ratio(found: dict[str, float] | None) -> str:

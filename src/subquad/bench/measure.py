@@ -53,7 +53,6 @@ class Subject:
         size = (shape.batch, shape.length, shape.dim)
         self.x = torch.randn(size).to(shape.device, DTYPES[shape.dtype]).requires_grad_()
         self.gradient = torch.randn(size).to(shape.device, DTYPES[shape.dtype])
-        self.state: Any = None
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -65,18 +64,28 @@ class Subject:
         self.mix.zero_grad(set_to_none=True)
         self.mix.train()(self.x).backward(self.gradient)
 
-    @torch.no_grad()
-    def prefill(self) -> None:
-        """Read the whole sequence, so that `decode` is at its end."""
-        _, self.state = self.mix.eval().prefill(self.x.detach())
-
-    @torch.no_grad()
-    def decode(self) -> None:
-        _, self.state = self.mix.step(self.x[:, -1].detach(), self.state, inplace=True)
-
     def own_bytes(self) -> int:
         """Parameters, buffers, the input and the output's gradient."""
         return tensor_bytes([*self.mix.parameters(), *self.mix.buffers(), self.x, self.gradient])
+
+
+class Decode:
+    """One token after another from the end of a subject's sequence; each sample starts there anew."""
+
+    @torch.no_grad()
+    def __init__(self, subject: Subject):
+        self.mix, self.token = subject.mix.eval(), subject.x[:, -1].detach()
+        _, state = self.mix.prefill(subject.x.detach())
+        self.bytes = tensor_bytes(list(state))
+        _, self.start = self.mix.step(self.token, state)  # a cache that grows has done so now
+        self.rewind()
+
+    def rewind(self) -> None:
+        self.state = type(self.start)(*(t.clone() for t in self.start))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        _, self.state = self.mix.step(self.token, self.state, inplace=True)
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:
@@ -96,6 +105,8 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 def once(run: Callable[[], None], device: str, calls: int = 1) -> float:
     """Milliseconds a call, over `calls` calls in a row."""
+    if isinstance(run, Decode):
+        run.rewind()
     if torch.device(device).type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -116,25 +127,28 @@ def calls_for(milliseconds: float) -> int:
     return max(1, min(50, math.ceil(SHORTEST_SAMPLE / max(milliseconds, 1e-3))))
 
 
+def calibrate(run: Callable[[], None], device: str) -> int:
+    """How many calls of `run` make a sample."""
+    if torch.device(device).type == "cuda":
+        run()  # kernels are compiled at the first call
+    return calls_for(once(run, device))
+
+
 class Yardstick:
     """Exact softmax of one shape, whose samples stand between those of everything else at that shape."""
 
     def __init__(self, shape: Shape):
         self.subject = Subject(YARDSTICK, shape)
-        begun = time.perf_counter()
-        self.peak = peak_bytes(self.subject)
-        slow = time.perf_counter() - begun > SLOW
+        self.peak, slow = first_run(self.subject)
         self.runs: dict[str, Callable[[], None]] = {
             "forward": self.subject.forward,
             "training": self.subject.training,
         }
         if self.subject.mix.traits.state is not None:
-            self.subject.prefill()
-            self.subject.decode()
-            self.runs["decode"] = self.subject.decode
-        self.calls = {what: 1 if slow else calls_for(once(run, shape.device)) for what, run in self.runs.items()}
-        if slow and "decode" in self.runs:  # one token is quick at any length
-            self.calls["decode"] = calls_for(once(self.runs["decode"], shape.device))
+            self.runs["decode"] = Decode(self.subject)
+        # one token is quick at any length
+        quick = {what: run for what, run in self.runs.items() if not slow or what == "decode"}
+        self.calls = {what: calibrate(run, shape.device) if what in quick else 1 for what, run in self.runs.items()}
         self.last: dict[str, float] = {}
 
     def sample(self) -> dict[str, float]:
@@ -157,7 +171,7 @@ def time_beside(
     the next mechanism as its first, so that at long lengths it is not timed more often than needed. `slow`: a single
     call is known to be long enough for a sample.
     """
-    calls = {what: 1 if slow else calls_for(once(run, device)) for what, run in runs.items()}
+    calls = {what: 1 if slow else calibrate(run, device) for what, run in runs.items()}
     times: dict[str, list[float]] = {what: [] for what in runs}
     ratios: dict[str, list[float]] = {what: [] for what in runs}
     before = (yardstick.last or yardstick.sample()) if yardstick else {}
@@ -176,6 +190,15 @@ def time_beside(
     return times, ratios
 
 
+def first_run(subject: Subject) -> tuple[int, bool]:
+    """(peak bytes of a training step, whether it is so slow that one call is a sample); no later run is a cold one."""
+    if torch.device(subject.shape.device).type == "cuda":
+        return peak_bytes(subject), False  # the first run is slow in any case: kernels are compiled
+    begun = time.perf_counter()
+    peak = peak_bytes(subject)
+    return peak, time.perf_counter() - begun > SLOW
+
+
 def peak_bytes(subject: Subject) -> int:
     """Peak memory of a training step: what it allocates at once, and the parameters and the input it starts from.
 
@@ -183,6 +206,7 @@ def peak_bytes(subject: Subject) -> int:
     in order, which gives the same number each time; the resident size of the process would not.
     """
     if torch.device(subject.shape.device).type == "cuda":
+        subject.training()  # workspaces that stay are made at the first run, and are not its memory
         subject.x.grad = None
         subject.mix.zero_grad(set_to_none=True)
         torch.cuda.synchronize()

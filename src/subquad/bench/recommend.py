@@ -8,13 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from subquad.bench.growth import between, crossover, series
+from subquad.bench.growth import between, crossover, names, series
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.settings import cache_folder, readable
 from subquad.mechanisms import MECHANISMS
-from subquad.mechanisms.base import at_least, one_of
+from subquad.mechanisms.base import Traits, at_least, one_of
 
 Results = dict[str, Any]
+Quality = dict[str, dict[str, Any]]  # the record of each mechanism
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
 WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
 
@@ -63,21 +64,23 @@ def recommend(request: Request, source: Path | None = None) -> Advice:
     results = figures.results
     rows = [row for row in results["rows"] if row["causal"] == request.causal]
     where = f"{figures.origin}; {_described(results)}"
-    if not any(row["training_ms"] for row in rows):
-        other = "causal" if request.causal else "bidirectional"
-        raise ValueError(f"{figures.origin} hold no {other} measurements: run `subquad compare --{other}` first")
+    if not _serves(results, request):
+        form = "causal" if request.causal else "bidirectional"
+        raise ValueError(f"{figures.origin} hold too few {form} measurements: run `subquad compare --{form}` first")
     lengths = sorted({row["length"] for row in rows if row["training_ms"]})
     at = min(max(request.length, lengths[0]), lengths[-1])
     if at != request.length:
         where += f". T = {request.length:,} was not measured: what follows is T = {at:,}, the nearest that was"
+    quality = _quality(results, request)
+    if not quality:
+        where += ". They hold no quality: what follows is fast, how well it learns `subquad compare --task` can say"
     choices = [
         choice
         for name, cls in MECHANISMS.items()
-        if _can(cls.traits, request) and (choice := _weigh(name, request, rows, results, at)) is not None
+        if _can(cls.traits, request) and (choice := _weigh(name, request, rows, results, quality, at)) is not None
     ]
     if not choices:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
-    quality = _quality(results)
     choices.sort(key=lambda choice: (_falls_short(choice.mechanism, quality), _rank_cost(choice)))
     best = tuple(choices[:3])
     return Advice(where, _verdict(best[0], request, rows, choices, at), best)
@@ -94,18 +97,18 @@ def find(request: Request, source: Path | None = None) -> Figures:
         if _serves(results, request):
             count = len(_measured(results, request))
             return Figures(results, f"figures of this machine ({own}, {count} mechanisms)")
-    shipped = [
-        _read(Path(str(path)))
-        for path in files("subquad.bench").joinpath("figures").iterdir()
-        if path.name.endswith(".json")
-    ]
-    for results in shipped:
+    for results in _shipped():
         if _device(results) == request.device and _serves(results, request):
             return Figures(results, "figures that ship with subquad, not of this machine")
     raise ValueError(
         f"device={request.device!r}: there are no figures for it, neither of this machine nor shipped; "
         f"run `subquad compare --device {request.device}` first"
     )
+
+
+def _shipped() -> list[Results]:
+    folder = files("subquad.bench").joinpath("figures")
+    return [_read(Path(str(path))) for path in folder.iterdir() if path.name.endswith(".json")]
 
 
 def _read(path: Path) -> Results:
@@ -119,8 +122,10 @@ def _read(path: Path) -> Results:
 
 
 def _serves(results: Results, request: Request) -> bool:
-    """Whether enough was measured to choose from, in the form that is asked for."""
-    return len(_measured(results, request)) > 3
+    """Whether most of what it compares was measured in the form that is asked for."""
+    compared = names(results["rows"])
+    possible = [name for name in compared if name in MECHANISMS and _has_form(MECHANISMS[name].traits, request)]
+    return len(_measured(results, request)) * 2 > len(possible)
 
 
 def _measured(results: Results, request: Request) -> set[str]:
@@ -134,23 +139,32 @@ def _device(results: Results) -> str:
 def _described(results: Results) -> str:
     settings, machine = results["settings"], results["machine"]
     name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
-    threads = f", {machine['threads']} threads" if _device(results) == "cpu" else ""
+    threads = f", {machine['threads']} thread(s)" if _device(results) == "cpu" else ""
     return (
         f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
         f"{settings['heads']} heads, {str(results['date'])[:10]}"
     )
 
 
-def _can(traits: Any, request: Request) -> bool:
-    wanted = traits.causal if request.causal else traits.bidirectional
-    return wanted and (not request.decode or traits.state is not None) and (not request.cross or traits.cross)
+def _has_form(traits: Traits, request: Request) -> bool:
+    return traits.causal if request.causal else traits.bidirectional
+
+
+def _can(traits: Traits, request: Request) -> bool:
+    return (
+        _has_form(traits, request)
+        and (not request.decode or traits.state is not None)
+        and (not request.cross or traits.cross)
+    )
 
 
 def _at(rows: Sequence[dict[str, Any]], name: str, field: str, length: int) -> float | None:
     return between(*series(rows, name, field), length)
 
 
-def _weigh(name: str, request: Request, rows: Sequence[dict[str, Any]], results: Results, length: int) -> Choice | None:
+def _weigh(
+    name: str, request: Request, rows: Sequence[dict[str, Any]], results: Results, quality: Quality, length: int
+) -> Choice | None:
     """The choice with its reasons; None where something needed was not measured."""
     found = {
         field: _at(rows, name, field, length)
@@ -188,13 +202,8 @@ def _weigh(name: str, request: Request, rows: Sequence[dict[str, Any]], results:
             reasons.append(f"faster than softmax from T = {from_length:,} on")
     if request.decode and found["decode_ms"] is not None and found["decode_ratio"] is not None:
         cost = 1.0 if name == YARDSTICK else math.sqrt(ratio * found["decode_ratio"])
-        state = MECHANISMS[name].traits.state
         size = "" if found["state_bytes"] is None else f" and keeps a state of {readable(found['state_bytes'])}"
-        how = {
-            "constant": ", the same at any length",
-            "window": ", which stops growing at its window",
-            "growing": ", which grows with the length",
-        }[state or "growing"]
+        how = _growth_of_state(series(rows, name, "state_bytes")[1])
         compared = "" if name == YARDSTICK else f" ({_compared(found['decode_ratio'])} softmax with its cache)"
         reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
     if found["peak_bytes"] is not None:
@@ -206,8 +215,7 @@ def _weigh(name: str, request: Request, rows: Sequence[dict[str, Any]], results:
         reasons.append(
             f"time grows as T^{growth['time']:.2f} as measured, T^{growth['documented_time']:g} as documented"
         )
-    quality = _quality(results)
-    if name in quality and YARDSTICK in quality:
+    if name in quality and name != YARDSTICK:
         mine, exact = quality[name], quality[YARDSTICK]
         reasons.append(
             f"quality on {mine['task']}: {mine['value']:.3f} {mine['metric']}, softmax {exact['value']:.3f}, "
@@ -218,19 +226,32 @@ def _weigh(name: str, request: Request, rows: Sequence[dict[str, Any]], results:
     return Choice(name, cost, tuple(reasons))
 
 
+def _growth_of_state(sizes: Sequence[float]) -> str:
+    if not sizes or len(sizes) == 1:
+        return ""
+    if sizes[0] == sizes[-1]:
+        return ", the same at every length measured"
+    return ", which no longer grows" if sizes[-2] == sizes[-1] else ", which grows with the length"
+
+
 def _rank_cost(choice: Choice) -> float:
     """Exactness is worth something: softmax stands where an approximation is not clearly cheaper."""
     return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
 
 
-def _quality(results: Results) -> dict[str, dict[str, Any]]:
-    found = [record for record in results["quality"] if record.get("value") is not None]
-    exact = next((record for record in found if record["mechanism"] == YARDSTICK), None)
-    return {r["mechanism"]: r for r in found if exact is not None and r["metric"] == exact["metric"]}
+def _quality(results: Results, request: Request) -> Quality:
+    """Quality of each mechanism by these figures, or by shipped ones: it does not depend on the device."""
+    for source in (results, *_shipped()):
+        formed = {row["mechanism"] for row in source["rows"] if row["causal"] == request.causal}
+        found = {record["mechanism"]: record for record in source["quality"] if record["mechanism"] in formed}
+        if YARDSTICK in found:
+            metric = found[YARDSTICK]["metric"]
+            return {name: record for name, record in found.items() if record["metric"] == metric}
+    return {}
 
 
-def _falls_short(name: str, quality: dict[str, dict[str, Any]]) -> bool:
-    if name not in quality or YARDSTICK not in quality:
+def _falls_short(name: str, quality: Quality) -> bool:
+    if name not in quality:
         return False
     mine, exact = quality[name]["value"], quality[YARDSTICK]["value"]
     lost = mine - exact if quality[name]["lower_is_better"] else exact - mine

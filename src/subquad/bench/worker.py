@@ -7,7 +7,6 @@ begins, then the figures of that job.
 import gc
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,16 +14,16 @@ import torch
 
 from subquad.bench.measure import (
     PILOT,
-    SLOW,
     YARDSTICK,
+    Decode,
     Shape,
     Subject,
     Yardstick,
+    first_run,
     free_bytes,
     grown,
     peak_bytes,
     spread,
-    tensor_bytes,
     time_beside,
 )
 from subquad.bench.settings import Settings, readable
@@ -93,6 +92,8 @@ class Bench:
             row["error"] = f"{type(error).__name__}: {_line(error)}"
         self.rows.append(row)
         gc.collect()
+        if torch.device(self.settings.device).type == "cuda":
+            torch.cuda.empty_cache()
         return row
 
     def _measure(self, row: Row, shape: Shape) -> None:
@@ -101,19 +102,16 @@ class Bench:
         self._refuse_slow(name, shape)
         self._refuse_large(name, shape)
         subject = _build(name, shape)
-        begun = time.perf_counter()
-        row["peak_bytes"] = peak_bytes(subject)  # the first run, so that no timed one is cold
-        slow = time.perf_counter() - begun > SLOW
+        row["peak_bytes"], slow = first_run(subject)
         yardstick = self._yardstick_of(shape)
         if yardstick is not None:
             row["memory_ratio"] = row["peak_bytes"] / yardstick.peak
         runs = {"forward": subject.forward, "training": subject.training}
         self._time(row, runs, shape, yardstick, slow)
         if subject.mix.traits.state is not None:
-            subject.prefill()
-            row["state_bytes"] = tensor_bytes([t for t in subject.state if t is not None])
-            subject.decode()  # grows the cache, once
-            self._time(row, {"decode": subject.decode}, shape, yardstick, False)
+            decode = Decode(subject)
+            row["state_bytes"] = decode.bytes
+            self._time(row, {"decode": decode}, shape, yardstick, False)
 
     def _time(self, row: Row, runs: dict[str, Any], shape: Shape, yardstick: Yardstick | None, slow: bool) -> None:
         times, ratios = time_beside(
@@ -143,11 +141,11 @@ class Bench:
             raise Skip("has no bidirectional form")
 
     def _refuse_slow(self, name: str, shape: Shape) -> None:
-        """By the time at the shortest length before, which can only have grown."""
+        """By the time at the length before, the lower quartile: a neighbour's burst is no reason."""
         before = self._before(name, shape, "training_ms")
         if before is None:
             return
-        length, spent = before["length"], before["training_ms"]["median"] / 1000
+        length, spent = before["length"], before["training_ms"]["low"] / 1000
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
         if expected > self.settings.limit:
             raise Skip(

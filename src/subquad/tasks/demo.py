@@ -92,7 +92,8 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     model = make_model((name, CONTENDERS[name]))
     columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun = time.perf_counter()
-    with Progress(*columns, TextColumn("{task.fields[info]}"), console=console, transient=True) as progress:
+    info = TextColumn("{task.fields[info]}")
+    with Progress(*columns, info, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=steps, info="")
         curve = train(
             model,
