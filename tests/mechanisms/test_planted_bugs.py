@@ -68,8 +68,8 @@ class ContextPaddingForgotten(Softmax):
 class StateOffByOne(Linear):
     """A step reads the state before its own key was added."""
 
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        _, new = super()._step(x, state)
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        _, new = super()._step(x, state, inplace)
         q = self._project(x[:, None], position=state.position)[0]
         n = torch.einsum("bhk,bhkv->bhv", self.map.apply(q[:, 0]), state.s)
         d = torch.einsum("bhk,bhk->bh", self.map.apply(q[:, 0]), state.z)
@@ -86,8 +86,8 @@ class PositionStuck(Softmax):
 class StateEdited(Linear):
     """The step writes into the state it was given."""
 
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, new = super()._step(x, state)
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        y, new = super()._step(x, state, inplace)
         state.s.copy_(new.s)
         return y, new
 
