@@ -122,6 +122,20 @@ def test_half_precision(dtype: torch.dtype, causal: bool) -> None:
     torch.testing.assert_close(y.double(), want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("normalize", ["softmax", "scaling"])
+def test_autocast(normalize: str) -> None:
+    mix, x = build(causal=True, normalize=normalize), tokens(2, 80, 16)
+    want = build(causal=True, normalize=normalize).double()(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mix(x.float())
+        part, state = mix.prefill(x[:, :79].float())
+        last, after = mix.step(x[:, 79].float(), state)
+        y.float().sum().backward()
+    assert state.s.dtype == after.s.dtype == torch.float32
+    for got, best in ((y, want), (part, want[:, :79]), (last, want[:, 79])):
+        torch.testing.assert_close(got.double(), best, rtol=0.02, atol=0.02)
+
+
 def test_the_normaliser_stays_exact_over_many_tokens() -> None:
     """Equal logits: the average of the values so far. A logarithm added up in float32 would have stalled by here."""
     mix = build(causal=True)

@@ -152,6 +152,40 @@ def test_commitment_pulls_tokens_to_centroids_and_leaves_these_alone() -> None:
         mix.commitment(x, torch.tensor([11, 4]))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "strict_causal": False}])
+def test_of_equal_tokens_the_earlier_are_chosen(options: dict[str, Any]) -> None:
+    mix = build(clusters=4, window=5, **options)
+    x = tokens(1, 1, 16).expand(1, 20, 16)
+    used = (mix.pattern(x) > 0).any(-1)  # [B, H, T]
+    assert (used == (torch.arange(20) < 5)).all()
+    torch.testing.assert_close(mix(x), mix.reference(x))
+    words = tokens(3, 16)[torch.randint(3, (3, 61), generator=torch.Generator().manual_seed(0))]
+    y = mix(words, lengths=torch.tensor([61, 42, 30]))
+    for row, n in enumerate((61, 42, 30)):
+        torch.testing.assert_close(y[row, :n], mix(words[row : row + 1, :n])[0])
+
+
+def test_a_step_drops_weights_in_training() -> None:
+    mix, x = build(causal=True, clusters=1, window=8, dropout=0.5), tokens(1, 9, 16)
+    _, state = mix.prefill(x[:, :8])
+    want, _ = mix.step(x[:, 8], state)
+    mix.train()
+    torch.manual_seed(0)
+    many = torch.stack([mix.step(x[:, 8], state)[0] for _ in range(400)])
+    assert not torch.allclose(many[0], many[1])
+    assert ((many.mean(0) - want).abs() < 5 * many.std(0) / 20).all()
+
+
+def test_autocast_routes_in_single_precision() -> None:
+    mix = build(clusters=4, window=5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        routed = mix._project(tokens(1, 20, 16).float())
+    for near, t in zip(routed.near, routed.normed, strict=True):
+        assert near.dtype == torch.float32
+        want = torch.einsum("hck,bthk->bhct", mix.centroids.double(), t.double())
+        torch.testing.assert_close(near.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("option", "value"), [("clusters", 0), ("window", 0), ("decay", 1.5), ("scale", 0.0), ("share_qk", "yes")]
 )

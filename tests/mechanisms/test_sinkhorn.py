@@ -116,6 +116,14 @@ def test_balancing_makes_rows_and_columns_sum_to_one() -> None:
     torch.testing.assert_close(near, torch.eye(4, dtype=torch.float64)[order])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_definition_is_finite_for_large_tokens(causal: bool) -> None:
+    """exp(logits) alone has rows and columns of zeros here."""
+    mix, x = make(causal=causal, temperature=0.2), 30 * tokens(2, 27, WIDTH)
+    torch.testing.assert_close(mix(x), mix.reference(x), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mix.pattern(x[:, :24]).sum(-1), torch.ones(2, 1, 24, dtype=torch.float64))
+
+
 def test_r_counts_the_blocks_of_the_row() -> None:
     mix, x = make(heads=2), tokens(2, 27, WIDTH)
     q, k, _ = (t.clone() for t in mix.heads.split(x))

@@ -3,7 +3,6 @@ import math
 import torch
 
 from subquad import build
-from subquad.mechanisms.transformer_xl import sinusoid
 
 
 def test_equals_an_explicit_loop_over_relative_positions() -> None:
@@ -20,7 +19,9 @@ def test_equals_an_explicit_loop_over_relative_positions() -> None:
             seen = range(max(0, t - 3), t + 1)
             scores = []
             for s in seen:
-                r = mix.relative(sinusoid(torch.tensor(t - s), 8)).view(2, 4)[h]
+                angles = [(t - s) * rate for rate in (1, 0.1, 0.01, 0.001)]  # 10000^(-i/4)
+                waves = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+                r = mix.relative(torch.tensor(waves, dtype=torch.float64)).view(2, 4)[h]
                 scores.append(((q[t, h] + mix.u[h]) @ k[s, h] + (q[t, h] + mix.w[h]) @ r) / math.sqrt(4))
             heads.append(torch.stack(scores).softmax(-1) @ v[list(seen), h])
         rows.append(torch.cat(heads))
