@@ -323,7 +323,7 @@ def nothing_is_square(case: Case, size: int = 2048) -> None:
         noisy = case.scaled(size, dropout=0.1).train()
         runs["dropout"] = lambda: noisy(x, lengths)
     for name, run in runs.items():
-        with _Largest() as largest:
+        with Largest() as largest:
             run().sum().backward()
         found = f"{name}: a tensor of {largest.numel} elements at T={size}, made by {largest.op}"
         assert largest.numel < size * size, found
@@ -332,7 +332,7 @@ def nothing_is_square(case: Case, size: int = 2048) -> None:
         for part in (x[:, : size // 4], x[:, : size // 2]):
             with torch.no_grad():
                 state = mix.prefill(part)[1]
-            with _Largest() as largest:
+            with Largest() as largest:
                 mix.prefill(part, state=state)[0].sum().backward()
             sizes.append(largest.numel)
         assert sizes[1] < 3 * sizes[0], f"behind a state: tensors of {sizes} elements, made by {largest.op}"
@@ -350,7 +350,7 @@ def cost_grows_as_documented(case: Case, small: int = 1024, large: int = 4096) -
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
-        with _Largest() as largest:
+        with Largest() as largest:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 y = mix(x)
             y.sum().backward()
@@ -402,7 +402,7 @@ def pattern_is_a_picture(case: Case) -> None:
         assert (weights.triu(1) == 0).all(), "the picture shows the future"
 
 
-class _Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Watches every tensor that any operation makes."""
 
     def __init__(self) -> None:

@@ -7,6 +7,8 @@ from torch import Tensor
 from subquad import build
 from subquad.mechanisms import compressed
 from subquad.mechanisms.compressed import Compressed
+from subquad.ops import dense
+from tests.mechanisms.laws import Largest
 
 
 def make(**options: object) -> Compressed:
@@ -129,6 +131,15 @@ def test_dropout_keeps_the_mean() -> None:
     error = (draws.mean(0) - want[0]).abs() / (draws.std(0) / math.sqrt(6000) + 1e-12)
     assert float(error.max()) < 6
     assert float(draws.std(0)[2:].min()) > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_keeps_no_matrix_of_queries_and_slots(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "PAIRS", 1 << 14)
+    mix, x = make(causal=causal, dropout=0.1, heads=1).train(), tokens(1, 600, 16).requires_grad_()
+    with Largest() as largest:
+        mix(x, lengths=torch.tensor([590])).sum().backward()
+    assert largest.numel < 600 * 200 / 2, largest.op
 
 
 def test_what_cannot_work_raises() -> None:
