@@ -187,7 +187,7 @@ def test_padded_keys_through_the_dispatcher(keys: int) -> None:
     """key_lengths pads the keys alone, also where there happen to be as many queries."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 20, 1, 16), torch.randn(2, keys, 1, 16), torch.randn(2, keys, 1, 16)
-    padded = {"causal": False, "key_lengths": torch.tensor([keys, 7])}
+    padded: dict[str, Any] = {"causal": False, "key_lengths": torch.tensor([keys, 7])}
     o = linear_attention(q, k, v, **padded, impl="triton")
     torch.testing.assert_close(o, linear_attention(q, k, v, **padded, impl="torch"), rtol=1e-4, atol=1e-5)
     alone = linear_attention(q[1:], k[1:, :7], v[1:, :7], causal=False, impl="torch")

@@ -4,6 +4,7 @@ The measuring runs in a process of its own (bench/worker.py). This one keeps the
 each of them, so that neither a crash nor Ctrl-C loses what was measured.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -12,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -143,15 +143,17 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        # threads that spin while they wait are slowed many times by any neighbour; sleeping ones hardly
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C is ours; it is ended below
     )
     assert process.stdin is not None
     assert process.stdout is not None
     finished = 0
     try:
-        json.dump({"settings": settings.to_dict(), "jobs": jobs, "rows": rows}, process.stdin)
-        process.stdin.close()
+        # the pipe stays open: when it closes, because this process has ended however it did, the other one ends too
+        process.stdin.write(json.dumps({"settings": settings.to_dict(), "jobs": jobs, "rows": rows}) + "\n")
+        process.stdin.flush()
         for line in process.stdout:
             event = _event(line)
             if event is not None:
@@ -167,6 +169,8 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
         process.kill()
         process.wait()
         process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _event(line: str) -> dict[str, Any] | None:
@@ -251,7 +255,7 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[Job, str], None]]:
     """A bar in a terminal, a line a figure elsewhere."""
     if not console.is_terminal:

@@ -1,12 +1,14 @@
 """The process that measures, apart from the one that keeps the figures: if it dies, only the present figure is lost.
 
-Reads one JSON object (settings, jobs, rows so far) from standard input and writes one JSON object a line: a job it
-begins, then the figures of that job.
+Reads one line of JSON (settings, jobs, rows so far) from standard input and writes one JSON object a line: a job it
+begins, then the figures of that job. When standard input closes, nobody waits for them any more, and it ends.
 """
 
 import gc
 import json
+import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -195,8 +197,14 @@ def _line(error: BaseException) -> str:
     return text.splitlines()[0] if text else "no message"
 
 
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # returns when the other end closes
+    os._exit(1)
+
+
 def main() -> None:
-    given = json.load(sys.stdin)
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings.from_dict(given["settings"])
     torch.set_num_threads(settings.threads)
     for event in work(settings, given["jobs"], given["rows"]):

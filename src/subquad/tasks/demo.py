@@ -30,7 +30,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "compressed": {},
     "routing": {"clusters": 4, "window": 2 * digits.SIDE},
 }
-STEPS = 500  # of each in the comparison
+STEPS = 250  # of each in the comparison
 WRITING = 1200  # of linear once more, for digits worth looking at
 BATCH = 32
 POINTS = 50  # kept of each loss curve
