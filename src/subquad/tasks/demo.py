@@ -93,6 +93,8 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun = time.perf_counter()
     info = TextColumn("{task.fields[info]}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread, and loses much to a busy neighbour
     with Progress(*columns, info, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=steps, info="")
         curve = train(
@@ -102,6 +104,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
             lambda step, bits: progress.update(task, completed=step, info=f"{bits:.3f} bits/dim"),
             BATCH,
         )
+    torch.set_num_threads(threads)
     seconds = time.perf_counter() - begun
     value = bits_per_dim(model, test.images)
     begun = time.perf_counter()
