@@ -30,8 +30,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "compressed": {},
     "routing": {"clusters": 4, "window": 2 * digits.SIDE},
 }
-STEPS = 200  # of each in the comparison
-WRITING = 900  # of linear once more, for digits worth looking at
+STEPS = 150  # of each in the comparison
+WRITING = 700  # of linear once more, for digits worth looking at
 BATCH = 32
 POINTS = 50  # kept of each loss curve
 Json = dict[str, Any]
