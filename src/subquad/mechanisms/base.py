@@ -60,7 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), hint)
+            check_plain(name, getattr(self, name), hint)
         at_least(self, dim=1, heads=1, layer=0, seed=0)
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
@@ -93,7 +93,7 @@ def one_of(options: object, **choices: Iterable[str]) -> None:
 PLAIN = {bool: "True or False", int: "an integer", float: "a finite number", str: "a name", type(None): "None"}
 
 
-def _check_type(name: str, value: object, hint: Any) -> None:
+def check_plain(name: str, value: object, hint: Any) -> None:
     """Refuse a value of another plain type than the option has; NaN and infinity are no numbers here."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     accepted = []

@@ -1,0 +1,188 @@
+"""How a run is trained, and everything a run is made of, as frozen values that are checked when made."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from subquad.mechanisms.base import at_least, check_plain, nearest, refuse
+from subquad.models.config import Config, optional_at_least
+
+# what may differ when a run is resumed: it changes where and how often, not what is learned
+FREE_ON_RESUME = ("micro_batch", "compile", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Config):
+    """One update after the other until `steps` are done or `minutes` are over, whichever comes first."""
+
+    steps: int = 1000
+    batch: int = 32  # examples of one update, over all ranks and micro-batches
+    micro_batch: int | None = None  # examples of one forward on one rank; None: batch / ranks
+    shuffle: bool = True
+    optimiser: Literal["radam", "adamw", "adam", "muon"] = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01  # decoupled; of matrices only: not of biases, norms and embeddings
+    momentum: float = 0.95  # of muon's matrices
+    clip: float | None = 1.0  # of the gradient's norm
+    clip_by: Literal["norm", "tensor"] = "norm"  # over all tensors together, or of each by itself
+    warmup: int = 0  # steps
+    schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "plateau", "step"] = "cosine"
+    final_lr: float = 0.0  # of cosine and linear: the share of lr at the end
+    patience: int = 5  # of plateau: evaluations without a better one before lr falls
+    factor: float = 0.5  # of plateau: what lr is multiplied by
+    drop_at: int | None = None  # of step: the step from which lr is lower
+    drop_to: float = 0.1  # of step: the share of lr from there on
+    ema: float | None = None  # decay of averaged weights, which are then evaluated and saved
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compile: bool = False
+    evaluate_every: int | None = None  # steps; None: ten times in a run
+    evaluate_batches: int | None = None  # of validation during training; None: the whole split
+    evaluate_batch: int | None = None  # examples; None: as micro_batch
+    checkpoint_every: int | None = None  # steps; None: as evaluate_every
+    keep: int = 2  # checkpoints
+    log_every: int = 20  # steps
+    minutes: float | None = None  # of training, over all legs; the schedule then ends with them
+    seed: int = 0
+    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas) if isinstance(self.betas, list) else self.betas)
+        for name, hint in typing.get_type_hints(type(self)).items():
+            check_plain(name, getattr(self, name), hint)
+        at_least(self, steps=1, batch=1, warmup=0, patience=1, keep=1, log_every=1, seed=0)
+        optional_at_least(
+            self, micro_batch=1, drop_at=1, evaluate_every=1, evaluate_batches=1, evaluate_batch=1, checkpoint_every=1
+        )
+        if self.seed >= 2**40:
+            refuse("seed", self.seed, "an integer below 2**40")
+        _between(self, "lr", "eps", low=0, high=None, open_low=True)
+        _between(self, "weight_decay", low=0, high=None)
+        _between(self, "final_lr", "drop_to", low=0, high=1)
+        _between(self, "momentum", low=0, high=1, open_high=True)
+        _between(self, "factor", low=0, high=1, open_low=True, open_high=True)
+        for name in ("clip", "minutes"):
+            if getattr(self, name) is not None:
+                _between(self, name, low=0, high=None, open_low=True)
+        if self.ema is not None:
+            _between(self, "ema", low=0, high=1, open_low=True, open_high=True)
+        if (
+            not isinstance(self.betas, tuple)
+            or len(self.betas) != 2
+            or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)
+        ):
+            refuse("betas", self.betas, "two numbers in [0, 1), such as (0.9, 0.98)")
+        if self.schedule == "step" and self.drop_at is None:
+            refuse("drop_at", None, 'a step with schedule="step"')
+        if self.schedule == "inverse_sqrt" and self.warmup < 1:
+            refuse("warmup", self.warmup, 'at least 1 with schedule="inverse_sqrt", whose highest lr is at its end')
+        if self.micro_batch is not None and self.micro_batch > self.batch:
+            refuse("micro_batch", self.micro_batch, f"at most batch={self.batch}")
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.evaluate_every or max(1, self.steps // 10)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        return self.checkpoint_every or self.evaluation_interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """Everything to run it again: what `--set data.…`, `--set model.…` and `--set training.…` change."""
+
+    task: str
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    model: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("data", "model"):
+            if not isinstance(getattr(self, name), Mapping):
+                refuse(name, getattr(self, name), "an object with keys")
+
+    def override(self, settings: Iterable[str]) -> Self:
+        """With "training.lr=3e-4" and the like; values are JSON where they can be, else text.
+
+        Keys of training and data must be known; a model refuses what it does not know when it is built.
+        """
+        parts: dict[str, dict[str, Any]] = {
+            "data": dict(self.data),
+            "model": dict(self.model),
+            "training": self.training.to_dict(),
+        }
+        for setting in settings:
+            path, value = parse(setting)
+            part, *keys = path
+            if part not in parts or not keys:
+                raise ValueError(
+                    f"--set {setting} names no setting{nearest(part, parts)} "
+                    "Accepted: data.KEY=VALUE, model.KEY=VALUE and training.KEY=VALUE"
+                )
+            if part != "model" and keys[0] not in parts[part]:
+                known = parts[part]
+                listed = f"Accepted: {', '.join(known)}" if known else "It has none"
+                raise ValueError(f"{part} has no setting {keys[0]!r}{nearest(keys[0], known)} {listed}")
+            _place(parts[part], keys, value, setting)
+        training = TrainingConfig.from_dict(parts["training"])
+        return dataclasses.replace(self, data=parts["data"], model=parts["model"], training=training)
+
+
+def parse(setting: str) -> tuple[list[str], Any]:
+    """ "model.depth=16" -> (["model", "depth"], 16)"""
+    path, equals, text = setting.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(f"--set {setting} cannot be read: accepted is KEY=VALUE, such as model.depth=16")
+    text = text.strip()
+    spelt: dict[str, Any] = {"None": None, "True": True, "False": False}
+    if text in spelt:
+        return keys, spelt[text]
+    try:
+        return keys, json.loads(text)
+    except json.JSONDecodeError:
+        return keys, text
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> list[str]:
+    """Each setting that differs, as "training.lr is 0.1, was 0.2"."""
+    found = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        name = f"{path}{key}"
+        if key not in ours or key not in theirs:
+            where = "new" if key in ours else "gone"
+            found.append(f"{name} is {where} ({json.dumps({**theirs, **ours}[key])})")
+        elif isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
+            found += differences(ours[key], theirs[key], f"{name}.")
+        elif ours[key] != theirs[key]:
+            found.append(f"{name} is {json.dumps(ours[key])}, was {json.dumps(theirs[key])}")
+    return found
+
+
+def _place(target: dict[str, Any], keys: list[str], value: Any, setting: str) -> None:
+    *outer, last = keys
+    for key in outer:
+        inner = target.get(key, {})
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"--set {setting} goes into {key}={inner!r}, which has no parts")
+        target[key] = inner = dict(inner)
+        target = inner
+    target[last] = value
+
+
+def _between(
+    config: object, *names: str, low: float, high: float | None, open_low: bool = False, open_high: bool = False
+) -> None:
+    for name in names:
+        value = getattr(config, name)
+        below = value <= low if open_low else value < low
+        above = high is not None and (value >= high if open_high else value > high)
+        if below or above:
+            if high is None:
+                refuse(name, value, "a positive number" if open_low else "a number of at least 0")
+            refuse(name, value, f"a number in {'(' if open_low else '['}{low}, {high}{')' if open_high else ']'}")
