@@ -7,6 +7,7 @@ import torch
 from subquad.models.classifier import Classifier, ClassifierConfig
 from subquad.models.config import EmbeddingConfig, MixerConfig, TransformerConfig
 from subquad.models.language_model import LanguageModel, LanguageModelConfig
+from subquad.models.lstm import LSTM, LSTMConfig
 from subquad.models.matcher import Matcher, MatcherConfig
 from subquad.models.model import Model
 from subquad.models.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -18,6 +19,7 @@ MODELS: dict[str, type[Model]] = {
     "Classifier": Classifier,
     "Matcher": Matcher,
     "Seq2Seq": Seq2Seq,
+    "LSTM": LSTM,
 }
 
 
@@ -32,10 +34,12 @@ def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
 
 
 __all__ = [
+    "LSTM",
     "MODELS",
     "Classifier",
     "ClassifierConfig",
     "EmbeddingConfig",
+    "LSTMConfig",
     "LanguageModel",
     "LanguageModelConfig",
     "Matcher",

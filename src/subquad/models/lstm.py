@@ -1,0 +1,172 @@
+"""The recurrent baseline of the experiments: LSTM layers where the others have a transformer.
+
+One class, two directions: from left to right it is a language model that steps and generates, in both directions it
+labels every position, as the Bi-LSTM of speech recognition does.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import Traits, at_least, refuse
+from subquad.models import generation
+from subquad.models.config import Config, EmbeddingConfig, assemble, flags, optional_at_least, probabilities
+from subquad.models.embedding import Embedding
+from subquad.models.heads import make_head
+from subquad.models.inputs import batch_of, check_lengths, zero_padding
+from subquad.models.loss import Reduction, cross_entropy, shift
+from subquad.models.model import Model
+
+
+class State(NamedTuple):
+    hidden: Tensor  # [B, depth, D]
+    cell: Tensor  # [B, depth, D]
+    position: Tensor  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSTMConfig(Config):
+    embedding: EmbeddingConfig
+    dim: int = 256  # of a layer, in each direction
+    depth: int = 3
+    bidirectional: bool = False
+    outputs: int | None = None  # numbers a position; None: vocab, one logit a token
+    dropout: float = 0.0  # between layers
+
+    def __post_init__(self) -> None:
+        at_least(self, dim=1, depth=1)
+        optional_at_least(self, outputs=1)
+        flags(self, "bidirectional")
+        probabilities(self, "dropout")
+        if self.outputs is None and self.embedding.vocab is None:
+            refuse("outputs", None, "a number of outputs for frames, which have no vocab")
+
+    @property
+    def width(self) -> int:
+        return self.outputs or self.embedding.vocab or 0
+
+    @property
+    def ff_width(self) -> int:
+        return 4 * self.dim  # the gates of a step
+
+
+class Layers(nn.Module):
+    """What a generation loop asks of any stack: its traits, and how wide its vectors are."""
+
+    def __init__(self, config: LSTMConfig):
+        super().__init__()
+        both = config.bidirectional
+        self.traits = Traits(causal=not both, bidirectional=both, state=None if both else "constant")
+        self.config = config
+        self.lstm = nn.LSTM(
+            config.dim,
+            config.dim,
+            config.depth,
+            batch_first=True,
+            dropout=config.dropout if config.depth > 1 else 0.0,
+            bidirectional=both,
+        )
+        for name, bias in self.lstm.named_parameters():
+            if name.startswith("bias"):
+                nn.init.zeros_(bias)
+            if name.startswith("bias_ih"):
+                bias.data[config.dim : 2 * config.dim] = 1.0  # remember by default (Jozefowicz et al. 2015, §3)
+
+    def forward(self, x: Tensor, lengths: Tensor | None, state: State | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(y [B, T, D or 2·D], hidden [B, depth, D], cell) after each row's own length."""
+        before = None if state is None else tuple(t.transpose(0, 1).contiguous() for t in state[:2])
+        if lengths is None:
+            y, (hidden, cell) = self.lstm(x, before)
+        else:
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
+            )
+            out, (hidden, cell) = self.lstm(packed, before)
+            y, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+            y = zero_padding(y, lengths)
+        return y, hidden.transpose(0, 1), cell.transpose(0, 1)
+
+
+class LSTM(Model):
+    """LSTM(vocab=11, dim=256, depth=4): tokens [B, T] -> logits [B, T, vocab], each from the tokens up to it.
+
+    LSTM(features=40, dim=320, depth=3, bidirectional=True, outputs=41): frames [B, T, 40] -> [B, T, 41].
+    """
+
+    config_type = LSTMConfig
+    config: LSTMConfig
+
+    def __init__(self, config: LSTMConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = assemble(LSTMConfig, config, fields, positions="none")
+        self.embedding = Embedding(config.embedding, config.dim)
+        self.decoder = Layers(config)
+        self.head = make_head(config.dim * (2 if config.bidirectional else 1), config.width)
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """[B, T, outputs]; beyond `lengths` the head of zeros."""
+        x = self.embedding(tokens, lengths)
+        # from left to right padding comes after everything that counts
+        used = check_lengths(lengths, x) if self.config.bidirectional else None
+        y = self.decoder(x, used)[0]
+        return self.head(y if used is not None else zero_padding(y, check_lengths(lengths, x)))
+
+    def loss(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        targets: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
+        if targets is None:
+            self._check_direction("loss without targets")
+            tokens, targets, lengths = shift(tokens, lengths)
+        return cross_entropy(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+
+    generate, stream = generation.generate, generation.stream
+
+    def init_state(self, batch: int, capacity: int | None = None) -> State:  # noqa: ARG002 -- it never grows
+        """The state before the first token."""
+        self._check_direction("init_state")
+        weight = self.head.weight
+        zeros = weight.new_zeros(batch, self.config.depth, self.config.dim)
+        return State(zeros, zeros.clone(), torch.zeros(batch, dtype=torch.int64, device=weight.device))
+
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State]:
+        """A prompt [B, T], from nothing or from a state: (logits [B, T, vocab], the state after it)."""
+        state = self._check_state(state or self.init_state(batch_of(tokens)), batch_of(tokens))
+        x = self.embedding(tokens, lengths)
+        used = check_lengths(lengths, x)
+        y, hidden, cell = self.decoder(x, used, state)
+        if used is not None:  # a row of no tokens keeps what it had; packing has no such row
+            empty = (used == 0)[:, None, None]
+            hidden, cell = torch.where(empty, state.hidden, hidden), torch.where(empty, state.cell, cell)
+        seen = state.position + (x.shape[1] if used is None else used)
+        return self.head(y), State(hidden.to(state.hidden.dtype), cell.to(state.cell.dtype), seen)
+
+    def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
+        outputs, new = self.prefill(tokens[:, None], state=state)
+        if inplace:
+            for old, tensor in zip(state, new, strict=True):
+                old.copy_(tensor)
+            new = state
+        return outputs[:, 0], new
+
+    def _check_state(self, state: State, batch: int) -> State:
+        self._check_direction("prefill")
+        wanted = (batch, self.config.depth, self.config.dim)
+        if not isinstance(state, State) or state.hidden.shape != wanted:
+            found = list(state.hidden.shape) if isinstance(state, State) else type(state).__name__
+            raise ValueError(f"state is {found}: accepted is the state of init_state, {list(wanted)}")
+        return state
+
+    def _check_direction(self, method: str) -> None:
+        if self.config.bidirectional:
+            raise NotImplementedError(f"{method}: this model reads in both directions, so there is no state")
