@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/subquad demo
+	$(BIN)/subquad demo
 
 test: $(STAMP)
 	$(BIN)/ruff format --check

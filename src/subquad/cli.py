@@ -130,7 +130,7 @@ def compare(
     data: Annotated[Path | None, typer.Option(help="The same on your own tokens: a .npy array, or any file.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps for quality.")] = 200,
     repeats: Annotated[int, typer.Option(help="At most this many pairs of samples.")] = 4,
-    limit: Annotated[float, typer.Option(help="Skip what would take more seconds for a training step.")] = 4.0,
+    limit: Annotated[float, typer.Option(help="Skip what would take more seconds for a training step.")] = 2.5,
     memory: Annotated[float | None, typer.Option(help="GB that may be used; by default most of what is free.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/compare"),
     save: Annotated[Path | None, typer.Option(help="Write the figures to this file as well.")] = None,
@@ -187,7 +187,7 @@ def recommend(
 @_say_errors
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Training steps of each mechanism.")] = 500,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each mechanism; by default 150.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do everything anew.")] = False,
 ) -> None:
     """Six mechanisms learn real handwritten digits, write new ones as RNNs, and are timed to 16k tokens."""

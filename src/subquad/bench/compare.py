@@ -143,8 +143,9 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # threads that spin while they wait are slowed many times by any neighbour; sleeping ones hardly
-        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": path},
+        # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a
+        # short spin costs nothing where there is none
+        env={"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C is ours; it is ended below
     )
     assert process.stdin is not None

@@ -28,8 +28,8 @@ class Settings:
     dtype: str = "float32"
     causal: bool | None = None  # None: causal where a mechanism has a causal form, bidirectional where it has none
     repeats: int = 4  # at most this many times two samples of a mechanism between two of softmax
-    seconds: float = 0.4  # beyond which a mechanism at a length is not sampled further
-    limit: float = 4.0  # seconds a training step may be expected to take
+    seconds: float = 0.3  # beyond which a mechanism at a length is not sampled further
+    limit: float = 2.5  # seconds a training step may be expected to take, softmax's twice that
     memory: int | None = None  # bytes that may be used; None: most of what is free
     task: str | None = None  # a short training for quality
     data: str | None = None  # the same on the user's own tokens

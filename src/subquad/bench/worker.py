@@ -101,7 +101,7 @@ class Bench:
     def _measure(self, row: Row, shape: Shape) -> None:
         name = row["mechanism"]
         self._refuse_impossible(name, shape)
-        self._refuse_slow(name, shape)
+        self._refuse_slow(name, shape, self.settings.limit * (2 if name == YARDSTICK else 1))
         self._refuse_large(name, shape)
         subject = _build(name, shape)
         row["peak_bytes"], slow = first_run(subject)
@@ -128,7 +128,7 @@ class Bench:
             self.yardstick = None
             self.yardstick_shape = shape
             try:
-                self._refuse_slow(YARDSTICK, shape)
+                self._refuse_slow(YARDSTICK, shape, 2 * self.settings.limit)  # all ratios need it
                 self._refuse_large(YARDSTICK, shape)
                 self.yardstick = Yardstick(shape)
             except (Skip, torch.OutOfMemoryError):
@@ -142,17 +142,17 @@ class Bench:
         if not shape.causal and not traits.bidirectional:
             raise Skip("has no bidirectional form")
 
-    def _refuse_slow(self, name: str, shape: Shape) -> None:
+    def _refuse_slow(self, name: str, shape: Shape, limit: float) -> None:
         """By the time at the length before, the lower quartile: a neighbour's burst is no reason."""
         before = self._before(name, shape, "training_ms")
         if before is None:
             return
         length, spent = before["length"], before["training_ms"]["low"] / 1000
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
-        if expected > self.settings.limit:
+        if expected > limit:
             raise Skip(
                 f"too slow: a training step took {spent:.2g} s at T = {length}, so about {expected:.2g} s here; "
-                f"the limit is {self.settings.limit:g} s"
+                f"the limit is {limit:g} s"
             )
 
     def _refuse_large(self, name: str, shape: Shape) -> None:

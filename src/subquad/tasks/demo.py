@@ -31,7 +31,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "routing": {"clusters": 4, "window": 2 * digits.SIDE},
 }
 STEPS = 150  # of each in the comparison
-WRITING = 700  # of linear once more, for digits worth looking at
+WRITING = 1300  # of linear once more, for digits worth looking at
+TEMPERATURE = 0.8  # of what is written: a small model's rare pixels are mostly mistakes
 BATCH = 32
 POINTS = 50  # kept of each loss curve
 Json = dict[str, Any]
@@ -41,7 +42,7 @@ def demo(
     out: Path,
     console: Console,
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     writing: int = WRITING,
     lengths: Sequence[int] = LENGTHS,
     contenders: Sequence[str] = tuple(CONTENDERS),
@@ -50,6 +51,7 @@ def demo(
     isolated: bool = True,
 ) -> Json:
     """Train, generate, measure, print; returns what results.json holds."""
+    steps = STEPS if steps is None else steps
     for name, value in (("steps", steps), ("writing", writing)):
         if value < 1:
             raise ValueError(f"{name}={value} cannot work: accepted is an integer of at least 1")
@@ -81,7 +83,14 @@ def demo(
 
 def _digits(name: str, stage: str, out: Path, console: Console, steps: int, count: int, fresh: bool) -> Json:
     """One mechanism: trained, tested, its digits drawn; or what an earlier run left of the same stage."""
-    settings = {"mechanism": name, "options": CONTENDERS[name], "steps": steps, "batch": BATCH, "count": count}
+    settings = {
+        "mechanism": name,
+        "options": CONTENDERS[name],
+        "steps": steps,
+        "batch": BATCH,
+        "count": count,
+        "temperature": TEMPERATURE,
+    }
     kept, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
     found = None if fresh else _kept(kept, settings)
     if found is not None and (out / file).exists():
@@ -108,9 +117,12 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     seconds = time.perf_counter() - begun
     value = bits_per_dim(model, test.images)
     begun = time.perf_counter()
-    images = generate(model, count)
+    images = generate(model, count, temperature=TEMPERATURE)
     rate = count / (time.perf_counter() - begun)
-    title = f"{name}: written one pixel at a time after {steps} steps, {value:.2f} bits/dim on digits it has not seen"
+    title = (
+        f"{name}: written pixel by pixel at temperature {TEMPERATURE} after {steps:,} steps "
+        f"({value:.2f} bits/dim on unseen digits)"
+    )
     picture(test.images[:count], images, out / file, title)
     model.save(out / f"model_{stage}")
     every = max(1, steps // POINTS)

@@ -70,9 +70,9 @@ def bits_per_dim(model: LanguageModel, images: Tensor) -> float:
     return float(model.loss(with_start(images))) / math.log(2)
 
 
-def generate(model: LanguageModel, count: int, seed: int = 0) -> Tensor:
+def generate(model: LanguageModel, count: int, seed: int = 0, temperature: float = 1.0) -> Tensor:
     """`count` images at once, one pixel a step: [count, 64]."""
-    shades = Sampling(exclude=(START,))  # a pixel is a shade, never the start token
+    shades = Sampling(exclude=(START,), temperature=temperature)  # a pixel is a shade, never the start token
     return model.generate(torch.full((count, 1), START), PIXELS, sampling=shades, seed=seed)
 
 
