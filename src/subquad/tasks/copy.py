@@ -1,0 +1,81 @@
+"""The copy task of "Transformers are RNNs": write a word again after a separator, of 10 symbols and a random length.
+
+Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.1: maximum length 128, 4 layers, 8 heads, width 256, batch
+          64, RAdam, lr 1e-3 and a tenth of it from step 3,000 on
+Departs   a held-out set of words takes the place of fresh ones for evaluation; an LSTM is added to the comparison
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from subquad.data import copy as words
+from subquad.models import LSTM, LanguageModel
+from subquad.models.loss import cross_entropy
+from subquad.tasks.recurrent import lstm_fields
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+
+HELD_OUT = 1280  # examples of validation and of test: the paper's 20 batches
+IGNORED = -100
+PAPER_MODEL: Mapping[str, Any] = {  # of all transformers in this paper
+    "mechanism": "linear",
+    "dim": 256,
+    "depth": 4,
+    "heads": 8,
+    "positions": "sinusoidal_concat",
+    "norm_position": "post",
+    "activation": "relu",
+    "dropout": 0.1,
+    "ff_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+PAPER_TRAINING = TrainingConfig(
+    optimiser="radam", betas=(0.9, 0.999), weight_decay=0.01, clip=1.0, clip_by="tensor", schedule="constant", lr=1e-4
+)
+
+
+@dataclass(frozen=True)
+class Copy(Task):
+    length: int = 128
+    symbols: int = 10
+    seed: int = 0
+
+    name: ClassVar[str] = "copy"
+    metric: ClassVar[str] = "bits/symbol"
+    model: ClassVar[Mapping[str, Any]] = PAPER_MODEL
+    training: ClassVar[TrainingConfig] = TrainingConfig.from_dict(
+        {**PAPER_TRAINING.to_dict(), "steps": 10_000, "batch": 64, "lr": 1e-3, "schedule": "step", "drop_at": 3000}
+    )
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        if fields.get("mechanism") == "lstm":
+            return LSTM(**{"vocab": self.symbols + 1, **lstm_fields(fields, self.model)})
+        return LanguageModel(**{"vocab": self.symbols + 1, "max_length": self.length, **fields})
+
+    def source(self, split: Split) -> Source:
+        seed = 3 * self.seed + ("train", "validation", "test").index(split)
+        if split == "train":
+            return words.Copy(self.length, self.symbols, seed=seed)
+        return words.Copy(self.length, self.symbols, HELD_OUT, seed)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return self._of(model, batch)[0]
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        loss, right = self._of(model, batch)
+        return {"nats": loss, "accuracy": (right, loss.count)}
+
+    def _of(self, model: nn.Module, batch: Batch) -> tuple[Loss, Tensor]:
+        """What counts is the separator and the second word, as in the authors' code."""
+        logits, mask = model(batch["tokens"]), batch["mask"]
+        targets = batch["targets"].masked_fill(~mask, IGNORED)
+        loss = Loss(cross_entropy(logits, targets, reduction="sum"), mask.sum())
+        return loss, (logits.argmax(-1) == targets).sum()
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        return {"bits/symbol": mean["nats"] / math.log(2), "loss": mean["nats"], "accuracy": mean["accuracy"]}

@@ -1,0 +1,185 @@
+"""What length costs: a layer's time and memory a sample at N = 2^9 .. 2^16, and an iteration of whole models.
+
+Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.2: attention forward and backward on made-up input, the
+          batch inversely proportional to N, time and peak memory divided by the batch
+          Child et al. 2019, arXiv:1904.10509, Table 2: time for an iteration of training with dense, fixed and strided
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.bench.growth import exponent
+from subquad.bench.measure import Shape, Subject, calibrate, grown, once, peak_bytes, spread
+from subquad.mechanisms import build, mechanism
+from subquad.models import LanguageModel
+from subquad.models.loss import cross_entropy
+
+LENGTHS = tuple(2**n for n in range(9, 17))
+REFORMER_4: Mapping[str, Any] = {"rounds": 4, "chunk": 32, "buckets": 64}  # of the paper's baseline
+CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "linear": ("linear", {}),
+    "softmax": ("softmax", {}),
+    "reformer-4": ("reformer", REFORMER_4),
+    "lstm": ("lstm", {}),
+}
+Row = dict[str, Any]
+
+
+class Recurrent(nn.Module):
+    """One LSTM layer where the others have a mixer."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Contender(Subject):
+    """What is timed and weighed as `subquad compare` does it, with this paper's options."""
+
+    def __init__(self, label: str, shape: Shape):
+        super().__init__("linear", shape)  # for the input and the gradient
+        (name, options), self.name = CONTENDERS[label], label
+        recurrent = name == "lstm"
+        mix = (
+            Recurrent(shape.dim) if recurrent else build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
+        )
+        self.mix: Any = mix.to(self.x.device, self.x.dtype)
+
+
+def layers(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    contenders: Sequence[str] = tuple(CONTENDERS),
+    tokens: int = 65536,
+    dim: int = 256,
+    heads: int = 8,
+    device: str = "cpu",
+    dtype: str = "float32",
+    limit: float = 10.0,
+    samples: int = 5,
+) -> Iterator[Row]:
+    """A row for each contender and length, forward + backward: time and peak memory a sample, or why there is none.
+
+    tokens  in a batch, so that it holds tokens / N samples
+    limit   seconds that one training step may be expected to take
+    """
+    for label in contenders:
+        if label not in CONTENDERS:
+            raise ValueError(f"rows has {label!r}: accepted are {', '.join(CONTENDERS)}")
+        before: tuple[int, float] | None = None
+        for length in sorted(lengths):
+            batch = max(1, tokens // length)
+            row: Row = {"mechanism": CONTENDERS[label][0], "label": label, "length": length, "batch": batch}
+            row |= {"causal": True, "training_ms": None, "peak_bytes": None, "skipped": None, "error": None}
+            expected = 0.0 if before is None else grown(before[1], before[0], length, _exponent(label)) / 1000
+            if expected > limit:
+                row["skipped"] = f"too slow: about {expected:.2g} s for a step, the limit is {limit:g} s"
+            else:
+                shape = Shape(length=length, dim=dim, heads=heads, batch=batch, device=device, dtype=dtype)
+                try:
+                    row |= _measured(label, shape, samples)
+                    before = length, row["training_ms"]["median"] * batch
+                except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
+                        raise
+                    row["skipped"] = "out of memory"
+            yield row
+            gc.collect()
+            if torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _measured(label: str, shape: Shape, samples: int) -> Row:
+    subject = Contender(label, shape)
+    peak = peak_bytes(subject)
+    calls = calibrate(subject.training, shape.device)
+    times = [once(subject.training, shape.device, calls) / shape.batch for _ in range(samples)]
+    return {"training_ms": spread(times), "peak_bytes": peak // shape.batch}
+
+
+def _exponent(label: str) -> float:
+    """Of time over length for as many tokens in all."""
+    name, _ = CONTENDERS[label]
+    return 1.0 if name == "lstm" else mechanism(name).exponent - 1.0  # steps of an LSTM wait for each other
+
+
+def growth(rows: Sequence[Row]) -> list[Row]:
+    """Exponents of time and memory a sample over the four longest lengths that were measured."""
+    found = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        ours = [row for row in rows if row["label"] == label and row["training_ms"]][-4:]
+        lengths = [row["length"] for row in ours]
+        found.append(
+            {
+                "mechanism": label,
+                "time": exponent(lengths, [row["training_ms"]["median"] for row in ours]),
+                "memory": exponent(lengths, [row["peak_bytes"] for row in ours]),
+                "lengths_used": lengths,
+            }
+        )
+    return found
+
+
+class Iteration:
+    """Forward, backward and update of a language model on made-up tokens, as in training."""
+
+    def __init__(
+        self, model: LanguageModel, batch: int, length: int, *, precision: str = "bf16", compile: bool = False
+    ):
+        self.model, self.precision = model.train(), precision
+        self.run: Callable[..., Tensor] = torch.compile(model) if compile else model
+        self.tokens = torch.randint(model.config.embedding.vocab or 1, (batch, length + 1), device=model.device)
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=model.device.type == "cuda")
+
+    def __call__(self) -> None:
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            logits = self.run(self.tokens[:, :-1])
+        loss = cross_entropy(logits, self.tokens[:, 1:])
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+
+
+def iterations(
+    models: Mapping[str, Callable[[], LanguageModel]],
+    batch: int,
+    length: int,
+    *,
+    precision: str = "bf16",
+    compile: bool = False,
+    rounds: int = 8,
+    told: Callable[[str], None] = lambda _: None,
+) -> dict[str, Row]:
+    """Milliseconds an iteration of each model, and its ratio to the first one's of the same round.
+
+    Each is warmed up first; then they take turns, so that a clock that drifts meets all of them.
+    """
+    runs: dict[str, Iteration] = {}
+    for name, make in models.items():
+        begun = time.perf_counter()
+        runs[name] = Iteration(make(), batch, length, precision=precision, compile=compile)
+        device = str(runs[name].model.device)
+        for _ in range(3):
+            runs[name]()
+        once(runs[name], device)
+        told(f"{name}: ready after {time.perf_counter() - begun:.0f} s")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(once(run, str(run.model.device), 2))
+    yardstick = next(iter(times.values()))
+    found: dict[str, Row] = {}
+    for name, ours in times.items():
+        ratio = spread([a / b for a, b in zip(ours, yardstick, strict=True)])
+        found[name] = {"iteration_ms": spread(ours), "ratio": ratio, "batch": batch, "length": length}
+        found[name]["parameters"] = sum(p.numel() for p in runs[name].model.parameters())
+    return found
