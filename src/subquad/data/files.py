@@ -1,0 +1,219 @@
+"""Where data lies: `$SUBQUAD_DATA`, else the user's cache directory; what is missing there is downloaded.
+
+A download is a public file whose SHA-256 is known. It appears under its name only when it is whole and checked, so a
+broken connection leaves nothing behind. Where there is no network, or no public file to check against, the error says
+which file to put where.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+TIMEOUT = 20  # seconds without an answer
+
+
+class Missing(FileNotFoundError):
+    """Data that is neither here nor to be had; the message says what to put where."""
+
+
+class Broken(ValueError):
+    """A file that is not what its name says; the message names it."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file or folder of a data set, by its path under the data folder."""
+
+    path: str
+    home: str  # where a person finds it
+    also: tuple[str, ...] = ()  # other paths under which people have it
+    url: str | None = None  # None: there is no public file whose SHA-256 is known
+    sha256: str | None = None  # of what `url` gives
+    unpack: Literal["zip", "tar"] | None = None  # what `url` gives is an archive that holds `path`
+
+
+def folder() -> Path:
+    """The data folder; it need not exist."""
+    chosen = os.environ.get("SUBQUAD_DATA")
+    return Path(chosen).expanduser() if chosen else user_cache()
+
+
+def user_cache() -> Path:
+    """The place that the operating system gives to files that can be made again."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "subquad"
+
+
+def find(file: File) -> Path | None:
+    """The file, if it is here."""
+    paths = (folder() / name for name in (file.path, *file.also))
+    return next((path for path in paths if path.exists()), None)
+
+
+def get(file: File) -> Path:
+    """The file; downloaded where it is not here."""
+    found = find(file)
+    if found is not None:
+        return found
+    if file.url is None:
+        raise Missing(_advice(file, "there is no public file of known SHA-256 to download"))
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with _alone(folder()):
+            if find(file) is None:  # another process may have brought it while this one waited
+                _download(file, file.url)
+    except (OSError, ImportError) as error:  # errors of requests are OSErrors
+        raise Missing(_advice(file, f"downloading {file.url} failed: {_brief(error)}")) from error
+    found = find(file)
+    if found is None:
+        raise Missing(_advice(file, f"{file.url} does not hold it"))
+    return found
+
+
+def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
+    """A file that `make` writes once, beside the data or, where that cannot be written, in the user's cache directory.
+
+    It is made anew when a source has changed."""
+    marks = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in sources)
+    mark = hashlib.sha256(marks.encode()).hexdigest()[:12]
+    base = folder() if os.access(folder(), os.W_OK) else user_cache()
+    path = base / "prepared" / f"{mark}-{name}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.parent):
+            if not path.exists():
+                with atomic(path) as new:
+                    make(new)
+    return path
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A path to write to, that becomes `path` when all went well and is removed when not."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read(path: Path) -> bytes:
+    """All of a file, with a message that names it where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Broken(f"{path} cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time. The lock goes with its process, so a killed one leaves no trap."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: files still appear whole, two processes may do the same work
+        yield
+        return
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _download(file: File, url: str) -> None:
+    import pooch
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    pooch.get_logger().setLevel("WARNING")  # the bar says it
+    place = folder() / ".download"
+    shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        with Progress(*columns, TimeRemainingColumn()) as progress:
+            name = url.rsplit("/", 1)[-1]
+            bar = _Bar(progress, name)
+            loader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
+            try:
+                got = Path(pooch.retrieve(url, f"sha256:{file.sha256}", name, place, downloader=loader))
+            except ValueError as error:  # how pooch says that a hash is another
+                raise Broken(
+                    f"{url} is not the file that subquad knows and was not kept: its SHA-256 is not {file.sha256}. "
+                    f"Try again later, or put {file.path} into {folder()} yourself ({file.home})"
+                ) from error
+        if file.unpack is None:
+            path = folder() / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(got, path)
+        else:
+            _unpack(got, place / "unpacked")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _unpack(archive: Path, place: Path) -> None:
+    """What the archive holds, moved into the data folder when all of it is unpacked."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(place)
+    else:
+        with tarfile.open(archive) as tar:
+            tar.extractall(place, filter="data")
+    for entry in place.iterdir():
+        if not (folder() / entry.name).exists():
+            os.replace(entry, folder() / entry.name)
+
+
+class _Bar:
+    """What pooch asks of a progress bar, shown by rich."""
+
+    def __init__(self, progress: "Progress", name: str):
+        self.progress, self.task, self.size = progress, progress.add_task(name, total=None), 0
+
+    @property
+    def total(self) -> int:
+        return self.size
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self.size = size
+        self.progress.update(self.task, total=size or None)
+
+    def update(self, count: int) -> None:
+        self.progress.advance(self.task, count)
+
+    def reset(self) -> None:
+        self.progress.reset(self.task)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def _advice(file: File, reason: str) -> str:
+    return (
+        f"{file.path} is not in {folder()}, and {reason}. Put it there (from {file.home}), "
+        f"or set SUBQUAD_DATA to the folder that holds it"
+    )
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "the package pooch is not installed"
+    return str(error).split("\n")[0][:200] or type(error).__name__
