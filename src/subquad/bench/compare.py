@@ -66,8 +66,8 @@ def compare(
             results["interrupted"] = True
     save(results, out / "results.json")
     if remember and results["rows"]:
-        kept = cache_folder() / f"compare_{torch.device(settings.device).type}.json"
-        save(results, kept)
+        form = "_bidirectional" if settings.causal is False else ""
+        save(results, cache_folder() / f"compare_{torch.device(settings.device).type}{form}.json")
     return results
 
 

@@ -91,8 +91,7 @@ def find(request: Request, source: Path | None = None) -> Figures:
     if source is not None:
         path = source / "results.json" if source.is_dir() else source
         return Figures(_read(path), f"figures of {path}")
-    own = cache_folder() / f"compare_{request.device}.json"
-    if own.is_file():
+    for own in sorted(cache_folder().glob(f"compare_{request.device}*.json")):
         results = _read(own)
         if _serves(results, request):
             count = len(_measured(results, request))
@@ -100,9 +99,10 @@ def find(request: Request, source: Path | None = None) -> Figures:
     for results in _shipped():
         if _device(results) == request.device and _serves(results, request):
             return Figures(results, "figures that ship with subquad, not of this machine")
+    form = "causal" if request.causal else "bidirectional"
     raise ValueError(
-        f"device={request.device!r}: there are no figures for it, neither of this machine nor shipped; "
-        f"run `subquad compare --device {request.device}` first"
+        f"device={request.device!r}: there are no {form} figures for it, neither of this machine nor shipped; "
+        f"run `subquad compare --{form} --device {request.device}` first"
     )
 
 
