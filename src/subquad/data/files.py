@@ -147,7 +147,7 @@ def _download(file: File, url: str) -> None:
     shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
-        with Progress(*columns, TimeRemainingColumn()) as progress:
+        with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
             name = url.rsplit("/", 1)[-1]
             bar = _Bar(progress, name)
             loader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
@@ -216,4 +216,6 @@ def _advice(file: File, reason: str) -> str:
 def _brief(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "the package pooch is not installed"
+    if "Connect" in type(error).__name__:  # of requests, whose text is a page long
+        return "the host cannot be reached"
     return str(error).split("\n")[0][:200] or type(error).__name__

