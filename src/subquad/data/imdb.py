@@ -1,0 +1,104 @@
+"""IMDb: 50,000 film reviews, half of them favourable, with the film of each.
+
+Source   A. Maas et al. 2011, "Learning Word Vectors for Sentiment Analysis", https://ai.stanford.edu/~amaas/data/sentiment
+Licence  none stated; asks to be cited
+Sizes    25,000 + 25,000 reviews of 32 to 13,704 bytes, at most 30 of a film
+Split    as published; one film is in both parts. The Long Range Arena takes the test part for validation
+Order    unfavourable first, then by the number in the file's name
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.data import files
+
+ARCHIVE = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
+FOLDER = files.File(
+    "aclImdb",
+    home=ARCHIVE,
+    url=ARCHIVE,
+    sha256="c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+    unpack="tar",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Reviews:
+    text: np.ndarray  # uint8, all reviews one after the other, UTF-8
+    starts: np.ndarray  # [N + 1]: review i is text[starts[i] : starts[i + 1]]
+    labels: np.ndarray  # [N] int64: 0 unfavourable, 1 favourable
+    ratings: np.ndarray  # [N] int64: stars, 1 to 4 and 7 to 10
+    films: np.ndarray  # [N] int64: the number in IMDb's address of the film, 453418 of tt0453418
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.text[self.starts[index] : self.starts[index + 1]].tobytes()
+
+    def padded(self, indices: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        """(the first `length` bytes of each [B, length] uint8, zero where a review has ended; how many count [B])"""
+        indices = np.asarray(indices)
+        first = self.starts[indices]
+        lengths = np.minimum(self.starts[indices + 1] - first, length)
+        at = np.arange(length)
+        inside = at < lengths[:, None]  # [B, length]
+        return torch.from_numpy(
+            np.where(inside, self.text[np.where(inside, first[:, None] + at, 0)], 0)
+        ), torch.from_numpy(lengths)
+
+
+def load() -> tuple[Reviews, Reviews]:
+    """(training, test); the folder of 50,000 files is read once and kept as one."""
+    folder = files.get(FOLDER)
+    return _part(folder / "train"), _part(folder / "test")
+
+
+def _part(folder: Path) -> Reviews:
+    kinds = [folder / kind for kind in ("neg", "pos")]
+    for kind in kinds:
+        if not kind.is_dir():
+            raise files.Broken(f"{kind} is missing: {folder.parent} is not the whole of aclImdb")
+    path = files.prepared(f"imdb.{folder.name}.npz", lambda new: _gather(folder, kinds, new), *kinds)
+    with np.load(path) as stored:
+        return Reviews(**{name: stored[name] for name in stored.files})
+
+
+def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
+    texts, labels, ratings, films = [], [], [], []
+    for label, kind in enumerate(kinds):
+        addresses = files.read(folder / f"urls_{kind.name}.txt").decode("ascii").split()
+        found = sorted(((*_numbers(path), path) for path in kind.glob("*.txt")), key=lambda entry: entry[0])
+        if not found:
+            raise files.Broken(f"{kind} holds no reviews")
+        if found[-1][0] >= len(addresses):
+            raise files.Broken(
+                f"{folder}/urls_{kind.name}.txt has {len(addresses)} lines, none for {found[-1][2].name}"
+            )
+        for number, rating, path in found:
+            texts.append(files.read(path))
+            labels.append(label)
+            ratings.append(rating)
+            films.append(int(addresses[number].partition("/title/tt")[2].partition("/")[0]))
+    arrays = {
+        "text": np.frombuffer(b"".join(texts), np.uint8),
+        "starts": np.cumsum([0, *map(len, texts)]),
+        "labels": np.array(labels),
+        "ratings": np.array(ratings),
+        "films": np.array(films),
+    }
+    with new.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _numbers(path: Path) -> tuple[int, int]:
+    """Of 127_9.txt the line in the list of films, and the stars."""
+    found = re.fullmatch(r"(\d+)_(\d+)", path.stem)
+    if found is None:
+        raise files.Broken(f"{path} is not a review: their names are like 127_9.txt")
+    return int(found[1]), int(found[2])
