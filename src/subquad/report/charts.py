@@ -1,7 +1,7 @@
 """What the charts show, as data for page.js, and the same as PNG."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +127,32 @@ def _chosen(views: list[Json]) -> list[str]:
     return [name for name in CHOSEN if name in names] or names[:2]
 
 
-def draw(spec: Json, view: int, path: Path) -> None:
-    """One view as PNG."""
+def draw(spec: Json, views: int | Sequence[int], path: Path, origin: Mapping[str, str] | None = None) -> None:
+    """One view as PNG, or several side by side; `origin` becomes text inside the file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = spec["views"][view]
-    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    chosen = (views,) if isinstance(views, int) else tuple(views)
+    figure, axes = plt.subplots(1, len(chosen), figsize=(2 + 7 * len(chosen), 6), layout="constrained", squeeze=False)
+    for axis, view in zip(axes[0], chosen, strict=True):
+        _draw_view(axis, spec["views"][view], spec["chosen"])
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
+    if any(len(series["points"]) > 1 for view in chosen for series in spec["views"][view]["series"]):
+        figure.legend(handles, labels, fontsize=8, loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=130 if len(chosen) == 1 else 100, metadata=origin)
+    plt.close(figure)
+
+
+def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     colours = dict(re.findall(r"--f-([a-z-]+): (#\w+)", template("style.css").split("@media")[0]))
     seen: dict[str, int] = {}
     ends = []
     for series in shown["series"]:
         name, kind = series["name"], series["family"]
         seen[kind] = seen.get(kind, -1) + 1
-        chosen = name in spec["chosen"]
+        chosen = name in standing_out
         colour = colours.get(kind.replace(" ", "-"), "gray")
         x, y = ([p[i] for p in series["points"]] for i in (0, 1))
         many = len(x) > 60
@@ -163,7 +173,7 @@ def draw(spec: Json, view: int, path: Path) -> None:
         style = {"fontsize": 8, "color": colour, "weight": "bold" if chosen else "normal"}
         axis.annotate(name, (x_end, y_end), xytext=(6, 3), textcoords="offset points", **style)
     for name, length in shown.get("marks", {}).items():
-        if name in spec["chosen"]:
+        if name in standing_out:
             axis.axvline(length, color="gray", linestyle=":", linewidth=1)
             axis.annotate(
                 f"{name} wins from T = {length:,.0f}",
@@ -186,7 +196,3 @@ def draw(spec: Json, view: int, path: Path) -> None:
     axis.set_ylabel(shown["y"]["label"] + (", bytes" if shown["y"].get("unit") == "bytes" else ""))
     axis.set_title(shown["label"], fontsize=11)
     axis.grid(alpha=0.25)
-    if not single:
-        axis.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

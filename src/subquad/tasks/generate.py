@@ -103,18 +103,24 @@ def read_upper(path: Path, shape: Shape, shades: int) -> Tensor:
     return (picture[: shape[0] // 2] * (shades - 1)).round().flatten().long()
 
 
-def save_sheet(images: Tensor, shades: int, path: Path) -> None:
-    """Images side by side in one PNG."""
+def save_sheet(
+    images: Tensor,
+    shades: int,
+    path: Path,
+    origin: dict[str, str] | None = None,
+    columns: int | None = None,
+) -> None:
+    """Images side by side in one PNG, by default as a square; `origin` becomes text inside the file."""
     from matplotlib.image import imsave
 
-    columns = math.ceil(math.sqrt(len(images)))
+    columns = columns or math.ceil(math.sqrt(len(images)))
     rows = -(-len(images) // columns)
     sheet = torch.zeros(rows * columns, *images.shape[1:])
     sheet[: len(images)] = images / (shades - 1)
     framed = torch.nn.functional.pad(sheet, (0, 0, 0, 1, 0, 1), value=0.5)
     picture = framed.unflatten(0, (rows, columns)).permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, picture.expand(-1, -1, 3).clamp(0, 1).numpy())
+    imsave(path, picture.expand(-1, -1, 3).clamp(0, 1).numpy(), metadata=origin)
 
 
 def images_to_png(
