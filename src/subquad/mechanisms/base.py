@@ -49,14 +49,14 @@ class Traits(NamedTuple):
 class Options:
     """The base options; a mechanism adds its own in a frozen subclass."""
 
-    dim: int
-    heads: int = 1
-    causal: bool = False
+    dim: int  # width of the model
+    heads: int = 1  # of the attention; dim is split over them
+    causal: bool = False  # a position sees itself and what came before
     dropout: float = 0.0  # of attention weights, in training
-    rotary: bool = False
+    rotary: bool = False  # rotate queries and keys by their position
     layer: int = 0  # index in the stack, for interleaving and sharing
-    seed: int = 0
-    max_length: int | None = None
+    seed: int = 0  # of everything drawn at random when the module is made
+    max_length: int | None = None  # the longest sequence, where something learned has that size
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self)).items():
@@ -254,6 +254,13 @@ class Mixer(nn.Module):
         """`_step` that writes the new state over the old one; by a copy, unless the mechanism knows better."""
         y, new = self._step(x, state)
         return y, type(state)(*(o.copy_(n) if o.shape == n.shape else n for o, n in zip(state, new, strict=True)))
+
+    def defer(self, state: State) -> State:
+        """The state for a run of in-place steps, which may put off what they write until `settle`; here they do not."""
+        return state
+
+    def settle(self, state: State, steps: int) -> None:
+        """Write what `steps` steps of a deferred state have put off, into the state that `defer` was given."""
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
         """The memory of a context: what of cross-attention to it needs no query. `lengths` is its last field."""

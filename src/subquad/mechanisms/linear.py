@@ -26,12 +26,29 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
+from subquad.ops.linear_deferred import (
+    GROUP,
+    Queue,
+    can_defer,
+    deferred_linear_attention_step,
+    make_queue,
+    settle,
+)
 
 
 class State(NamedTuple):
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
     position: Tensor  # [B]
+
+
+class Deferred(NamedTuple):
+    """A state whose sums are written at every eighth step only."""
+
+    s: Tensor
+    z: Tensor
+    position: Tensor
+    queue: Queue
 
 
 class Memory(NamedTuple):
@@ -42,9 +59,9 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    feature_map: str | Callable[[Tensor], Tensor] = "elu+1"
-    eps: float = 1e-6
-    impl: Impl = "auto"
+    feature_map: str | Callable[[Tensor], Tensor] = "elu+1"  # a name, or any function of [..., K]
+    eps: float = 1e-6  # the least size of a denominator
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,6 +136,27 @@ class Linear(Mixer):
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
+
+    def defer(self, state: State) -> State | Deferred:
+        heads, width = self.options.heads, self.options.dim // self.options.heads
+        if width > 256 or not can_defer(self._like, self.options.feature_map, self.options.impl):
+            return state
+        return Deferred(*state, make_queue(self._like, state.position, heads, width, width))
+
+    def step(self, x: Tensor, state: State | Deferred, inplace: bool = False) -> tuple[Tensor, Any]:
+        if not isinstance(state, Deferred):
+            return super().step(x, state, inplace)
+        q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
+        o = deferred_linear_attention_step(
+            q, k, v, state.s, state.z, state.queue, state.position,
+            feature_map=str(self.options.feature_map), eps=self.options.eps,
+        )  # fmt: skip
+        state.position.add_(1)
+        return self.heads.merge(o), state
+
+    def settle(self, state: State | Deferred, steps: int) -> None:
+        if isinstance(state, Deferred):
+            settle(state.s, state.queue, steps % GROUP, str(self.options.feature_map))
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)

@@ -101,11 +101,11 @@ class Loop:
         self.logprob = torch.zeros(batch, device=device) if logprobs else None
         penalty = sampling.repetition_penalty != 1
         self.seen = torch.zeros(batch, self.head.values, dtype=torch.bool, device=device) if penalty else None
-        self.record = torch.zeros(unroll, batch, dtype=torch.int64, device=device)
-        self.record_logprob = torch.zeros(unroll, batch, device=device) if logprobs else None
         self.one = compiled_step() if compile else step
-        self.unroll, self.warm = unroll, WARM
         self.capturing = device.type == "cuda" and not isinstance(self.decoder, Recompute)
+        self.group, self.warm = unroll if self.capturing else 1, WARM
+        self.record = torch.zeros(self.group, batch, dtype=torch.int64, device=device)
+        self.record_logprob = torch.zeros(self.group, batch, device=device) if logprobs else None
         rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # lanes begin where compiled kernels expect
         self.lanes = [slice(start, start + rows) for start in range(0, batch, rows)]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -114,50 +114,52 @@ class Loop:
     def advance(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """`count` more tokens of each stream: ([B], their log-probabilities), valid until the next is asked for."""
         while count > 0:
-            if self.capturing and self.graph is None and self.warm <= 0 and count % self.unroll == 0:
+            steps = min(count, self.group)
+            whole = self.capturing and steps == self.group
+            if whole and self.graph is None and self.warm <= 0:
                 self.graph = self._capture()
-            if self.graph is None or count % self.unroll:
-                self._step()
-                self.warm, count = self.warm - 1, count - 1
-                yield self.token, self.logprob
-            else:
+            if whole and self.graph is not None:
                 self.graph.replay()
-                count -= self.unroll
-                for i in range(self.unroll):
-                    yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
+            else:
+                self._run(steps)
+                self.warm -= steps
+            count -= steps
+            for i in range(steps):
+                yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
 
-    def _step(self) -> None:
+    def _run(self, steps: int, side: Sequence["torch.cuda.Stream"] = ()) -> None:
+        """A group of steps, lane by lane, on streams of their own where there are `side` streams."""
         if len(self.lanes) == 1:
-            self.state = self._lane(slice(None), self.state)
+            self.state = self._lane(slice(None), self.state, steps)
             return
-        for rows in self.lanes:
-            self._lane(rows, select(self.state, rows))
+        main = torch.cuda.current_stream()
+        for stream in side:
+            stream.wait_stream(main)
+        for rows, stream in zip(self.lanes, (main, *side) if side else [main] * len(self.lanes), strict=True):
+            with torch.cuda.stream(stream):
+                self._lane(rows, select(self.state, rows), steps)
+        for stream in side:
+            main.wait_stream(stream)
 
-    def _lane(self, rows: slice, state: State) -> State:
-        parts = (None if t is None else t[rows] for t in (self.seen, self.logprob))
-        return self.one(
-            self.decoder, self.head, self.sampling, self.stop, state, self.token[rows], self.seeds[rows],
-            self.done[rows], *parts,
-        )  # fmt: skip
+    def _lane(self, rows: slice, state: State, steps: int) -> State:
+        seen, logprob = (None if t is None else t[rows] for t in (self.seen, self.logprob))
+        token, seeds, done = self.token[rows], self.seeds[rows], self.done[rows]
+        now = defer(self.decoder, state) if self.group > 1 else state
+        for i in range(steps):
+            after = self.one(self.decoder, self.head, self.sampling, self.stop, now, token, seeds, done, seen, logprob)
+            self.record[i, rows] = token
+            if self.record_logprob is not None and logprob is not None:
+                self.record_logprob[i, rows] = logprob
+        if self.group == 1:
+            return after  # a state that grew is another one
+        settle(self.decoder, now, steps)
+        return state
 
     def _capture(self) -> "torch.cuda.CUDAGraph | None":
         graph = torch.cuda.CUDAGraph()
-        side = [torch.cuda.Stream() for _ in self.lanes[1:]]
-        states = [select(self.state, rows) for rows in self.lanes]
         try:
             with torch.cuda.graph(graph):
-                main = torch.cuda.current_stream()
-                for stream in side:
-                    stream.wait_stream(main)
-                for rows, state, stream in zip(self.lanes, states, (main, *side), strict=True):
-                    with torch.cuda.stream(stream):
-                        for i in range(self.unroll):
-                            self._lane(rows, state)
-                            self.record[i, rows] = self.token[rows]
-                            if self.record_logprob is not None and self.logprob is not None:
-                                self.record_logprob[i, rows] = self.logprob[rows]
-                for stream in side:
-                    main.wait_stream(stream)
+                self._run(self.group, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, since they cannot be captured: {error}", stacklevel=2)
             self.capturing = False
@@ -189,6 +191,21 @@ def step(
         done.logical_or_((new[:, None] == stop).any(1))
     token.copy_(new)
     return state
+
+
+def defer(decoder: Any, state: State) -> State:
+    """The state for a group of steps in which layers may put off what they write, where their mechanism can."""
+    inner = state.decoder if hasattr(state, "decoder") else state
+    pairs = zip(stack_of(decoder).blocks, inner.layers, strict=True)
+    inner = inner._replace(layers=tuple(block.mixer.defer(layer) for block, layer in pairs))
+    return state._replace(decoder=inner) if hasattr(state, "decoder") else inner
+
+
+def settle(decoder: Any, state: State, steps: int) -> None:
+    """Write what `steps` steps of a deferred state have put off."""
+    layers = (state.decoder if hasattr(state, "decoder") else state).layers
+    for block, layer in zip(stack_of(decoder).blocks, layers, strict=True):
+        block.mixer.settle(layer, steps)
 
 
 class Categorical:
@@ -339,7 +356,7 @@ def _start(
     compiling = (steps or 0) >= COMPILE_PAYS if compile is None else compile
     # a state that may grow cannot be captured
     loop = Loop(model, state, token, seeds, sampling, stop, logprobs, compiling, lanes, unroll)
-    if steps is None and grows(model):
+    if steps is None and stack_of(model).traits.state == "growing":
         loop.capturing = False
     if loop.seen is not None:
         mark_seen(loop.seen, tokens, lengths)
@@ -389,13 +406,12 @@ def mark_seen(seen: Tensor, tokens: Tensor, lengths: Tensor | None) -> None:
 
 def decoder_of(model: Any) -> Any:
     """What steps: the model, or the model behind a recomputation of the prefix where a layer has no state."""
-    stack = model.decoder if hasattr(model, "decoder") else model.transformer
-    return Recompute(model) if stack.traits.state is None and hasattr(model, "transformer") else model
+    return Recompute(model) if stack_of(model).traits.state is None and hasattr(model, "transformer") else model
 
 
-def grows(model: Any) -> bool:
-    stack = model.decoder if hasattr(model, "decoder") else model.transformer
-    return stack.traits.state == "growing"
+def stack_of(model: Any) -> Any:
+    """The layers that write."""
+    return model.decoder if hasattr(model, "decoder") else model.transformer
 
 
 def head_of(model: Any) -> Categorical | Mixture:
@@ -470,11 +486,13 @@ def check_memory(model: Any, batch: int, capacity: int, free: int | None = None)
 
 def _bytes_at_work(model: Any, capacity: int) -> int:
     """A stream's state, its widest layer once more (not every mechanism writes in place), and vectors on their way."""
-    state = _imagine(decoder_of(model), capacity)
+    decoder = decoder_of(model)
+    state = _imagine(decoder, capacity)
     layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", (state,))
-    stack = (model.decoder if hasattr(model, "decoder") else model.transformer).config
+    stack = stack_of(model).config
     vectors = 4 * (4 * stack.dim + 2 * stack.ff_width) + 16 * values_of(model)
-    return size(state) + max(size(layer) for layer in layers) + vectors
+    work = state if isinstance(decoder, Recompute) else defer(decoder, state)
+    return size(work) + max(size(layer) for layer in layers) + vectors
 
 
 def _imagine(decoder: Any, capacity: int) -> State:

@@ -1,0 +1,115 @@
+# ruff: noqa: ARG001 (fake kernels have the signature of the operator and read only shapes)
+"""The step of linear attention that reads its sums at every token and writes them at every eighth.
+
+Decoding waits for memory: a step reads and writes S, [K, V] a head, for a handful of products. Here the newest keys and
+values wait beside S, o = φ(q)(S + Σ φ(kⱼ)vⱼᵀ) / φ(q)z counts them in, and the eighth token adds all of them to S, one
+by one: S is then, bit for bit, what eight single steps would have left. z is small, and always up to date.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.ops.feature_maps import FEATURE_MAPS
+from subquad.ops.impl import Impl, choose
+from subquad.ops.linear_fused import MAPS
+
+GROUP = 8  # tokens between two writes: a power of two; more would read longer queues than they save writes
+
+
+class Queue(NamedTuple):
+    """Keys and values that S does not hold yet, of tokens from `start` on."""
+
+    keys: Tensor  # [B, GROUP - 1, H, K] before the feature map
+    values: Tensor  # [B, GROUP - 1, H, V]
+    start: Tensor  # [B], the position at which S held everything
+
+
+def make_queue(like: Tensor, position: Tensor, heads: int, width_k: int, width_v: int) -> Queue:
+    """An empty queue in the type of `like`; what is not written yet is never read."""
+    shape = len(position), GROUP - 1, heads
+    return Queue(like.new_empty(*shape, width_k), like.new_empty(*shape, width_v), position.clone())
+
+
+def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
+    """Whether the fused step serves this kind of call; the torch path gains nothing by waiting."""
+    known = isinstance(feature_map, str) and feature_map in MAPS and like.dtype != torch.float64
+    return known and choose(impl, "linear_attention_step", like) == "triton"
+
+
+def deferred_linear_attention_step(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    queue: Queue,
+    position: Tensor,
+    *,
+    feature_map: str = "elu+1",
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed."""
+    q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
+    signed = FEATURE_MAPS[feature_map].signed
+    return torch.ops.subquad.linear_attention_step_deferred(
+        q_t, k_t, v_t, s, z, *queue, position, feature_map, signed, normalize, eps
+    )
+
+
+def settle(s: Tensor, queue: Queue, count: int, feature_map: str = "elu+1") -> None:
+    """Add the `count` tokens that wait, the same number in every row, to s."""
+    phi = FEATURE_MAPS[feature_map].apply
+    for j in range(count):
+        s.addcmul_(phi(queue.keys[:, j].to(s.dtype))[..., None], queue.values[:, j, :, None].to(s.dtype))
+
+
+torch.library.define(
+    "subquad::linear_attention_step_deferred",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, Tensor(c!) keys, Tensor(d!) values, Tensor start,"
+    " Tensor position, str feature_map, bool signed, bool normalize, float eps) -> Tensor",
+)
+
+
+@torch.library.impl("subquad::linear_attention_step_deferred", "CompositeExplicitAutograd")
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    position: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    from subquad.ops.linear_deferred_triton import launch
+
+    o = q.new_empty(v.shape)
+    launch(q, k, v, s, z, keys, values, start, position, o, feature_map, signed, normalize, eps)
+    return o
+
+
+@torch.library.register_fake("subquad::linear_attention_step_deferred")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    z: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    position: Tensor,
+    feature_map: str,
+    signed: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    return q.new_empty(v.shape)

@@ -1,0 +1,147 @@
+"""Sums that are written at every eighth step, through Triton's interpreter, and compiled for sm_90.
+
+Both need their own process, as in test_linear_triton.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from subquad import LanguageModel
+from subquad.models.generation import defer, settle
+from subquad.models.state import leaves
+from subquad.ops import linear_deferred
+from subquad.ops.linear import LinearState, linear_attention_step
+from subquad.ops.linear_deferred import GROUP, deferred_linear_attention_step, make_queue
+
+pytest.importorskip("triton")
+INNER = os.environ.get("SUBQUAD_TRITON_TEST")
+interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
+
+
+@pytest.mark.skipif(INNER is not None, reason="already inside")
+@pytest.mark.parametrize("mode", ["interpret", "compile"])
+def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
+    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def start(rows: int, heads: int, width_k: int, width_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    s, z = torch.randn(rows, heads, width_k, width_v), torch.rand(rows, heads, width_k) + 1
+    return s, z, torch.tensor([0, 5, 1 << 33][:rows])
+
+
+@interpreted
+@pytest.mark.parametrize("feature_map", ["elu+1", "identity"])
+@pytest.mark.parametrize("widths", [(16, 16), (12, 20), (80, 72)])
+def test_a_group_of_steps_is_as_many_single_ones(widths: tuple[int, int], feature_map: str) -> None:
+    s, z, position = start(3, 2, *widths)
+    state = LinearState(s.clone(), z.clone())
+    queue = make_queue(s, position, 2, *widths)
+    for part in queue[:2]:
+        part.fill_(float("nan"))  # what was not written is not read
+    for t in range(2 * GROUP + 3):
+        q, k = torch.randn(2, 3, 2, widths[0]).unbind(0)
+        v = torch.randn(3, 2, widths[1])
+        wanted, state = linear_attention_step(q, k, v, state, feature_map=feature_map, impl="triton")
+        o = deferred_linear_attention_step(q, k, v, s, z, queue, position, feature_map=feature_map)
+        position += 1
+        torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(z, state.z)
+        assert torch.equal(s, state.s) == (t % GROUP == GROUP - 1)
+    linear_deferred.settle(s, queue, 3, feature_map)
+    torch.testing.assert_close(s, state.s)
+
+
+@interpreted
+def test_projections_are_read_where_they_lie_and_lanes_are_views() -> None:
+    s, z, position = start(3, 2, 16, 16)
+    qkv = torch.randn(3, 2, 3, 16)
+    q, k, v = qkv.unbind(2)
+    wanted, state = linear_attention_step(q, k, v, LinearState(s, z), impl="triton")
+    for rows in (slice(0, 1), slice(1, 3)):
+        queue = make_queue(s, position[rows], 2, 16, 16)
+        o = deferred_linear_attention_step(q[rows], k[rows], v[rows], s[rows], z[rows], queue, position[rows])
+        linear_deferred.settle(s[rows], queue, 1)
+        torch.testing.assert_close(o, wanted[rows])
+    torch.testing.assert_close((s, z), tuple(state))
+    with pytest.raises(ValueError, match="K and V contiguous"):
+        deferred_linear_attention_step(q, k, v, s.mT, z, make_queue(s, position, 2, 16, 16), position)
+
+
+@interpreted
+def test_the_operator_is_well_formed() -> None:
+    s, z, position = start(2, 2, 16, 16)
+    q, k, v = torch.randn(3, 2, 2, 16).unbind(0)
+    args = (q, k, v, s, z, *make_queue(s.zero_(), position, 2, 16, 16), position, "elu+1", False, True, 1e-6)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.subquad.linear_attention_step_deferred.default, args, test_utils=tests)
+
+
+@interpreted
+def test_a_model_steps_on_deferred_states_as_on_its_own() -> None:
+    torch.manual_seed(0)
+    mechanism = (("linear", {"impl": "triton"}), ("linear", {"impl": "torch"}), "softmax")
+    model = LanguageModel(vocab=23, dim=32, depth=3, heads=2, mechanism=mechanism).eval()
+    tokens = torch.randint(23, (11, 2))
+    with torch.no_grad():
+        _, plain = model.prefill(tokens[:3].T, state=model.init_state(2, 16))
+        _, state = model.prefill(tokens[:3].T, state=model.init_state(2, 16))
+        late = defer(model, state)
+        assert [type(layer).__name__ for layer in late.layers] == ["Deferred", "State", "State"]
+        for token in tokens[3:]:
+            wanted, plain = model.step(token, plain)
+            outputs, late = model.step(token, late, inplace=True)
+            torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-4)
+        settle(model, late, 8)
+        for name, tensor in leaves(state):
+            torch.testing.assert_close(tensor, dict(leaves(plain))[name], rtol=1e-5, atol=1e-5)
+        outputs, _ = model.step(tokens[0], defer(model, state), inplace=True)
+        torch.testing.assert_close(outputs, model.step(tokens[0], plain)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INNER is not None, reason="the torch path, which needs no process of its own")
+def test_nothing_is_put_off_where_it_saves_nothing() -> None:
+    model = LanguageModel(vocab=23, dim=16, depth=2, heads=2, mechanism="linear")
+    state = model.init_state(2)
+    assert all(a is b for a, b in zip(defer(model, state).layers, state.layers, strict=True))
+
+
+@compiled
+@pytest.mark.parametrize("width", [32, 128])
+def test_compiles_for_hopper(width: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from subquad.ops import linear_deferred_triton
+
+    fn = linear_deferred_triton.step
+    half = {"q", "k", "v", "o", "keys", "values"}
+    constants = {
+        "K": width, "V": width, "BK": width, "BV": 4096 // width if width > 64 else width, "GROUP": GROUP,
+        "MAP": "elu+1", "SIGNED": False, "NORM": True,
+    }  # fmt: skip
+    kinds = {"eps": "fp32", "s": "*fp32", "z": "*fp32", "start": "*i64", "position": "*i64"}
+    signature, constexprs = {}, {}
+    for i, name in enumerate(fn.arg_names):
+        if name in constants:
+            signature[name], constexprs[(i,)] = "constexpr", constants[name]
+        else:
+            signature[name] = kinds.get(name, "*bf16" if name in half else "i32")
+    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
+    options = {"num_warps": linear_deferred_triton.warps(constants["BK"], constants["BV"]), "num_stages": 1}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= 227 * 1024
