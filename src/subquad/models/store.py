@@ -34,7 +34,7 @@ def write(model: Model, directory: str | Path) -> None:
         "config": model.config.to_dict(),
     }
     text = json.dumps(header, indent=2, allow_nan=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _replace(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
@@ -77,7 +77,7 @@ def read(cls: type[M], directory: str | Path, device: str | torch.device = "cpu"
 
 
 def _fill(model: nn.Module, found: Mapping[str, Tensor], directory: str | Path) -> None:
-    wanted = _tensors(model)
+    wanted = tensors_of(model)
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
@@ -90,7 +90,7 @@ def _fill(model: nn.Module, found: Mapping[str, Tensor], directory: str | Path) 
         tensor.data = found[name]  # also takes the type over, should it differ from the model's
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model, tied ones once, under their first name."""
     named: dict[str, Tensor] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}

@@ -1,19 +1,24 @@
 """A small transformer learns real handwritten digits pixel by pixel, then writes new ones as an RNN."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.data import digits
 from subquad.models import LanguageModel
 from subquad.models.sampling import Sampling
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Split, Sums, Task
 
 PIXELS = digits.SIDE**2
 START = digits.SHADES  # the token before the first pixel
+HELD_OUT = 150  # of the training images, to choose weights by
 Told = Callable[[int, float], None]  # (step, bits/dim)
 
 
@@ -33,6 +38,52 @@ def make_model(mechanism: Any = "linear", **changes: Any) -> LanguageModel:
             **changes,
         }
     )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Examples by index, each with the start token before it."""
+
+    images: Tensor  # [N, 64]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002, the same images in every epoch
+        return {"tokens": with_start(self.images[torch.from_numpy(indices.copy())])}
+
+
+@dataclass(frozen=True)
+class DigitsTask(Task):
+    """The digits that ship with the package, pixel by pixel: a minute on a CPU, and nothing to download."""
+
+    name: ClassVar[str] = "digits"
+    metric: ClassVar[str] = "bits/dim"
+    model: ClassVar[Mapping[str, Any]] = {"mechanism": "linear"}
+    training: ClassVar[TrainingConfig] = TrainingConfig(
+        steps=700, batch=32, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05, warmup=35
+    )
+
+    def make_model(self, fields: Mapping[str, Any]) -> LanguageModel:
+        return make_model(**fields)
+
+    def source(self, split: Split) -> Images:
+        training, test = digits.load()
+        held_out = {"train": training.images[:-HELD_OUT], "validation": training.images[-HELD_OUT:]}
+        return Images(held_out.get(split, test.images))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        tokens = batch["tokens"]
+        total = cast(LanguageModel, model).loss(tokens, reduction="sum")
+        return Loss(total, torch.tensor(tokens[:, 1:].numel(), device=tokens.device))
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        total, count = self.loss(model, batch)
+        return {"nats": (total, count)}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        nats, count = sums["nats"]
+        return {"bits/dim": nats / count / math.log(2)}
 
 
 def with_start(images: Tensor) -> Tensor:

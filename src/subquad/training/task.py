@@ -18,7 +18,7 @@ class Loss(NamedTuple):
     """Summed, so that batches and ranks with unequal numbers of targets weigh by them: the mean is total / count."""
 
     total: Tensor  # nats, float32
-    count: Tensor  # targets
+    count: Tensor  # type: ignore[assignment]  # targets; nobody counts entries of this tuple
 
 
 class Source(Protocol):

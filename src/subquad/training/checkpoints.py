@@ -1,0 +1,193 @@
+"""Checkpoints: directories that are there whole or not at all, and say themselves whether they are.
+
+checkpoints/step_000100/ holds the tensors (tensors.safetensors, or the shards of torch.distributed.checkpoint) and
+state.json: everything else, with the size and the SHA-256 of each file. It is written under another name and renamed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from subquad.training import sharded
+from subquad.training.distributed import Ranks
+
+STATE, TENSORS = "state.json", "tensors.safetensors"
+FORMAT = 1
+PART = ".part"  # the ending of what is still being written
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was found whole."""
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return _step(self.path)
+
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        if not (self.path / TENSORS).exists():
+            return sharded.shapes(self.path)
+        from safetensors import safe_open
+
+        with safe_open(self.path / TENSORS, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+
+    def load_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of these names, wherever they are and however sharded."""
+        if not (self.path / TENSORS).exists():
+            sharded.load(self.path, dict(targets))
+            return
+        copy_into(read_tensors(self.path / TENSORS), targets, str(self.path))
+
+
+def write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Ranks) -> Path:
+    """Every rank calls it; OSError leaves what was there."""
+    path = folder / name_of(step)
+    part = path.with_name(path.name + PART)
+    try:
+        if ranks.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        ranks.barrier()
+        if ranks.sharded:
+            sharded.save(part, dict(tensors))
+            ranks.barrier()
+        elif ranks.first:
+            write_tensors(part / TENSORS, tensors)
+        if ranks.first:
+            files = {file.name: _seal(file) for file in sorted(part.iterdir())}
+            text = json.dumps({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
+            _write_synced(part / STATE, text.encode() + b"\n")
+            _sync_directory(part)
+            if path.exists():  # a damaged one, which this run replaces
+                shutil.rmtree(path)
+            part.rename(path)
+            _sync_directory(folder)
+        ranks.barrier()
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    return path
+
+
+def names(folder: Path) -> list[Path]:
+    """Finished checkpoints, the newest last."""
+    found = folder.glob("step_*") if folder.is_dir() else ()
+    return sorted((path for path in found if path.name.removeprefix("step_").isdigit()), key=_step)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+    damaged: list[str] = []
+    for path in reversed(names(folder)):
+        try:
+            return read(path), damaged
+        except ValueError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def read(path: Path) -> Checkpoint:
+    """ValueError names the file that is missing, short or changed."""
+    try:
+        state = json.loads((path / STATE).read_text())
+        files, facts, found = state["files"], state["facts"], state["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {STATE} cannot be read ({error})") from error
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found!r}: this version reads {FORMAT}")
+    for name, seal in files.items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{path} is damaged: {name} is missing")
+        if file.stat().st_size != seal["bytes"]:
+            raise ValueError(f"{path} is damaged: {name} has {file.stat().st_size} bytes, was {seal['bytes']}")
+        if _digest(file) != seal["sha256"]:
+            raise ValueError(f"{path} is damaged: {name} is not what was written (SHA-256)")
+    return Checkpoint(path, facts)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the last `keep`, and what was never finished."""
+    for path in names(folder)[:-keep]:
+        gone = path.with_name(path.name + PART)  # a name that no reader takes for a checkpoint while it disappears
+        path.rename(gone)
+    for path in folder.glob(f"*{PART}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _write_synced(file, save(plain))
+
+
+@torch.no_grad()
+def copy_into(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
+    for name, target in targets.items():
+        if name not in found:
+            raise ValueError(f"{where} lacks {name}: it belongs to another model")
+        value = found[name]
+        if value.shape != target.shape:
+            raise ValueError(f"{where}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
+        if isinstance(target, DTensor):
+            value = distribute_tensor(
+                value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+            )
+        target.copy_(value)
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,148 @@
+"""One process or many: what torchrun started, how the model is spread over it, and what the ranks tell each other."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from subquad.models.blocks import Block
+
+T = TypeVar("T")
+
+
+@dataclass
+class Ranks:
+    """This process among the others; alone it costs nothing."""
+
+    device: torch.device
+    kind: str = "none"  # "none", "ddp", "fsdp"
+    rank: int = 0
+    world: int = 1
+    started: bool = False  # whether the process group is ours to end
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "fsdp"
+
+    def shard(self, module: nn.Module, blocks: list[nn.Module]) -> None:
+        """FSDP2: each block a group of its own, gathered when needed; what is left, with the module."""
+        if self.sharded:
+            for block in blocks:
+                fully_shard(block)
+            fully_shard(module)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """DDP, which adds gradients up while backward still runs."""
+        if self.kind != "ddp":
+            return module
+        return DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+    def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Around a forward and backward; gradients go over the network in the last one of an update only."""
+        if isinstance(module, DistributedDataParallel) and not last:
+            return module.no_sync()
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def reshard(self, module: nn.Module) -> None:
+        """Let go of gathered parameters: what is read and written from here on is what the rank holds."""
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, *values: float) -> list[float]:
+        """Of each value the largest over all ranks; on the CPU, so that no GPU is waited for."""
+        if self.world == 1:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
+
+    def decide(self, function: Callable[[], T]) -> T:
+        """What rank 0 finds out, on all of them; a ValueError of its becomes everybody's."""
+        if self.world == 1:
+            return function()
+        box: list[Any] = [None, None]
+        if self.first:
+            try:
+                box[0] = function()
+            except ValueError as error:
+                box[1] = str(error)
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        if box[1] is not None:
+            raise ValueError(box[1])
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            self.largest(0.0)
+
+    def close(self) -> None:
+        if self.started and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(parallel: str, device: str) -> Ranks:
+    """The ranks torchrun started, or this process alone."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if parallel == "none" and world > 1:
+        raise ValueError(f'parallel="none" cannot work in {world} processes: accepted is "ddp" or "fsdp"')
+    place = torch.device(device)
+    if world == 1:
+        return Ranks(torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if place.type == "cuda":
+        if local >= torch.cuda.device_count():
+            raise ValueError(f"{local + 1} processes cannot share {torch.cuda.device_count()} GPUs: start one for each")
+        place = torch.device("cuda", local)
+        torch.cuda.set_device(place)
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    return Ranks(place, "ddp" if parallel == "auto" else parallel, dist.get_rank(), world, started)
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure: the run then goes on by itself."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, to be sharded one by one; none where that cannot be.
+
+    Layers that share parameters, and reversible ones, which are not called as modules, stay in one group.
+    """
+    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
+    if any(getattr(getattr(module, "config", None), "reversible", False) for module in model.modules()):
+        return []
+    seen: set[int] = set()
+    for block in blocks:
+        own = {id(p) for p in block.parameters()}
+        if own & seen:
+            return []
+        seen |= own
+    return blocks

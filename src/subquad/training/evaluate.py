@@ -1,0 +1,55 @@
+"""A whole split, measured."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from subquad.training.distributed import Ranks
+from subquad.training.feed import in_order
+from subquad.training.precision import Precision
+from subquad.training.task import Batch, Loss, Source, Sums, Task
+
+
+class Wired(nn.Module):
+    """A task's loss and measures as the forward of one module: what DDP, FSDP and torch.compile wrap."""
+
+    def __init__(self, task: Task, model: nn.Module):
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, batch: Batch, measure: bool = False) -> Loss | Sums:
+        return self.task.measure(self.model, batch) if measure else self.task.loss(self.model, batch)
+
+
+@torch.no_grad()
+def evaluate(
+    wired: Wired,
+    source: Source,
+    ranks: Ranks,
+    precision: Precision,
+    *,
+    batch: int,
+    batches: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """The task's summary over a split, or its first batches; None if `stop` says so before the end."""
+    training = wired.training
+    wired.eval()
+    sums: dict[str, Tensor] = {}
+    try:
+        for made, counts in in_order(source, batch, batches, ranks):
+            if ranks.world == 1 and stop():
+                return None
+            with precision.autocast():
+                found = wired(made, measure=True)
+            for name, parts in found.items():
+                both = torch.stack([part.detach().double() for part in parts]) * counts
+                sums[name] = sums[name] + both if name in sums else both
+    finally:
+        wired.train(training)
+        ranks.reshard(wired)
+    for name in sorted(sums):
+        ranks.sum(sums[name])
+    read = torch.stack(list(sums.values())).tolist()  # one wait for the GPU
+    return wired.task.summary({name: (top, bottom) for name, (top, bottom) in zip(sums, read, strict=True)})

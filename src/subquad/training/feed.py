@@ -1,0 +1,84 @@
+"""Batches, one update ahead: made in a thread and copied to the device while it still computes."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from subquad.data.order import Order
+from subquad.training.distributed import Ranks
+from subquad.training.task import Batch, Source
+
+
+class Feed:
+    """The micro-batches of each update for this rank; the position in the data is the step."""
+
+    def __init__(self, source: Source, order: Order, pieces: int, ranks: Ranks):
+        self.source, self.order, self.pieces, self.ranks = source, order, pieces, ranks
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def update(self, step: int) -> list[Batch]:
+        """What the update after `step` updates needs, on the device."""
+        if self.ahead is None or self.ahead[0] != step:
+            self.ahead = (step, self.pool.submit(self._make, step))
+        batches = self.ahead[1].result()
+        self.ahead = (step + 1, self.pool.submit(self._make, step + 1))
+        return batches
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, step: int) -> list[Batch]:
+        indices, epoch = self.order.indices(step)
+        mine = Order.shard(indices, self.ranks.rank, self.ranks.world)
+        return [
+            to_device(self.source.batch(part, epoch), self.ranks.device) for part in np.array_split(mine, self.pieces)
+        ]
+
+
+def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:
+    """How many micro-batches an update has on every rank; each at least one example."""
+    if batch < world:
+        raise ValueError(f"batch={batch} cannot work on {world} ranks: accepted is at least one example for each")
+    most = -(-batch // world)
+    pieces = -(-most // (micro_batch or most))
+    if batch // world < pieces:
+        raise ValueError(
+            f"batch={batch} on {world} ranks is not enough for {pieces} micro-batches of {micro_batch} on each: "
+            f"accepted is a batch that {world} x {micro_batch} divides"
+        )
+    return pieces
+
+
+def in_order(source: Source, batch: int, most: int | None, ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+    """(batch, whether it counts): a whole split once, spread over the ranks.
+
+    Each rank gets the same number of batches, because sharded models compute together; those in excess do not count.
+    """
+    count = -(-len(source) // batch)
+    count = count if most is None else min(count, most)
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+
+        def make(number: int) -> Batch:
+            rows = np.arange(number * batch, min(len(source), (number + 1) * batch))
+            return to_device(source.batch(rows, 0), ranks.device)
+
+        numbers = range(ranks.rank, -(-count // ranks.world) * ranks.world, ranks.world)
+        futures = ((pool.submit(make, number if number < count else 0), number < count) for number in numbers)
+        ahead = next(futures, None)
+        while ahead is not None:
+            future, counts = ahead
+            ahead = next(futures, None)
+            yield future.result(), counts
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    torch.cuda.set_device(device)  # of this thread
+    return {
+        name: tensor.pin_memory().to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
+        for name, tensor in batch.items()
+    }

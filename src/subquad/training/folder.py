@@ -1,0 +1,161 @@
+"""A run's folder: everything to run it again, what it measured, and the weights that measured best.
+
+config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_000100/, model/, result.json
+"""
+
+import dataclasses
+import datetime
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import subquad
+from subquad.training import checkpoints
+from subquad.training.checkpoints import Checkpoint
+from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
+
+CONFIG, RESULT = "config.json", "result.json"
+
+
+@dataclasses.dataclass
+class Opened:
+    """What rank 0 found."""
+
+    checkpoint: Checkpoint | None
+    notes: list[str]
+    result: dict[str, Any] | None = None  # of a run that is done
+
+
+class Folder:
+    def __init__(self, path: Path):
+        self.path = path
+        self.lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def best(self, step: int) -> Path:
+        return self.path / "best" / checkpoints.name_of(step)
+
+    def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
+        """Begin or go on; ValueError if this run must not be written here. Rank 0 calls it."""
+        written = self.path / CONFIG
+        if written.exists() and not resume:
+            raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take()
+        if not written.exists():
+            notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
+            write_json(written, {**config.to_dict(), **_circumstances(device)})
+            return Opened(None, notes)
+        changed = _changes(config, read_config(self.path))
+        if changed:
+            raise ValueError(
+                f"{self.path} was begun with other settings, so it cannot be resumed: {'; '.join(changed)}"
+            )
+        if (self.path / RESULT).exists():
+            return Opened(None, [], json.loads((self.path / RESULT).read_text()))
+        found, notes = checkpoints.newest(self.checkpoints)
+        notes = [f"{note}; the one before it is used" for note in notes]
+        if found is None:
+            notes.append("no checkpoint yet: starting from the beginning")
+        return Opened(found, notes)
+
+    def prune(self, keep: int, best: int | None) -> None:
+        """Keep the last checkpoints, and of the best weights those that they or the run name."""
+        checkpoints.prune(self.checkpoints, keep)
+        named = {best}
+        for path in checkpoints.names(self.checkpoints):
+            facts = json.loads((path / checkpoints.STATE).read_text())["facts"]
+            named.add((facts.get("best") or {}).get("step"))
+        kept = {self.best(step).name for step in named if step is not None}
+        for path in self.path.glob("best/step_*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        write_json(self.path / RESULT, result)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+    def _take(self) -> None:
+        """Two processes in one folder would ruin each other's files; a lock ends with its process, however it ends."""
+        self.lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.lock.close()
+            raise ValueError(f"{self.path} is in use: another process is training there") from None
+
+
+def read_config(path: Path) -> RunConfig:
+    """What a run folder was begun with."""
+    file = path / CONFIG
+    try:
+        found = json.loads(file.read_text())
+        return RunConfig.from_dict({key: found[key] for key in ("task", "data", "model", "training")})
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the config of a run ({error!r})") from error
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w") as file:
+        file.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """As it is read back from JSON, where tuples are lists."""
+    return json.loads(config.to_json())
+
+
+def _changes(ours: RunConfig, theirs: RunConfig) -> list[str]:
+    before, now = (_without(plain(config), FREE_ON_RESUME) for config in (theirs, ours))
+    return differences(now, before)
+
+
+def _without(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    training = {key: value for key, value in config["training"].items() if key not in names}
+    return {**config, "training": training}
+
+
+def _circumstances(device: str) -> dict[str, Any]:
+    from subquad.bench.compare import machine
+
+    return {
+        "subquad": subquad.__version__,
+        "commit": _commit(),
+        "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(device),
+    }
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=Path(subquad.__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

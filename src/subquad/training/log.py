@@ -1,0 +1,145 @@
+"""What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+METRICS = "metrics.jsonl"
+
+
+class Log:
+    """`step` is that of the checkpoint a run goes on from: what was logged later is forgotten, so that the curve has
+    each step once. Other ranks than the first have `path` None and are silent."""
+
+    def __init__(self, path: Path | None, console: Console, title: str, step: int = 0):
+        self.console, self.title = console, title
+        self.file: IO[str] | None = None
+        self.board: Any = None
+        self.bar: Progress | None = None
+        if path is None:
+            return
+        forget(path / METRICS, step)
+        self.file = (path / METRICS).open("a")
+        self.board = _board(path / "tensorboard", step, console)
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[info]}"))
+            self.bar = Progress(*columns, console=console, transient=True)
+            self.task = self.bar.add_task(title, total=1.0, info="starting")
+
+    def __enter__(self) -> Self:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    def write(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
+        """One line of metrics.jsonl; a value that is no number is null."""
+        if self.file is None:
+            return
+        plain = {key: _finite(value) for key, value in values.items()}
+        self.file.write(json.dumps({"step": step, "split": split, **plain}, allow_nan=False) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for key, value in plain.items():
+                if value is not None:
+                    self.board.add_scalar(f"{split}/{key}", value, step)
+
+    def sync(self) -> None:
+        """Onto the disk, before a checkpoint that counts on it."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+        if self.board is not None:
+            self.board.flush()
+
+    def show(self, progress: float, info: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=min(1.0, progress), info=info)
+
+    def say(self, text: str) -> None:
+        if self.file is not None:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Meter:
+    """Updates a second since the last reading, without what happens between updates."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.begun = step, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        stopped = time.perf_counter()
+        yield
+        self.begun += time.perf_counter() - stopped
+
+    def read(self, step: int) -> float:
+        now = time.perf_counter()
+        rate = (step - self.step) / max(1e-9, now - self.begun)
+        self.step, self.begun = step, now
+        return rate
+
+
+def forget(path: Path, step: int) -> None:
+    """Leave the lines up to `step`, and no test measured before the end; half a line is none."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if found["step"] <= step and found["split"] != "test":
+            kept.append(line + "\n")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text("".join(kept))
+    part.replace(path)
+
+
+def memory(device: torch.device) -> int:
+    """The most bytes in use so far: the GPU's tensors, or the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _board(path: Path, step: int, console: Console) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        console.print("tensorboard is not installed: metrics.jsonl has the curves", highlight=False)
+        return None
+    return SummaryWriter(str(path), purge_step=step + 1)

@@ -1,0 +1,74 @@
+"""One loop for all tasks: train until the steps or the minutes are over, measure, keep the best, lose nothing."""
+
+import dataclasses
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from subquad.training import checkpoints
+from subquad.training.config import RunConfig, TrainingConfig
+from subquad.training.distributed import join, restarted
+from subquad.training.feed import pieces_of
+from subquad.training.folder import Folder
+from subquad.training.log import Log
+from subquad.training.run import Result, Run, Stopped
+from subquad.training.signals import Signals
+from subquad.training.task import Task
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def train(
+    task: Task,
+    training: TrainingConfig | None = None,
+    model: Mapping[str, Any] | None = None,
+    out: str | Path = "runs/run",
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    console: Console | None = None,
+    leg: float | None = None,
+) -> Result:
+    """Train a task into a folder. `model` are keywords beside the task's own; `leg`: stop after so many minutes and
+    leave the rest to a later call with resume=True."""
+    training = task.training if training is None else training
+    fields = {**task.model, **(model or {})}
+    ranks = join(training.parallel, _device(device))
+    console = console or Console()
+    folder = Folder(Path(out))
+    config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
+    try:
+        pieces_of(training.batch, training.micro_batch, ranks.world)
+        opened = ranks.decide(lambda: folder.open(config, resume or restarted(), str(ranks.device)))
+        if ranks.first:
+            for note in opened.notes:
+                console.print(note, highlight=False, markup=False, soft_wrap=True)
+        if opened.result is not None:
+            return Result(**opened.result)
+        run = Run(task, config, folder, ranks, opened.checkpoint)
+        with Log(folder.path if ranks.first else None, console, task.name, run.step) as log, Signals(log) as signals:
+            return run.go(log, signals, leg)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        kept = checkpoints.names(folder.checkpoints)
+        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise Stopped(f"the disk is full ({error}): {last}; free some space and go on with --resume") from error
+    finally:
+        folder.close()
+        ranks.close()
+
+
+def options_of(task: Task) -> dict[str, Any]:
+    """The `data.*` settings of a task: the fields of its dataclass."""
+    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else {}
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,153 @@
+"""torch's optimisers over the parameters of a model, with what happens between backward and the update.
+
+Weight decay is decoupled and applies to matrices only: not to biases, norms and embeddings. Muon takes the matrices
+inside the model, and AdamW the rest: embeddings, the output layer, vectors.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
+
+from subquad.training.config import TrainingConfig
+
+
+class Optimiser:
+    """One or two of torch's optimisers as one; its state is named by the parameters it belongs to."""
+
+    def __init__(self, config: TrainingConfig, model: nn.Module):
+        self.config = config
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.named:
+            raise ValueError("the model has no parameters to train")
+        self.parts = _make(config, model, self.named)
+
+    def set_lr(self, lr: float) -> None:
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its state, as "blocks.0.ff.inner.weight/exp_avg"."""
+        return {
+            f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+            for part in self.parts
+            for name, state in self._states(part)
+            for key, value in state.items()
+        }
+
+    def room(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """Empty tensors for a state of these shapes, sharded as the parameters are."""
+        made = {}
+        for key, (shape, dtype) in shapes.items():
+            like = self.named.get(key.rpartition("/")[0])
+            fits = like is not None and like.shape == shape
+            made[key] = torch.zeros_like(like, dtype=dtype) if fits else torch.zeros(shape, dtype=dtype)  # type: ignore[arg-type]
+        return made
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for part in self.parts:
+            numbers = {id(p): n for n, p in enumerate(p for group in part.param_groups for p in group["params"])}
+            names = {name: numbers[id(p)] for name, p in self.named.items() if id(p) in numbers}
+            state: dict[int, dict[str, Tensor]] = {}
+            for key, value in tensors.items():
+                name, _, what = key.rpartition("/")
+                if name in names:
+                    state.setdefault(names[name], {})[what] = value
+            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+    def _states(self, part: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, parameter in self.named.items():
+            if parameter in part.state:
+                yield name, part.state[parameter]
+
+
+def scale_and_clip(
+    parameters: list[nn.Parameter], factor: Tensor, clip: float | None, by: str, sharded: bool
+) -> Tensor:
+    """Multiply the gradients by `factor`, then clip them; returns their norm before that. Nothing waits for a GPU."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros((), device=factor.device)
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads)])
+    if sharded:  # every rank holds a part of every tensor
+        squares = norms.square()
+        torch.distributed.all_reduce(squares)
+        norms = squares.sqrt()
+    norms = norms * factor
+    norm = torch.linalg.vector_norm(norms)
+    if clip is None:
+        torch._foreach_mul_(grads, factor)
+    elif by == "norm":
+        torch._foreach_mul_(grads, factor * (clip / (norm + 1e-6)).clamp(max=1))
+    else:
+        torch._foreach_mul_(grads, list((factor * (clip / (norms + 1e-6)).clamp(max=1)).unbind()))
+    return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+    outside = _embeddings(model)
+    decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in outside}
+    hidden = set()
+    if config.optimiser == "muon":
+        hidden = {name for name in decayed if named[name].ndim == 2 and not _is_output(name)}
+    rest = [name for name in named if name not in hidden]
+    groups = [
+        {"params": [named[name] for name in rest if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [named[name] for name in rest if name not in decayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    kinds = {local(p).device.type for p in named.values()}
+    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    fused: dict[str, Any] = {"fused": True} if kinds == {"cuda"} else {}
+    parts: list[Optimizer] = []
+    if groups and config.optimiser == "radam":
+        parts.append(RAdam(groups, **adam, decoupled_weight_decay=True, foreach=True))
+    elif groups and config.optimiser == "adam":
+        parts.append(Adam(groups, **adam, decoupled_weight_decay=True, **fused))
+    elif groups:
+        parts.append(AdamW(groups, **adam, **fused))
+    if hidden:
+        matrices = [named[name] for name in named if name in hidden]
+        # updates as large as AdamW's, so that one lr fits both
+        parts.append(
+            Muon(
+                matrices,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return parts
+
+
+def _embeddings(model: nn.Module) -> set[str]:
+    """Parameters that are looked up rather than multiplied."""
+    found = set()
+    for path, module in model.named_modules():
+        looked_up = isinstance(module, nn.Embedding) or type(module).__name__ in ("Embedding", "Grid")
+        for name, _ in module.named_parameters(recurse=False):
+            if looked_up:
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def _is_output(name: str) -> bool:
+    return "head" in name.split(".")

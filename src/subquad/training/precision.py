@@ -1,0 +1,53 @@
+"""The type of the arithmetic: autocast over float32 weights, and a scaled loss where float16 is all there is."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HIGHEST = 2.0**16  # the scale of a mean loss to begin with, as torch's GradScaler has it
+GROWTH_INTERVAL = 2000
+
+
+class Precision:
+    """name="auto": bf16 where the GPU has it, fp16 on other GPUs, fp32 on a CPU."""
+
+    def __init__(self, name: str, device: torch.device):
+        if name == "auto":
+            name = "fp32" if device.type != "cuda" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        self.name, self.device, self.dtype = name, device, DTYPES[name]
+        self.scaled = name == "fp16"
+        self.scale: float | None = (
+            None if self.scaled else 1.0
+        )  # of the loss; a power of two, so that it rounds nothing
+        self.good = 0  # updates since it changed
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.name == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
+
+    def begin(self, count: float) -> None:
+        """Choose the first scale: losses are sums over `count` targets."""
+        self.scale = HIGHEST / 2 ** round(math.log2(max(1.0, count)))
+
+    def accept(self, norm: torch.Tensor) -> bool:
+        """Whether the update may be made: float16 gradients that overflowed lower the scale instead. Waits for a GPU,
+        with fp16 only."""
+        if not self.scaled:
+            return True
+        assert self.scale is not None
+        if not bool(torch.isfinite(norm)):
+            self.scale, self.good = self.scale / 2, 0
+            return False
+        self.good += 1
+        if self.good == GROWTH_INTERVAL:
+            self.scale, self.good = self.scale * 2, 0
+        return True
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self.good}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.scaled:
+            self.scale, self.good = state["scale"], state["good"]

@@ -1,0 +1,42 @@
+"""Tensors that are spread over ranks, on disk by torch.distributed.checkpoint: each rank writes what it holds, and any
+number of ranks reads what it needs. Its index is a pickle: load only checkpoints you trust."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Called by every rank."""
+    with _Quiet():
+        save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
+
+
+def load(folder: Path, targets: dict[str, Tensor]) -> None:
+    """Fill the targets in place; called by every rank, or by one process alone."""
+    with _Quiet():
+        load_state(targets, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+
+
+def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class _Quiet(warnings.catch_warnings):
+    """torch warns about its own internals (TypedStorage, one process alone), which a user cannot change."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")

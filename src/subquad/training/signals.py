@@ -1,0 +1,43 @@
+"""Ctrl-C and its relatives: asked once, the run saves at the next step; asked twice, it stops where it is."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from subquad.training.log import Log
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and has saved everything; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+class Signals:
+    """`number` is that of the signal which asked the run to stop, 0 so far."""
+
+    def __init__(self, log: Log):
+        self.number = 0
+        self.log = log
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, _frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+        self.log.say("stopping after this step; once more to stop at once")
