@@ -1,0 +1,117 @@
+"""Sound: WAV files in and out, µ-law tokens, another sampling rate, log-mel features. One channel, −1 to 1."""
+
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.data import files
+
+LEVELS = 256  # of µ-law
+PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; the last says one of the others further on
+
+
+def read_wav(path: Path) -> tuple[np.ndarray, int]:
+    """(samples [T] float32, samples a second); channels are averaged. Accepted are 8 to 32 bit integers and floats."""
+    data = files.read(path)
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        raise files.Broken(f"{path} is not a WAV file: it does not begin with RIFF .. WAVE")
+    chunks: dict[bytes, bytes] = {}
+    at = 12
+    while at + 8 <= len(data):
+        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        if name == b"data" and at + 8 + size > len(data):
+            raise files.Broken(
+                f"{path} promises {size:,} bytes of sound and holds {len(data) - at - 8:,}: it is cut short"
+            )
+        chunks.setdefault(name, data[at + 8 : at + 8 + size])
+        at += 8 + size + size % 2  # chunks begin at even places
+    if len(chunks.get(b"fmt ", b"")) < 16 or b"data" not in chunks:
+        raise files.Broken(f"{path} is a WAV file without {'sound' if b'fmt ' in chunks else 'a format'}")
+    form, body = chunks[b"fmt "], chunks[b"data"]
+    kind, channels, rate, _, width, bits = struct.unpack("<HHIIHH", form[:16])
+    if kind == EXTENSIBLE and len(form) >= 26:
+        kind = int.from_bytes(form[24:26], "little")
+    if (kind, bits) not in {(PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)} or channels < 1:
+        raise files.Broken(f"{path} has format {kind} of {bits} bits: accepted are integers of 8 to 32 bits and floats")
+    body = body[: len(body) // width * width]
+    samples: np.ndarray
+    if kind == FLOAT:
+        samples = np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
+    elif bits == 8:
+        samples = np.frombuffer(body, np.uint8).astype(np.float32) / 128 - 1
+    elif bits == 24:
+        whole = np.zeros((len(body) // 3, 4), np.uint8)
+        whole[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)  # the upper three bytes of 32 bits
+        samples = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+    else:
+        samples = np.frombuffer(body, f"<i{bits // 8}").astype(np.float32) / 2 ** (bits - 1)
+    return samples.reshape(-1, channels).mean(1), rate
+
+
+def write_wav(path: Path, samples: np.ndarray | Tensor, rate: int) -> None:
+    """16 bits, one channel, which every player reads."""
+    values = np.asarray(samples, dtype=np.float64).reshape(-1)
+    body = (np.clip(values, -1, 1) * 32767).round().astype("<i2").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, PCM, 1, rate, 2 * rate, 2, 16)
+    head = b"WAVE" + form + struct.pack("<4sI", b"data", len(body))
+    Path(path).write_bytes(struct.pack("<4sI", b"RIFF", len(head) + len(body)) + head + body)
+
+
+def mu_law(samples: np.ndarray) -> np.ndarray:
+    """−1 to 1 -> 0 to 255, finer where it is quiet: ITU-T G.711's curve, sgn(x) ln(1 + 255 |x|) / ln 256."""
+    x = np.clip(samples, -1, 1)
+    y = np.sign(x) * np.log1p((LEVELS - 1) * np.abs(x)) / math.log(LEVELS)
+    return np.floor((y + 1) / 2 * (LEVELS - 1) + 0.5).astype(np.uint8)
+
+
+def from_mu_law(tokens: np.ndarray) -> np.ndarray:
+    y = 2 * np.asarray(tokens, np.float32) / (LEVELS - 1) - 1
+    return np.sign(y) * np.expm1(np.abs(y) * np.float32(math.log(LEVELS))) / (LEVELS - 1)
+
+
+def resample(samples: np.ndarray, rate: int, wanted: int, zeros: int = 6) -> np.ndarray:
+    """The same sound at another rate: a sinc with `zeros` crossings a side under a Hann window."""
+    if rate == wanted:
+        return samples
+    old, new = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
+    cut = 0.99 * min(old, new)
+    width = math.ceil(zeros * old / cut)
+    t = -torch.arange(new, dtype=torch.float64)[:, None] / new + torch.arange(-width, width + old) / old  # [new, taps]
+    t = (t * cut).clamp(-zeros, zeros)
+    kernel = torch.sinc(t) * torch.cos(t * math.pi / zeros / 2) ** 2 * cut / old
+    x = F.pad(torch.from_numpy(samples)[None, None], (width, width + old))
+    y = F.conv1d(x, kernel[:, None].to(x.dtype), stride=old)  # [1, new, T / old]
+    return y[0].T.flatten()[: math.ceil(len(samples) * new / old)].numpy()
+
+
+def log_mel(samples: np.ndarray, rate: int, filters: int = 40) -> Tensor:
+    """[T, filters] float32: the logarithm of energies in triangular bands, equally wide in mel, of frames of 25 ms
+    every 10 ms."""
+    window, hop = rate // 40, rate // 100
+    size = max(512, 1 << (window - 1).bit_length())
+    spectrum = torch.stft(
+        torch.from_numpy(samples),
+        size,
+        hop,
+        window,
+        torch.hann_window(window),
+        pad_mode="constant",
+        return_complex=True,
+    )
+    energy = spectrum.abs().square().T  # [T, size / 2 + 1]
+    return (energy @ _bands(filters, size, rate)).clamp_min(1e-10).log()
+
+
+def _bands(filters: int, size: int, rate: int, lowest: float = 20.0) -> Tensor:
+    """[size / 2 + 1, filters], with mel = 2595 log₁₀(1 + f / 700)."""
+    edges = 2595 * torch.log10(1 + torch.tensor((lowest, rate / 2)) / 700)
+    edges = 700 * (10 ** (torch.linspace(float(edges[0]), float(edges[1]), filters + 2) / 2595) - 1)
+    at = torch.linspace(0, rate / 2, size // 2 + 1)[:, None]
+    rise = (at - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    fall = (edges[2:] - at) / (edges[2:] - edges[1:-1])
+    return torch.minimum(rise, fall).clamp_min(0)

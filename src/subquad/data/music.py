@@ -1,0 +1,223 @@
+"""Music: Bach's chorales on a grid of sixteenth notes, and raw sound as µ-law tokens.
+
+Chorales  C.-Z. A. Huang, https://github.com/czhuang/JSB-Chorales-dataset, Jsb16thSeparated.npz; licence none stated;
+          229 + 76 + 77 chorales in the split of Boulanger-Lewandowski 2012, four voices (soprano, alto, tenor, bass),
+          a pitch or silence for each sixteenth note; held and repeated notes are not told apart
+Tokens    the four voices of a sixteenth, then of the next: 0 for silence, else pitch - 35 of pitches 36 to 81
+Sound     any WAV file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or 90 / 5 / 5 %
+          of a single one
+MIDI      any folder of files, brought onto the same grid
+"""
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.data import audio, files
+from subquad.data.midi import Note, Song, read_midi, write_midi
+from subquad.data.text import Corpus, any_file
+
+VOICES = 4
+LOWEST, HIGHEST = 36, 81  # pitches of the chorales
+SILENCE = 0
+VOCAB = HIGHEST - LOWEST + 2
+STEP = 0.25  # quarter notes in a row of the grid
+URL = (
+    "https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/9a7f733ddb4ed91f48da64ac7f0f621c34aadd4d/"
+    "Jsb16thSeparated.npz"
+)
+CHORALES = files.File(
+    "jsb16.npz",
+    home=URL,
+    also=("Jsb16thSeparated.npz",),
+    url=URL,
+    sha256="2adcdf0d57880c3763f104555072285fe7f9e3d6049fcc4b9830557b8d4a7820",
+)
+
+
+class Grids(NamedTuple):
+    train: list[np.ndarray]  # of each a grid [T, 4] int64 of pitches, 0 for silence
+    validation: list[np.ndarray]
+    test: list[np.ndarray]
+
+
+def chorales() -> Grids:
+    path = files.get(CHORALES)
+    return Grids(*(_read_grids(path, part) for part in ("train", "valid", "test")))
+
+
+def to_tokens(grid: np.ndarray) -> np.ndarray:
+    """[T, 4] pitches -> [4 T] uint8"""
+    if grid.size and not np.all((grid == 0) | ((grid >= LOWEST) & (grid <= HIGHEST))):
+        raise ValueError(
+            f"pitches {grid.min()} to {grid.max()} cannot be written: accepted are 0, {LOWEST} to {HIGHEST}"
+        )
+    return np.where(grid == 0, SILENCE, grid - LOWEST + 1).astype(np.uint8).reshape(-1)
+
+
+def to_grid(tokens: np.ndarray | Tensor) -> np.ndarray:
+    """[4 T] tokens -> [T, 4] pitches; what is left of an unfinished sixteenth is dropped."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    rows = tokens[: len(tokens) // VOICES * VOICES].reshape(-1, VOICES)
+    return np.where(rows == SILENCE, 0, rows + LOWEST - 1)
+
+
+def to_notes(grid: np.ndarray) -> list[Note]:
+    """Notes of a grid: a pitch that a voice keeps is one note. Each voice has its own channel."""
+    notes = []
+    for voice in range(grid.shape[1]):
+        pitches = grid[:, voice]
+        edges = np.flatnonzero(np.diff(pitches, prepend=-1, append=-1))
+        for start, end in pairwise(edges.tolist()):
+            if pitches[start]:
+                notes.append(Note(start * STEP, end * STEP, int(pitches[start]), channel=voice))
+    return notes
+
+
+def from_song(song: Song, voices: int = VOICES) -> np.ndarray:
+    """The grid [T, voices] of a MIDI file. Where it has 2 to `voices` channels each is a voice, in their order; else
+    the voices are at each sixteenth the highest notes that sound. Octaves bring all notes into the range."""
+    rows = round(max((note.end for note in song.notes), default=0) / STEP)
+    channels = sorted({note.channel for note in song.notes})
+    grid = np.zeros((rows, voices), np.int64)
+    sounding: list[set[int]] = [set() for _ in range(rows)]
+    for note in song.notes:  # lowest first where several begin at once
+        pitch = note.pitch + 12 * (max(0, -(-(LOWEST - note.pitch) // 12)) - max(0, -(-(note.pitch - HIGHEST) // 12)))
+        start = round(note.start / STEP)
+        end = max(round(note.end / STEP), start + 1)
+        if 1 < len(channels) <= voices:
+            grid[start:end, channels.index(note.channel)] = pitch
+        else:
+            for row in sounding[start:end]:
+                row.add(pitch)
+    for row, pitches in enumerate(sounding):
+        if pitches:
+            highest = sorted(pitches, reverse=True)[:voices]
+            grid[row, : len(highest)] = highest
+    return grid
+
+
+def midi_files(folder: Path) -> Grids:
+    """All .mid and .midi files of a folder, every tenth for validation and every tenth for testing."""
+    found = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
+    if len(found) < 10:
+        raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, to be split")
+    grids = [from_song(read_midi(path)) for path in found]
+    train = [grid for n, grid in enumerate(grids) if n % 10 < 8]
+    return Grids(train, grids[8::10], grids[9::10])
+
+
+def save_midi(tokens: np.ndarray | Tensor, path: Path, tempo: float = 80.0) -> None:
+    """A piece of tokens as a MIDI file, sung by four choirs."""
+    write_midi(path, to_notes(to_grid(tokens)), tempo, programs=(52,) * VOICES)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A source of pieces, or of parts of `length` tokens: {"tokens": [B, T] uint8, "lengths": [B]}, silence behind.
+
+    For training a part begins at another sixteenth each epoch and is moved by up to `transpose` semitones, as far as
+    the voices go; both are drawn from the index and the epoch.
+    """
+
+    pieces: Sequence[np.ndarray]
+    length: int | None = None
+    transpose: int = 0
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
+        parts = [self._part(int(i), epoch) for i in indices]
+        lengths = torch.tensor([len(part) for part in parts])
+        tokens = torch.zeros(len(parts), self.length or int(lengths.max()), dtype=torch.uint8)
+        for row, part in zip(tokens, parts, strict=True):
+            row[: len(part)] = torch.from_numpy(part)
+        return {"tokens": tokens, "lengths": lengths}
+
+    def _part(self, index: int, epoch: int) -> np.ndarray:
+        grid = self.pieces[index]
+        draw = np.random.default_rng([self.seed, epoch, index])
+        if self.length is not None and len(grid) * VOICES > self.length:
+            rows = -(-self.length // VOICES)
+            start = int(draw.integers(len(grid) - rows + 1))
+            grid = grid[start : start + rows]
+        if self.transpose and grid.any():
+            sung = grid[grid > 0]
+            low, high = max(-self.transpose, LOWEST - sung.min()), min(self.transpose, HIGHEST - sung.max())
+            grid = np.where(grid > 0, grid + draw.integers(low, high + 1), 0)
+        return to_tokens(grid)[: self.length]
+
+
+def sound(path: str | Path = "fsdd/recordings", rate: int = 8000) -> Corpus:
+    """µ-law tokens of a WAV file or of all in a folder; a relative path may lie under the data folder.
+
+    Of ten or more files every tenth is for validation and every tenth for testing."""
+    path = Path(path).expanduser()
+    path = path if path.exists() else files.folder() / path
+    if not path.exists():
+        raise files.Missing(
+            f"{path} is not there: sound is a WAV file or a folder of them, or lies in {files.folder()}"
+        )
+    name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
+    if path.is_file():
+        return any_file(files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path), name)
+    found = sorted(path.rglob("*.wav"))
+    if len(found) < 10:
+        raise files.Broken(f"{path} holds {len(found)} WAV files: accepted are one file, or ten or more to be split")
+    held = (found[8::10], found[9::10])
+    parts = {"train": sorted({*found} - {*held[0], *held[1]}), "validation": held[0], "test": held[1]}
+    made = [
+        files.prepared(f"{path.name}.{rate}.{part}.mulaw", _encoded(all_of, rate), *all_of)
+        for part, all_of in parts.items()
+    ]
+    return Corpus(name, *(np.memmap(file, np.uint8, mode="r") for file in made))
+
+
+def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
+    """µ-law tokens as a WAV file that plays."""
+    audio.write_wav(path, audio.from_mu_law(np.asarray(tokens)), rate)
+
+
+def _encoded(sources: Sequence[Path], rate: int) -> Callable[[Path], None]:
+    def make(new: Path) -> None:
+        with new.open("wb") as file:
+            for source in sources:
+                file.write(audio.mu_law(audio.resample(*audio.read_wav(source), rate)).tobytes())
+
+    return make
+
+
+class _Arrays(pickle.Unpickler):
+    """The file holds arrays of arrays, which NumPy stores as pickles: only what makes an array is let through."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy", "ndarray"):
+            return np.ndarray
+        if (module, name) == ("numpy", "dtype"):
+            return np.dtype
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a file of chorales")
+
+
+def _read_grids(path: Path, part: str) -> list[np.ndarray]:
+    try:
+        with zipfile.ZipFile(path) as packed:
+            data = io.BytesIO(packed.read(f"{part}.npy"))
+        np.lib.format.read_magic(data)
+        np.lib.format.read_array_header_1_0(data)
+        pieces = list(_Arrays(data, encoding="latin1").load())
+        return [np.nan_to_num(np.asarray(piece, np.float64)).astype(np.int64).reshape(-1, VOICES) for piece in pieces]
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise files.Broken(f"{path} is not a whole file of chorales: {error}") from error
