@@ -1,4 +1,5 @@
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,6 +9,12 @@ from subquad.models import LSTM, LanguageModel
 from subquad.tasks.copy import Copy
 
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def test_only_the_separator_and_the_second_word_count() -> None:

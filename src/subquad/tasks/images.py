@@ -1,0 +1,125 @@
+"""Images one byte after the other: bits/dim over all pixels, and models that `subquad generate` draws with.
+
+Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.2: post-norm, ReLU, sinusoids beside the tokens, a mixture of
+          ten discretised logistics, RAdam with each tensor's gradient clipped; MNIST 8 layers, CIFAR-10 16
+          Child et al. 2019, arXiv:1904.10509, §7.1: SPARSE_CIFAR10 and SPARSE_IMAGENET64, over 256 logits
+Departs   a start token, the last of the vocabulary, stands before the first pixel, which is predicted and counted too;
+          the last `validation` training images choose the checkpoint that is tested
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from subquad.data.images import Images as Pictures
+from subquad.data.images import Pixels, hold_out
+from subquad.mechanisms.base import at_least, one_of
+from subquad.models import LanguageModel, logistic_mixture
+from subquad.models.loss import cross_entropy
+from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+
+
+class Set(NamedTuple):
+    shape: tuple[int, ...]
+    depth: int  # of the paper's model for it
+    values: int = 256
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+
+SETS = {
+    "mnist": Set((28, 28), 8),
+    "cifar10": Set((32, 32, 3), 16),
+    "imagenet64": Set((64, 64, 3), 16),
+    "tiny_imagenet": Set((64, 64, 3), 16),
+    "digits": Set((8, 8), 2, 17),
+}
+COMPONENTS = 10
+
+# a column of the Sparse Transformer's Table 1 each: pre-norm, GELU, one learned vector for row, column and channel
+_SPARSE: Mapping[str, Any] = {
+    "positions": "grid",
+    "norm_position": "pre",
+    "activation": "gelu",
+    "mixture": None,
+    "ff_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+SPARSE_CIFAR10 = {
+    **_SPARSE, "mechanism": ["strided", {"stride": 96}], "dim": 256, "depth": 128, "heads": 2, "ff_dim": 512,
+    "dropout": 0.25, "checkpoint": True,
+}  # fmt: skip
+SPARSE_IMAGENET64 = {
+    **_SPARSE, "mechanism": ["strided", {"stride": 128}], "dim": 512, "depth": 48, "heads": 16, "dropout": 0.01,
+    "checkpoint": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images(Task):
+    set: str = "mnist"
+    validation: int = 1000  # training images held out
+
+    name: ClassVar[str] = "images"
+    metric: ClassVar[str] = "bits/dim"
+    model: ClassVar[Mapping[str, Any]] = {name: value for name, value in PAPER_MODEL.items() if name != "depth"}
+    training: ClassVar[Any] = dataclasses.replace(PAPER_TRAINING, steps=10_000, batch=64)
+
+    def __post_init__(self) -> None:
+        one_of(self, set=SETS)
+        at_least(self, validation=1)
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        """Depth, length and head follow the set where they are not given; positions="grid" gets its shape."""
+        known = SETS[self.set]
+        given: dict[str, Any] = {
+            "vocab": known.values + 1,
+            "max_length": known.length,
+            "depth": known.depth,
+            "mixture": COMPONENTS if known.values == logistic_mixture.VALUES else None,
+            **fields,
+        }
+        if given.get("positions") == "grid":
+            given.setdefault("shape", known.shape)
+        return LanguageModel(**given)
+
+    def source(self, split: Split) -> Source:
+        training, test = load(self.set)
+        if split == "test":
+            return Pixels(test)
+        return Pixels(hold_out(training, self.validation)[split == "validation"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        start = SETS[self.set].values
+        pixels = batch["pixels"].long()
+        outputs = model(nn.functional.pad(pixels[:, :-1], (1, 0), value=start))
+        # one logit a token, or a mixture, which has fewer numbers than there are tokens
+        nats = cross_entropy if outputs.shape[-1] == start + 1 else logistic_mixture.loss
+        return Loss(nats(outputs, pixels, reduction="sum"), torch.full((), pixels.numel(), device=pixels.device))
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        return {"nats": self.loss(model, batch)}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        total, count = sums["nats"]
+        return {"bits/dim": total / max(count, 1) / math.log(2)}
+
+
+@lru_cache(maxsize=1)  # evaluation asks again and again
+def load(name: str) -> tuple[Pictures, Pictures]:
+    """(training, test) of a set, whose file in data/ has its name."""
+    found = import_module(f"subquad.data.{name}").load()
+    if name == "digits":
+        training, test = (Pictures(part.images.to(torch.uint8), part.labels, SETS[name].shape) for part in found)
+        return training, test
+    return found

@@ -1,0 +1,168 @@
+"""Sequence to sequence on small pairs of text, byte by byte: the encoder-decoder and its cross-attention end to end.
+
+dates    made here: a date as people write it -> ISO 8601, on days that training never saw
+spaces   real text with its spaces taken out -> the same text with them
+phones   the words of AN4's dictionary -> their phones; with some hundred words it can be fitted, not generalised
+
+What counts is the share of pairs written without a single error, by greedy decoding.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import at_least, one_of
+from subquad.models import Seq2Seq
+from subquad.models.loss import cross_entropy, shift
+from subquad.models.sampling import Sampling
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+
+START, END = 256, 257  # beside the 256 bytes
+SETS = ("dates", "spaces", "phones")
+FIRST, LAST = np.datetime64("1900-01-01"), np.datetime64("2100-01-01")
+MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+)  # fmt: skip
+WEEKDAYS = ("Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday")  # 1970-01-01 was a Thursday
+WRITTEN = (  # y, m and d are numbers, M the month's name, w the day of the week, th what follows the day's number
+    "{d} {M} {y}", "{M} {d}, {y}", "{d} {M:.3} {y}", "{w}, {d}{th} of {M} {y}", "{M} {d}{th}, {y}", "{d}.{m}.{y}",
+    "{w:.3} {M:.3} {d} {y}", "{y}/{m:02}/{d:02}", "the {d}{th} of {M} in {y}", "{y} {M} {d}",
+)  # fmt: skip
+
+
+def date_pair(day: int, form: int) -> tuple[str, str]:
+    """A day since FIRST in one of the ways to write it, and as ISO 8601."""
+    date = FIRST + np.timedelta64(day, "D")
+    y, m, d = (int(part) for part in str(date).split("-"))
+    th = {1: "st", 2: "nd", 3: "rd"}.get(d % 10 if d not in (11, 12, 13) else 0, "th")
+    weekday = WEEKDAYS[int(date.astype("datetime64[D]").astype(int)) % 7]
+    return WRITTEN[form].format(y=y, m=m, d=d, M=MONTHS[m - 1], w=weekday, th=th), str(date)
+
+
+@dataclass(frozen=True)
+class Dates:
+    days: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.days)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        forms = [int(np.random.default_rng([epoch, int(i)]).integers(len(WRITTEN))) for i in indices]
+        return collate([date_pair(int(self.days[i]), form) for i, form in zip(indices, forms, strict=True)])
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Pairs that are there once and for all."""
+
+    pairs: Sequence[tuple[str, str]] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002 -- the same in every epoch
+        return collate([self.pairs[int(i)] for i in indices])
+
+
+def collate(pairs: Sequence[tuple[str, str]]) -> Batch:
+    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths."""
+    found: Batch = {}
+    for name, texts in (("source", [a for a, _ in pairs]), ("target", [b for _, b in pairs])):
+        rows = [torch.tensor(list(text.encode())) for text in texts]
+        if name == "target":
+            rows = [torch.cat((torch.tensor([START]), row, torch.tensor([END]))) for row in rows]
+        found[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        found[f"{name}_lengths"] = torch.tensor([len(row) for row in rows])
+    return found
+
+
+@dataclass(frozen=True)
+class Pairs(Task):
+    set: str = "dates"
+    text: str = "text8.first12.5MB"  # of set="spaces": a corpus of words, such as text8, or a file
+    words: int = 5  # of set="spaces": in one pair
+    count: int = 50_000  # of set="spaces": pairs for training
+
+    name: ClassVar[str] = "pairs"
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    model: ClassVar[Mapping[str, Any]] = {
+        "mechanism": "softmax",
+        "cross": "softmax",
+        "dim": 128,
+        "depth": 2,
+        "heads": 4,
+        "dropout": 0.1,
+    }
+    training: ClassVar[TrainingConfig] = TrainingConfig(
+        steps=3000, batch=64, optimiser="adamw", lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="cosine"
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, set=SETS)
+        at_least(self, words=1, count=100)
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        return Seq2Seq(**{"vocab": END + 1, **fields})
+
+    def source(self, split: Split) -> Source:
+        part = ("train", "validation", "test").index(split)
+        if self.set == "dates":
+            days = np.random.default_rng(0).permutation(int((LAST - FIRST).astype(int)))
+            held = 1000  # of validation, and of test
+            return Dates((days[2 * held :], days[:held], days[held : 2 * held])[part])
+        if self.set == "spaces":
+            return Fixed(self._spaces(split))
+        pairs = phone_pairs()
+        cut = len(pairs) // 10
+        return Fixed((pairs[2 * cut :], pairs[:cut], pairs[cut : 2 * cut])[part])
+
+    def _spaces(self, split: Split) -> list[tuple[str, str]]:
+        from subquad.data import text
+
+        count = self.count if split == "train" else 1000
+        data = getattr(text.load(self.text), split)[: 12 * self.words * count]
+        words = bytes(np.asarray(data)).decode("ascii").split()[1:-1]  # the outer ones may be cut
+        lines = [words[at : at + self.words] for at in range(0, len(words) - self.words + 1, self.words)]
+        return [("".join(line), " ".join(line)) for line in lines[:count]]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        inputs, labels, lengths = shift(batch["target"], batch["target_lengths"], "target")
+        assert lengths is not None
+        logits = model(batch["source"], inputs, batch["source_lengths"], lengths)
+        return Loss(cross_entropy(logits, labels, lengths, reduction="sum"), lengths.sum())
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        loss = self.loss(model, batch)
+        target, size = batch["target"], batch["target_lengths"]
+        with torch.autocast(target.device.type, enabled=False):  # a state has one type from its first step on
+            written = translate(model, batch["source"], batch["source_lengths"], target.shape[1] - 1)
+        there = torch.arange(target.shape[1] - 1, device=target.device) < size[:, None] - 1
+        exact = ((written == target[:, 1:]) | ~there).all(1)
+        return {"nats": loss, "accuracy": (exact.sum(), torch.full((), len(exact), device=exact.device))}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        return {"accuracy": mean["accuracy"], "bits/byte": mean["nats"] / math.log(2)}
+
+
+def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor:
+    """The most probable byte after each, [B, steps], until every row has ended."""
+    state = model.init_state(*model.encode(source, lengths), capacity=steps + 1)
+    start = torch.full((len(source), 1), START, device=source.device)
+    return model.generate(start, steps, state=state, sampling=Sampling(temperature=0), stop=END)
+
+
+def phone_pairs() -> list[tuple[str, str]]:
+    """(word, its phones with blanks between them), in a fixed random order; a word's other pronunciations left out."""
+    from subquad.data import speech
+
+    pairs = [(word, " ".join(phones)) for word, phones in sorted(speech.dictionary("an4").items()) if "(" not in word]
+    return [pairs[int(i)] for i in np.random.default_rng(0).permutation(len(pairs))]
