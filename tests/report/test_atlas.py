@@ -63,6 +63,7 @@ def test_a_page_says_what_the_source_says(site: Path) -> None:
         assert f'class="{cls.__name__}' in page or f"class {cls.__name__}" in text
         for option in cls.options_type.__dataclass_fields__:
             assert f"<td>{option}</td>" in page, (name, option)
+        assert '<td class="long"></td>' not in page, f"an option of {name} has no comment that says what it means"
         for direction, can in (("causal", cls.traits.causal), ("bidirectional", cls.traits.bidirectional)):
             assert (f'<img alt="{direction}, head 0"' in page) == can, (name, direction)
         assert 'id="cost0"' in page

@@ -38,9 +38,9 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    block: int = 64
+    block: int = 64  # tokens of a block
     random: int = 3  # random blocks per block of queries and head
-    construction: Literal["itc", "etc"] = "itc"
+    construction: Literal["itc", "etc"] = "itc"  # global are the ends, or extra learned tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()

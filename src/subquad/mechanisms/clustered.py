@@ -37,11 +37,11 @@ from subquad.ops.prefix import join_softmax, join_top, prefix
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 64
-    topk: int = 32
-    improved: bool = True
-    bits: int = 63
-    iterations: int = 10
+    clusters: int = 64  # of queries
+    topk: int = 32  # keys of a cluster that each query attends to exactly
+    improved: bool = True  # False: every query takes its cluster's output
+    bits: int = 63  # of the sign hash that is clustered
+    iterations: int = 10  # of Lloyd's algorithm on the hashes
     block: int = 64  # causal: attended to exactly
 
     def __post_init__(self) -> None:

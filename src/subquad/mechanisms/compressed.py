@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    stride: int = 3
+    stride: int = 3  # tokens that become one key and one value
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,8 +48,8 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    normalize: Literal["softmax", "scaling"] = "softmax"
-    impl: Impl = "auto"
+    normalize: Literal["softmax", "scaling"] = "softmax"  # see the definition
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

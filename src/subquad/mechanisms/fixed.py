@@ -35,7 +35,7 @@ class State(SparseState):
 class Options(patterned.Options):
     block: int = 128  # l
     summary: int = 32  # c
-    combine: Literal["merge", "interleave", "heads"] = "merge"
+    combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
     def __post_init__(self) -> None:
         super().__post_init__()

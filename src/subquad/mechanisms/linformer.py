@@ -32,8 +32,8 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rank: int = 128
-    share: Share = "heads"
+    rank: int = 128  # rows that keys and values are projected to
+    share: Share = "heads"  # what the projections E and F are shared over
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,7 @@ from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    landmarks: int = 64
+    landmarks: int = 64  # segment means that stand for all queries and keys
     conv: int = 33  # width of the convolution over values, odd; 0: none
     iterations: int = 6  # of the inverse
 

@@ -26,7 +26,7 @@ Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    impl: Impl = "auto"
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
 class Patterned(Mixer):

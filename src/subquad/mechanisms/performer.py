@@ -56,12 +56,12 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    features: int = 256
-    kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"
-    orthogonal: bool = True
+    features: int = 256  # random features of each head
+    kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"  # see the definition
+    orthogonal: bool = True  # features drawn orthogonal, which lowers their variance
     norms: Norms = "chi"  # lengths of orthogonal rows: drawn like those of Gaussian vectors, or all √K ("sqrt")
     eps: float | None = None  # None: 1e-9, 1e-6 for trig, 1e-3 for relu
-    impl: Impl = "auto"
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,8 +61,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rounds: int = 4
-    chunk: int = 64
+    rounds: int = 4  # of hashing, whose results are combined by their log-sum-exp
+    chunk: int = 64  # tokens that attend together, and to the chunk before
     buckets: int | tuple[int, ...] = 32  # a tuple hashes by factors: their product many buckets, their sum the cost
     strict_causal: bool = True  # False: chunks of the whole sorted sequence, as in the paper
 

@@ -48,11 +48,11 @@ class Memory(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     features: int = 64  # directions; each gives a sine and a cosine
-    gate: bool = False
+    gate: bool = False  # a learned decay, for recency
     tau: float = 1.0  # temperature: smaller is sharper
-    orthogonal: bool = False
-    eps: float = 1e-6
-    impl: Impl = "auto"
+    orthogonal: bool = False  # features drawn orthogonal, which lowers their variance
+    eps: float = 1e-6  # the least size of a denominator
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

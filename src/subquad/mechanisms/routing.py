@@ -69,12 +69,12 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 16
-    window: int = 128
+    clusters: int = 16  # centroids of each head
+    window: int = 128  # tokens of a cluster that attend together
     share_qk: bool | None = None  # one projection for q and k; None: when causal
     # λ. Each training forward is a step, so with gradient accumulation each micro-batch. Keep the parameters in float32
     # (autocast is fine): a 16-bit centroid cannot move by thousandths.
-    decay: float = 0.999
+    decay: float = 0.999  # of the moving average that the centroids are
     scale: float | None = None  # of the scores; None: 1/√K
     strict_causal: bool = True  # False: the balanced choice of the paper, which looks ahead
 

@@ -34,9 +34,9 @@ ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    block: int = 64
-    iterations: int = 8
-    temperature: float = 0.75
+    block: int = 64  # tokens that are sorted together
+    iterations: int = 8  # of normalising rows and columns
+    temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
     sortcut: int | None = None  # attend to so many sorted blocks only
 
     def __post_init__(self) -> None:

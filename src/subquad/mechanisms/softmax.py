@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    projections: bool = True
+    projections: bool = True  # False: no parameters, softmax(x·x^T)·x unscaled
     scale: float | None = None  # of the scores; None: 1/√K, or 1 without projections
 
     def __post_init__(self) -> None:

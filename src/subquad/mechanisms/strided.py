@@ -33,7 +33,7 @@ class State(SparseState):
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
     stride: int = 128  # l
-    combine: Literal["merge", "interleave", "heads"] = "merge"
+    combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
     def __post_init__(self) -> None:
         super().__post_init__()

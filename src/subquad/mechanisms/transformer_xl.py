@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    memory: int = 512
+    memory: int = 512  # positions back that a query sees
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -359,7 +359,7 @@ def _example(name: str) -> str:
 
 def _options(name: str) -> str:
     cls = MECHANISMS[name]
-    said = {**_comments(Options), **_comments(cls.options_type)}
+    said = _comments(cls.options_type)
     shared = {field.name for field in dataclasses.fields(Options)}
     rows = []
     for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
@@ -377,9 +377,10 @@ def _options(name: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """The trailing comments of a dataclass's fields."""
-    pairs = re.findall(r"^    (\w+): [^#\n]*?  # (.+)$", inspect.getsource(cls), re.MULTILINE)
-    return dict(pairs)
+    """The trailing comments of a dataclass's fields, inherited ones included."""
+    parts = (part for part in reversed(cls.__mro__) if dataclasses.is_dataclass(part))
+    field = re.compile(r"^    (\w+): [^#\n]*?  # (.+)$", re.MULTILINE)
+    return {name: said for part in parts for name, said in field.findall(inspect.getsource(part))}
 
 
 def _overview() -> str:
