@@ -269,6 +269,44 @@ def generate(
         )  # fmt: skip
 
 
+@app.command()
+def train(
+    task: Annotated[str, typer.Argument(help="digits, copy, images, text, ...; a wrong name lists them all.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/TASK.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
+    ] = None,
+    mechanism: Annotated[str | None, typer.Option(help="The same as --set model.mechanism=...")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Of training; the schedule ends with them.")] = None,
+    leg: Annotated[float | None, typer.Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves."""
+    from subquad.tasks.train import start
+    from subquad.training.run import Stopped
+    from subquad.training.signals import Interrupted
+
+    given = list(settings or ())
+    given += [] if mechanism is None else [f"model.mechanism={mechanism}"]
+    given += [] if minutes is None else [f"training.minutes={minutes}"]
+    folder = Path("runs") / task if out is None else out
+    try:
+        result = start(task, folder, given, resume=resume, device=device, leg=leg, console=console)
+    except Interrupted as interruption:
+        console.print(str(interruption), soft_wrap=True)
+        raise typer.Exit(interruption.code) from None
+    except KeyboardInterrupt:
+        console.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
+        raise typer.Exit(130) from None
+    except (ValueError, OSError, Stopped) as error:
+        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    if result.ended_by != "leg":
+        console.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
+
+
 @bench.command("generation")
 @_say_errors
 def bench_generation(

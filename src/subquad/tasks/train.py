@@ -1,0 +1,74 @@
+"""A task by its name, with the user's settings, into a run folder."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from subquad.mechanisms.base import check_plain, nearest
+from subquad.tasks import TASKS
+from subquad.training.config import RunConfig
+from subquad.training.distributed import restarted
+from subquad.training.folder import CONFIG, read_config
+from subquad.training.loop import options_of, train
+from subquad.training.run import Result
+from subquad.training.task import Task
+
+
+def start(
+    name: str,
+    out: Path,
+    settings: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    leg: float | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Train `name` with settings such as "model.depth=16". A run that is resumed has its own settings: those given
+    again must be the same."""
+    resume = resume or restarted()
+    task, config = configure(name, settings, out if resume and (out / CONFIG).exists() else None)
+    return train(
+        task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg
+    )  # fmt: skip
+
+
+def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None) -> tuple[Task, RunConfig]:
+    """The task, and everything it runs with: its own defaults, or those of a folder where it was begun."""
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}{nearest(name, TASKS)} Accepted: {', '.join(TASKS)}")
+    cls = TASKS[name]
+    if begun is not None:
+        config = read_config(begun)
+        if config.task != name:
+            raise ValueError(f"{begun} holds a run of {config.task!r}, not of {name!r}: --out chooses another folder")
+        config = config.override(settings)
+        return make_task(cls, config.data), config
+    of_data = [setting for setting in settings if setting.strip().startswith("data.")]
+    data = RunConfig(task=name, data=_defaults(cls)).override(of_data).data
+    task = make_task(cls, data)  # its model and its training may depend on its data
+    config = RunConfig(task=name, data=options_of(task), model=task.model, training=task.training)
+    return task, config.override(settings)
+
+
+def make_task(cls: type[Task], data: Mapping[str, Any]) -> Task:
+    hints = typing.get_type_hints(cls)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    for key, value in values.items():
+        check_plain(f"data.{key}", value, hints[key])
+    return cls(**values)
+
+
+def _defaults(cls: type[Task]) -> dict[str, Any]:
+    """Of each `data.*` setting; None where the user must say it."""
+    found = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        else:
+            found[field.name] = None if field.default is dataclasses.MISSING else field.default
+    return found
