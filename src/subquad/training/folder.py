@@ -47,22 +47,25 @@ class Folder:
     def best(self, step: int) -> Path:
         return self.path / "best" / checkpoints.name_of(step)
 
-    def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
-        """Begin or go on; ValueError if this run must not be written here. Rank 0 calls it."""
-        written = self.path / CONFIG
-        if written.exists() and not resume:
+    def check(self, config: RunConfig, resume: bool) -> None:
+        """ValueError if this run must not be written here; writes nothing."""
+        if not (self.path / CONFIG).exists():
+            return
+        if not resume:
             raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
+        changed = _changes(config, read_config(self.path))
+        if changed:
+            raise ValueError(f"{self.path} was begun with other settings and cannot be resumed: {'; '.join(changed)}")
+
+    def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
+        """Begin or go on. Rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
+        written = self.path / CONFIG
         self._take()
         if not written.exists():
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
             write_json(written, {**config.to_dict(), **_circumstances(device)})
             return Opened(None, notes)
-        changed = _changes(config, read_config(self.path))
-        if changed:
-            raise ValueError(
-                f"{self.path} was begun with other settings, so it cannot be resumed: {'; '.join(changed)}"
-            )
         if (self.path / RESULT).exists():
             return Opened(None, [], json.loads((self.path / RESULT).read_text()))
         found, notes = checkpoints.newest(self.checkpoints)

@@ -12,7 +12,6 @@ from rich.console import Console
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import join, restarted
-from subquad.training.feed import pieces_of
 from subquad.training.folder import Folder
 from subquad.training.log import Log
 from subquad.training.run import Result, Run, Stopped
@@ -42,14 +41,17 @@ def train(
     folder = Folder(Path(out))
     config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
     try:
-        pieces_of(training.batch, training.micro_batch, ranks.world)
-        opened = ranks.decide(lambda: folder.open(config, resume or restarted(), str(ranks.device)))
+        resume = resume or restarted()
+        ranks.decide(lambda: folder.check(config, resume))
+        run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
+        opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
         if ranks.first:
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
             return Result(**opened.result)
-        run = Run(task, config, folder, ranks, opened.checkpoint)
+        if opened.checkpoint is not None:
+            run.load(opened.checkpoint)
         with Log(folder.path if ranks.first else None, console, task.name, run.step) as log, Signals(log) as signals:
             return run.go(log, signals, leg)
     except OSError as error:

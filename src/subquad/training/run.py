@@ -64,11 +64,14 @@ class Result:
 class Run:
     """The state of a run, and what is done with it."""
 
-    def __init__(self, task: Task, config: RunConfig, folder: Folder, ranks: Ranks, checkpoint: Checkpoint | None):
+    def __init__(self, task: Task, config: RunConfig, folder: Folder, ranks: Ranks):
         self.task, self.folder, self.ranks = task, folder, ranks
         self.training = training = config.training
         self.config = config
         device = ranks.device
+        self.pieces = pieces_of(training.batch, training.micro_batch, ranks.world)
+        self.source = task.source("train")
+        self.order = Order(len(self.source), training.batch, training.seed, training.shuffle)
         torch.manual_seed(training.seed)
         self.model = make_model(task, config.model).to(device)
         self.wired = Wired(task, self.model)
@@ -86,14 +89,12 @@ class Run:
         # since the last log line: loss, targets, gradient norms, updates
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.totals = {"examples": 0.0, "tokens": 0.0}
-        if checkpoint is not None:
-            self._load(checkpoint)
         self.begun = time.perf_counter()
 
     def go(self, log: Log, signals: Signals, leg: float | None) -> Result:
-        training, source = self.training, self.task.source("train")
-        order = Order(len(source), training.batch, training.seed, training.shuffle)
-        feed = Feed(source, order, pieces_of(training.batch, training.micro_batch, self.ranks.world), self.ranks)
+        training = self.training
+        feed = Feed(self.source, self.order, self.pieces, self.ranks)
+        self.begun = time.perf_counter()
         self.wired.train()
         parameters = sum(p.numel() for p in self.model.parameters())
         if self.step == 0:
@@ -276,7 +277,8 @@ class Run:
             self.folder.prune(self.training.keep, None if self.best is None else self.best["step"])
         self.saved = self.step
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from there."""
         facts = checkpoint.facts
         prefix = "optimiser/"
         shapes = {n.removeprefix(prefix): s for n, s in checkpoint.shapes().items() if n.startswith(prefix)}
