@@ -87,7 +87,7 @@ def get(file: File) -> Path:
 
 
 def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
-    """A file that `make` writes once, beside the data or, where that cannot be written, in the user's cache directory.
+    """A file or folder that `make` writes once, beside the data or, where nobody may write there, in the user's cache.
 
     It is made anew when a source has changed."""
     marks = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in sources)
@@ -105,12 +105,14 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A path to write to, that becomes `path` when all went well and is removed when not."""
+    """A path for a file or folder, that becomes `path` when all went well and is removed when not."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield new
         os.replace(new, path)
     finally:
+        if new.is_dir():
+            shutil.rmtree(new)
         new.unlink(missing_ok=True)
 
 

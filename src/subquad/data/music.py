@@ -97,8 +97,8 @@ def from_song(song: Song, voices: int = VOICES) -> np.ndarray:
         if 1 < len(channels) <= voices:
             grid[start:end, channels.index(note.channel)] = pitch
         else:
-            for row in sounding[start:end]:
-                row.add(pitch)
+            for held in sounding[start:end]:
+                held.add(pitch)
     for row, pitches in enumerate(sounding):
         if pitches:
             highest = sorted(pitches, reverse=True)[:voices]

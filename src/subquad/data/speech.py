@@ -1,0 +1,314 @@
+"""Speech: frames of features and the phones or letters that are said.
+
+an4      Carnegie Mellon's Census database of 1991: people spell and say names, numbers and dates,
+         http://www.speech.cs.cmu.edu/databases/an4, free for any purpose; here as 13 mel cepstra, 100 frames a second:
+         948 utterances of 74 people and 130 of ten others, 69 to 639 frames; 33 phones by its dictionary. Every tenth
+         person of the training part is held out for validation
+digits   Free Spoken Digit Dataset, Z. Jackson et al., https://github.com/Jakobovski/free-spoken-digit-dataset,
+         CC BY-SA 4.0: 3,000 recordings of six people at 8 kHz, {digit}_{speaker}_{index}.wav, as 40 log-mel energies;
+         indices 0 to 4 for testing as published, 5 to 9 for validation
+folder   your own WAV files and transcripts, as 40 log-mel energies
+
+Symbol 0 is CTC's blank and fills targets up.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.data import audio, files
+
+CEPSTRA = 13
+FILTERS = 40
+AN4 = files.File(
+    "an4",
+    home="http://www.speech.cs.cmu.edu/databases/an4, the archive of mel cepstra with the folders etc and feat",
+)
+FSDD = files.File(
+    "fsdd/recordings",
+    home="https://github.com/Jakobovski/free-spoken-digit-dataset, its folder recordings",
+    also=("free-spoken-digit-dataset/recordings", "free-spoken-digit-dataset-master/recordings"),
+)
+DIGITS = {  # as the CMU Pronouncing Dictionary has them
+    "zero": "Z IH R OW",
+    "one": "W AH N",
+    "two": "T UW",
+    "three": "TH R IY",
+    "four": "F AO R",
+    "five": "F AY V",
+    "six": "S IH K S",
+    "seven": "S EH V AH N",
+    "eight": "EY T",
+    "nine": "N AY N",
+}
+PARTS = {"train": ("train", "training"), "validation": ("validation", "valid", "dev", "val"), "test": ("test",)}
+
+
+class Said(NamedTuple):
+    """An utterance before its sound is read."""
+
+    name: str
+    sound: Path
+    symbols: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Utterances:
+    """A source: {"frames": [B, T, D] float32, "lengths": [B], "targets": [B, U] int64, "target_lengths": [B]}, padded
+    with zeros to the longest of the batch. Frames have mean 0 and deviation 1 over the training part."""
+
+    names: tuple[str, ...]
+    frames: np.ndarray  # [sum of T, D], as read, may be memory-mapped
+    starts: np.ndarray  # [N + 1]
+    targets: np.ndarray  # [sum of U]
+    target_starts: np.ndarray  # [N + 1]
+    mean: np.ndarray  # [D]
+    deviation: np.ndarray  # [D]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
+        frames = [self.frames[self.starts[i] : self.starts[i + 1]] for i in indices]
+        targets = [self.targets[self.target_starts[i] : self.target_starts[i + 1]] for i in indices]
+        lengths, target_lengths = ([len(part) for part in parts] for parts in (frames, targets))
+        padded = torch.zeros(len(frames), max(lengths), self.frames.shape[1])
+        symbols = torch.zeros(len(targets), max(target_lengths), dtype=torch.int64)
+        for row, (part, said) in enumerate(zip(frames, targets, strict=True)):
+            padded[row, : len(part)] = torch.from_numpy((part - self.mean) / self.deviation)
+            symbols[row, : len(said)] = torch.from_numpy(said)
+        return {
+            "frames": padded,
+            "lengths": torch.tensor(lengths),
+            "targets": symbols,
+            "target_lengths": torch.tensor(target_lengths),
+        }
+
+
+class Speech(NamedTuple):
+    name: str  # as results should call it
+    train: Utterances
+    validation: Utterances
+    test: Utterances
+    symbols: tuple[str, ...]  # symbols[0] is the blank
+
+
+def an4() -> Speech:
+    root = files.get(AN4)
+    phones = ("", *(p for p in files.read(root / "etc/an4.phone").decode().split() if p != "SIL"))
+    words = read_dictionary(root / "etc/an4.dic")
+    words["A"] = words.get("A(2)", words["A"])  # a letter here, not the article that the dictionary has first
+    training = _an4_part(root, "train", words)
+    people = sorted({_speaker(said) for said in training})[9::10]
+    parts = {
+        "train": [said for said in training if _speaker(said) not in people],
+        "validation": [said for said in training if _speaker(said) in people],
+        "test": _an4_part(root, "test", words),
+    }
+    return _speech("AN4", parts, phones, lambda said: read_cepstra(said.sound), CEPSTRA, keep=False)
+
+
+def digits() -> Speech:
+    folder, parts = files.get(FSDD), {part: list[Said]() for part in PARTS}
+    words = tuple(DIGITS)
+    for path in sorted(folder.glob("*.wav")):
+        found = re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem)
+        if found is None:
+            raise files.Broken(f"{path} is not a spoken digit: their names are like 7_jackson_32.wav")
+        part = "test" if int(found[3]) < 5 else "validation" if int(found[3]) < 10 else "train"
+        parts[part].append(Said(path.stem, path, tuple(DIGITS[words[int(found[1])]].split())))
+    if not all(parts.values()):
+        raise files.Broken(f"{folder} does not hold the recordings of the Free Spoken Digit Dataset")
+    phones = ("", *sorted({phone for word in DIGITS.values() for phone in word.split()}))
+    return _speech("Free Spoken Digit Dataset", parts, phones, _log_mel, FILTERS)
+
+
+def folder(path: str | Path) -> Speech:
+    """WAV files and transcripts under `path`, in folders train, validation and test, or all in one, of which every
+    tenth utterance is then for validation and every tenth for testing.
+
+    What is said stands beside a WAV file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
+    *.trans.txt) or "words (name)" (*.transcription). With a dictionary at the top (lexicon.txt, *.dic, *.dict; lines
+    "WORD PHONE PHONE") targets are phones, else letters. Kaldi's wav.scp says where the sound lies, if it is there.
+    """
+    root = Path(path).expanduser()
+    root = root if root.is_dir() else files.folder() / root
+    if not root.is_dir():
+        raise files.Missing(f"{path} is not a folder here or in {files.folder()}: speech is a folder of WAV files")
+    dictionaries = [p for name in ("lexicon.txt", "*.dic", "*.dict") for p in sorted(root.glob(name))]
+    words = read_dictionary(dictionaries[0]) if dictionaries else None
+    parts = {part: next((root / n for n in names if (root / n).is_dir()), None) for part, names in PARTS.items()}
+    found = {part: _said(place, words) for part, place in parts.items() if place is not None}
+    if len(found) < 3:
+        if found:
+            raise files.Broken(f"{root} holds {', '.join(found)} only: accepted are folders train, validation and test")
+        everything = _said(root, words)
+        if len(everything) < 10:
+            raise files.Broken(f"{root} holds {len(everything)} utterances: ten or more can be split")
+        held = {"validation": everything[8::10], "test": everything[9::10]}
+        found = {"train": [said for n, said in enumerate(everything) if n % 10 < 8], **held}
+    symbols = ("", *sorted({symbol for part in found.values() for said in part for symbol in said.symbols}))
+    return _speech(root.name, found, symbols, _log_mel, FILTERS)
+
+
+def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
+    """Lines of a word and its phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
+    lines = (line.split() for line in files.read(path).decode("utf-8").splitlines())
+    words: dict[str, tuple[str, ...]] = {}
+    for line in lines:
+        if line and not line[0].startswith(";;;"):
+            words.setdefault(line[0], tuple(line[1:]))
+    return words
+
+
+def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
+    """[T, width] float32 of a Sphinx .mfc file: the number of values as an int32, then the values, of either endian."""
+    data = files.read(path)
+    for order in "><":
+        if (
+            len(data) >= 4
+            and int(np.frombuffer(data, f"{order}i4", 1)[0]) * 4 == len(data) - 4
+            and (len(data) - 4) % (4 * width) == 0
+        ):
+            return np.frombuffer(data, f"{order}f4", offset=4).reshape(-1, width).astype(np.float32)
+    raise files.Broken(f"{path} is not a whole file of {width} mel cepstra a frame: it holds {len(data):,} bytes")
+
+
+def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Said]:
+    sounds = files.read(root / f"etc/an4_{part}.fileids").decode().split()
+    path = root / f"etc/an4_{part}.transcription"
+    spoken = _transcripts(path)
+    found = []
+    for sound in sounds:
+        name = sound.rpartition("/")[2]
+        if name not in spoken:
+            raise files.Broken(f"{path} has no line for {name}")
+        found.append(Said(sound, root / "feat" / f"{sound}.mfc", _phones(spoken[name], words, path)))
+    return found
+
+
+def _speaker(said: Said) -> str:
+    return said.sound.parent.name
+
+
+def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
+    """The utterances of a folder, by name."""
+    lists = [p for name in ("text", "transcripts.txt", "*.trans.txt", "*.transcription") for p in place.rglob(name)]
+    spoken = {name: (line, path) for path in lists for name, line in _transcripts(path).items()}
+    scp = place / "wav.scp"
+    sounds = _wav_scp(scp) if scp.exists() else {path.stem: path for path in place.rglob("*.wav")}
+    found = []
+    for name, sound in sorted(sounds.items()):
+        own = sound.with_suffix(".txt")
+        if name not in spoken and not own.exists():
+            raise files.Broken(f"{sound} has no transcript: neither {own.name} nor a line for {name} in {place}")
+        line, path = spoken[name] if name in spoken else (files.read(own).decode("utf-8"), own)
+        letters = tuple(" ".join(line.split()).lower())
+        found.append(Said(name, sound, letters if words is None else _phones(line, words, path)))
+    if not found:
+        raise files.Broken(f"{place} holds no WAV files")
+    return found
+
+
+def _transcripts(path: Path) -> dict[str, str]:
+    """Lines "name words", or "words (name)" in files of Sphinx."""
+    lines = [line.strip() for line in files.read(path).decode("utf-8").splitlines() if line.strip()]
+    if path.suffix != ".transcription":
+        return {name: words for name, _, words in (line.partition(" ") for line in lines)}
+    found = {}
+    for line in lines:
+        match = re.fullmatch(r"(.*)\((\S+)\)", line)
+        if match is None:
+            raise files.Broken(f"{path} holds a line that does not end in (name): {line}")
+        found[match[2]] = match[1]
+    return found
+
+
+def _wav_scp(path: Path) -> dict[str, Path]:
+    found = {}
+    for line in files.read(path).decode("utf-8").splitlines():
+        name, _, sound = line.strip().partition(" ")
+        if sound.endswith("|"):
+            raise files.Broken(f"{path} makes the sound of {name} by a command: accepted are paths of WAV files")
+        found[name] = path.parent / sound
+    return found
+
+
+def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[str, ...]:
+    said = [word for word in line.split() if word not in ("<s>", "</s>", "<sil>")]
+    spelt = [word if word in words else word.upper() if word.upper() in words else word.lower() for word in said]
+    for word in spelt:
+        if word not in words:
+            raise files.Broken(f"{path} says {word!r}, which the dictionary does not have")
+    return tuple(phone for word in spelt for phone in words[word])
+
+
+def _log_mel(said: Said) -> np.ndarray:
+    return audio.log_mel(*audio.read_wav(said.sound), FILTERS).numpy()
+
+
+def _speech(
+    name: str,
+    parts: Mapping[str, Sequence[Said]],
+    symbols: tuple[str, ...],
+    features: Callable[[Said], np.ndarray],
+    width: int,
+    keep: bool = True,
+) -> Speech:
+    """Features are made once and kept, unless they only have to be read."""
+    number = {symbol: n for n, symbol in enumerate(symbols)}
+    sounds = {}
+    for part, said in parts.items():
+        if keep:
+            paths = [utterance.sound for utterance in said]
+            place = files.prepared(f"{name}.{part}.frames", _make_frames(said, features), *paths)
+            starts = np.load(place / "starts.npy")
+            sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(-1, width), starts)
+        else:
+            found = [features(utterance) for utterance in said]
+            sounds[part] = (np.concatenate(found), np.cumsum([0, *map(len, found)]))
+    mean, deviation = _moments(sounds["train"][0])
+    made = {
+        part: Utterances(
+            names=tuple(utterance.name for utterance in said),
+            frames=sounds[part][0],
+            starts=sounds[part][1],
+            targets=np.array([number[symbol] for utterance in said for symbol in utterance.symbols], np.int64),
+            target_starts=np.cumsum([0, *(len(utterance.symbols) for utterance in said)]),
+            mean=mean,
+            deviation=deviation,
+        )
+        for part, said in parts.items()
+    }
+    return Speech(name, made["train"], made["validation"], made["test"], symbols)
+
+
+def _make_frames(said: Iterable[Said], features: Callable[[Said], np.ndarray]) -> Callable[[Path], None]:
+    def make(new: Path) -> None:
+        new.mkdir()
+        starts = [0]
+        with (new / "frames.f32").open("wb") as file:
+            for utterance in said:
+                frames = features(utterance)
+                starts.append(starts[-1] + len(frames))
+                file.write(frames.astype(np.float32).tobytes())
+        np.save(new / "starts.npy", starts)
+
+    return make
+
+
+def _moments(frames: np.ndarray, piece: int = 1 << 20) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of every feature, some frames at a time: they may be many."""
+    total, squares = np.zeros(frames.shape[1]), np.zeros(frames.shape[1])
+    for start in range(0, len(frames), piece):
+        part = np.asarray(frames[start : start + piece], np.float64)
+        total, squares = total + part.sum(0), squares + (part**2).sum(0)
+    mean = total / len(frames)
+    deviation = np.sqrt(np.maximum(squares / len(frames) - mean**2, 1e-10))
+    return mean.astype(np.float32), deviation.astype(np.float32)
