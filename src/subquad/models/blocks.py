@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer, keep
 from subquad.models.config import MixerConfig, TransformerConfig
+from subquad.ops.feed_forward import feed_forward, pays
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
@@ -120,7 +121,20 @@ class Block(nn.Module):
             query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
             y = self.cross(query, context=memory, context_lengths=memory_lengths)[:, 0]
             stream = self.cross_residual.write(stream, y)
-        return self.ff_residual.write(stream, self.ff(self.ff_residual.read(stream))), state
+        return self._feed(stream), state
+
+    def _feed(self, stream: Stream) -> Stream:
+        """The feed-forward on its residual; without gradients it is one pass over the tokens of a step."""
+        ff, norm = self.ff, self.ff_residual.norm
+        if len(stream) == 2 or self.training or ff.gated or not pays(stream[0], ff.inner.weight):
+            return self.ff_residual.write(stream, ff(self.ff_residual.read(stream)))
+        y = feed_forward(
+            stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,
+            norm.bias if isinstance(norm, nn.LayerNorm) else None, eps=norm.eps or torch.finfo(stream[0].dtype).eps,
+            activation="relu" if ff.activation == "relu" else "gelu",
+            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not self.ff_residual.post,
+        )  # fmt: skip
+        return (y,)
 
     def branches(
         self, lengths: Tensor | None, memory_lengths: Tensor | None

@@ -1,0 +1,110 @@
+# ruff: noqa: ARG001 (a fake kernel has the signature of the operator and reads only shapes)
+"""The feed-forward of a block with its residual and its norm, in one pass: y = norm(x + W₂ act(W₁x + b₁) + b₂).
+
+With one token a row, as in decoding, the products are short and what lies between them is as wide as they are: written
+and read back it costs as much time as the products. Here the inner vectors never leave a multiprocessor.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.ops.impl import Impl, choose
+
+Activation = Literal["relu", "gelu"]
+Norm = Literal["layer", "rms"]
+ROWS = 1024  # fewer rows than this leave most of a GPU idle, as a program takes many of them
+
+
+def feed_forward(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    b_out: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    *,
+    eps: float,
+    activation: Activation = "relu",
+    norm: Norm = "layer",
+    pre: bool = False,
+    impl: Impl = "auto",
+) -> Tensor:
+    """x [B, D], w_in [F, D], w_out [D, F] -> [B, D]; pre: y = x + W₂ act(W₁ norm(x) + b₁) + b₂. Without gradients."""
+    if choose(impl, "feed_forward", x, _unsupported(x, w_in)) == "torch":
+        h = _norm(x, norm_weight, norm_bias, eps, norm) if pre else x
+        h = F.linear(h, w_in, b_in)
+        y = x + F.linear(F.relu(h) if activation == "relu" else F.gelu(h), w_out, b_out)
+        return y if pre else _norm(y, norm_weight, norm_bias, eps, norm)
+    return torch.ops.subquad.feed_forward(
+        x.contiguous(), w_in, b_in, w_out, b_out, norm_weight, norm_bias, eps, activation, norm, pre
+    )
+
+
+def pays(x: Tensor, w_in: Tensor) -> bool:
+    """Whether the fused pass serves this call, and is faster than its parts."""
+    wanted = x.ndim == 2 and x.shape[0] >= ROWS and x.is_cuda and not torch.is_grad_enabled()
+    return wanted and choose("auto", "feed_forward", x, _unsupported(x, w_in)) == "triton"
+
+
+def _unsupported(x: Tensor, w_in: Tensor) -> str | None:
+    inner, width = w_in.shape
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != w_in.dtype:
+        return f"{x.dtype}, where 16-bit types are served"
+    if width not in (64, 128, 256) or inner % 64:
+        return f"widths {width} and {inner}, where 64, 128 or 256 and a multiple of 64 are served"
+    return None
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm) -> Tensor:
+    if norm == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+torch.library.define(
+    "subquad::feed_forward",
+    "(Tensor x, Tensor w_in, Tensor b_in, Tensor w_out, Tensor b_out, Tensor weight, Tensor? bias, float eps,"
+    " str activation, str norm, bool pre) -> Tensor",
+)
+
+
+@torch.library.impl("subquad::feed_forward", "CompositeExplicitAutograd")
+def _fused(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    b_out: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    norm: str,
+    pre: bool,
+) -> Tensor:
+    from subquad.ops.feed_forward_triton import launch
+
+    y = torch.empty_like(x)
+    launch(x, w_in, b_in, w_out, b_out, weight, bias, y, eps, activation, norm, pre)
+    return y
+
+
+@torch.library.register_fake("subquad::feed_forward")
+def _(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    b_out: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    norm: str,
+    pre: bool,
+) -> Tensor:
+    return torch.empty_like(x)

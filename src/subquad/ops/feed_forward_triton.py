@@ -1,0 +1,85 @@
+"""The kernel of `feed_forward`: a program takes BM rows through both products, BF inner columns at a time.
+
+It has the shape of flash attention: rows of W₁ are keys, columns of W₂ values, the activation stands for softmax.
+
+Legend: R rows, D width, F inner width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from subquad.ops.linear_triton import INTERPRETED
+
+
+class Config(NamedTuple):
+    rows: int  # BM
+    inner: int  # BF
+    warps: int
+    stages: int
+
+
+CONFIG = Config(128, 64, 8, 2)
+
+
+@triton.jit
+def _normed(h, g, c, eps, D: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr):
+    """Rows of h [BM, D] float32 at unit size."""
+    d = tl.arange(0, D)
+    if not RMS:
+        h -= (tl.sum(h, 1) / D)[:, None]
+    h *= tl.rsqrt(tl.sum(h * h, 1) / D + eps)[:, None]
+    h *= tl.load(g + d).to(tl.float32)[None, :]
+    if BIAS:
+        h += tl.load(c + d).to(tl.float32)[None, :]
+    return h
+
+
+@triton.jit
+def block(
+    x, w1, b1, w2, b2, g, c, y, R, eps,
+    D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+    GELU: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, PRE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """y = norm(x + W₂ act(W₁x + b₁) + b₂), or with PRE the norm before W₁."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    d = tl.arange(0, D)
+    f = tl.arange(0, BF)
+    tile = r.to(tl.int64)[:, None] * D + d[None, :]
+    there = (r < R)[:, None]
+    h = tl.load(x + tile, mask=there, other=0.0)
+    if PRE:
+        h = _normed(h.to(tl.float32), g, c, eps, D, RMS, BIAS)
+    h = h.to(DOT)
+    acc = tl.zeros((BM, D), tl.float32)
+    for f0 in range(0, F, BF):
+        first = tl.load(w1 + (f0 + f)[:, None] * D + d[None, :]).to(DOT)  # [BF, D]
+        u = tl.dot(h, tl.trans(first)) + tl.load(b1 + f0 + f).to(tl.float32)[None, :]
+        if GELU:
+            u = 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
+        else:
+            u = tl.maximum(u, 0.0)
+        second = tl.load(w2 + d[:, None] * F + (f0 + f)[None, :]).to(DOT)  # [D, BF]
+        acc = tl.dot(u.to(DOT), tl.trans(second), acc)
+    acc += tl.load(x + tile, mask=there, other=0.0).to(tl.float32) + tl.load(b2 + d).to(tl.float32)[None, :]
+    if not PRE:
+        acc = _normed(acc, g, c, eps, D, RMS, BIAS)
+    tl.store(y + tile, acc.to(y.dtype.element_ty), mask=there)
+
+
+def launch(
+    x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, weight: Tensor, bias: Tensor | None,
+    y: Tensor, eps: float, activation: str, norm: str, pre: bool,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    cfg = CONFIG
+    half = tl.float16 if x.dtype is torch.float16 else tl.bfloat16
+    block[(triton.cdiv(rows, cfg.rows),)](
+        x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, y, rows, eps,
+        D=width, F=w_in.shape[0], BM=cfg.rows, BF=cfg.inner, GELU=activation == "gelu", RMS=norm == "rms",
+        BIAS=bias is not None, PRE=pre, DOT=tl.float32 if INTERPRETED else half,
+        num_warps=cfg.warps, num_stages=cfg.stages,
+    )  # fmt: skip
