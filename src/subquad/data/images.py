@@ -1,11 +1,17 @@
 """Images as sequences of bytes, all of a set in one tensor, so that a batch is one index."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from subquad.data import files
+
+Part = tuple[np.ndarray, np.ndarray]
 
 
 class Images(NamedTuple):
@@ -36,3 +42,37 @@ class Pixels:
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
         return {"pixels": self.images.pixels[rows], "labels": self.images.labels[rows]}
+
+
+def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]], *sources: Path) -> Images:
+    """Images made once into one file, memory-mapped from then on; `parts` gives (pixels [n, T], labels [n]) in turn."""
+
+    def make(new: Path) -> None:
+        new.mkdir()
+        labels = []
+        with (new / "pixels.u8").open("wb") as file:
+            for pixels, part in parts():
+                file.write(np.ascontiguousarray(pixels, np.uint8).tobytes())
+                labels.append(np.asarray(part, np.int64))
+        np.save(new / "labels.npy", np.concatenate(labels))
+
+    place = files.prepared(f"{name}.images", make, *sources)
+    labels = np.load(place / "labels.npy")
+    pixels = np.memmap(place / "pixels.u8", np.uint8, mode="c").reshape(len(labels), -1)  # torch asks for write access
+    return Images(torch.from_numpy(pixels), torch.from_numpy(labels), shape)
+
+
+def read_picture(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """[H, W, 3] uint8 of a PNG or JPEG file; grey ones get three equal channels."""
+    from matplotlib.image import imread
+
+    try:
+        found = np.asarray(imread(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise files.Broken(f"{path} is not a whole picture: {error}") from error
+    if found.dtype != np.uint8:
+        found = np.round(found * 255).astype(np.uint8)  # PNG comes as 0 to 1
+    found = np.repeat(found[..., None], 3, axis=2) if found.ndim == 2 else found[..., :3]
+    if found.shape != shape:
+        raise files.Broken(f"{path} is a picture of {found.shape}: accepted are {shape}")
+    return found

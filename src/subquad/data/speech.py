@@ -102,8 +102,7 @@ class Speech(NamedTuple):
 def an4() -> Speech:
     root = files.get(AN4)
     phones = ("", *(p for p in files.read(root / "etc/an4.phone").decode().split() if p != "SIL"))
-    words = read_dictionary(root / "etc/an4.dic")
-    words["A"] = words.get("A(2)", words["A"])  # a letter here, not the article that the dictionary has first
+    words = dictionary("an4")
     training = _an4_part(root, "train", words)
     people = sorted({_speaker(said) for said in training})[9::10]
     parts = {
@@ -155,6 +154,17 @@ def folder(path: str | Path) -> Speech:
         found = {"train": [said for n, said in enumerate(everything) if n % 10 < 8], **held}
     symbols = ("", *sorted({symbol for part in found.values() for said in part for symbol in said.symbols}))
     return _speech(root.name, found, symbols, _log_mel, FILTERS)
+
+
+def dictionary(name: str = "an4") -> dict[str, tuple[str, ...]]:
+    """The words of a set and their phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
+    if name == "digits":
+        return {word: tuple(phones.split()) for word, phones in DIGITS.items()}
+    if name != "an4":
+        raise ValueError(f"name={name!r} has no dictionary: accepted are 'an4' and 'digits'")
+    words = read_dictionary(files.get(AN4) / "etc/an4.dic")
+    words["A"] = words.get("A(2)", words["A"])  # a letter here, not the article that the file has first
+    return words
 
 
 def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:

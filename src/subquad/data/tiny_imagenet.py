@@ -1,0 +1,57 @@
+"""Tiny ImageNet: 200 classes of ImageNet at 64 x 64 pixels.
+
+Source   Stanford's course CS231n, http://cs231n.stanford.edu/tiny-imagenet-200.zip, JPEG files
+Licence  ImageNet's, for research
+Sizes    100,000 + 10,000 images, 12,288 bytes each; 10,000 more without labels are left out
+Split    as published; its validation images are the test part here, because its test images have no labels
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from subquad.data import files
+from subquad.data.images import Images, Part, packed, read_picture
+
+SHAPE = (64, 64, 3)
+FOLDER = files.File(
+    "tiny-imagenet-200",
+    home="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    url="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    sha256="6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
+    unpack="zip",
+)
+
+
+def load() -> tuple[Images, Images]:
+    """(training, test)"""
+    folder = files.get(FOLDER)
+    classes = files.read(folder / "wnids.txt").decode().split()
+    train, val = folder / "train", folder / "val"
+    return (
+        packed("tiny_imagenet.train", SHAPE, partial(_read_training, train, classes), train),
+        packed("tiny_imagenet.val", SHAPE, partial(_read_validation, val, classes), val / "val_annotations.txt"),
+    )
+
+
+def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
+    """A folder for each class, one after the other."""
+    for label, name in enumerate(classes):
+        paths = sorted((folder / name / "images").glob("*.JPEG"), key=lambda path: (len(path.name), path.name))
+        if not paths:
+            raise files.Broken(f"{folder / name / 'images'} holds no JPEG files: the set is not whole")
+        for path in paths:
+            yield read_picture(path, SHAPE), np.array([label])
+
+
+def _read_validation(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
+    """A list of file, class and box."""
+    for line in files.read(folder / "val_annotations.txt").decode().splitlines():
+        name, label, *_ = line.split()
+        if label not in classes:
+            raise files.Broken(
+                f"{folder / 'val_annotations.txt'} says that {name} is a {label}, which wnids.txt has not"
+            )
+        yield read_picture(folder / "images" / name, SHAPE), np.array([classes.index(label)])
