@@ -162,7 +162,8 @@ def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor
 
 def phone_pairs() -> list[tuple[str, str]]:
     """(word, its phones with blanks between them), in a fixed random order; a word's other pronunciations left out."""
-    from subquad.data import speech
+    from subquad.data import files, speech
 
-    pairs = [(word, " ".join(phones)) for word, phones in sorted(speech.dictionary("an4").items()) if "(" not in word]
+    found = speech.read_dictionary(files.get(speech.AN4) / "etc/an4.dic")
+    pairs = [(word, " ".join(phones)) for word, phones in sorted(found.items()) if "(" not in word]
     return [pairs[int(i)] for i in np.random.default_rng(0).permutation(len(pairs))]

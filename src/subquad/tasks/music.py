@@ -1,0 +1,166 @@
+"""Music token after token: chorales as notes of four voices, sound as µ-law samples; what a model writes can be played.
+
+Paper     Child et al. 2019, arXiv:1904.10509, §7.4: raw audio, strided attention
+chorales  the four voices of a sixteenth note, then of the next; training pieces are moved by some semitones each epoch
+audio     samples of a WAV file or of all in a folder, one after the other
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from subquad.data import audio, music
+from subquad.data.text import Corpus, Windows
+from subquad.mechanisms.base import at_least, one_of
+from subquad.models import LanguageModel
+from subquad.models.generation import largest_batch
+from subquad.models.loss import cross_entropy
+from subquad.models.sampling import Sampling
+from subquad.tasks.text import COLUMNS
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+
+SETS = ("chorales", "audio")
+IGNORED = -100
+START = (
+    music.VOCAB
+)  # the token before the first note, the last of the vocabulary; sound has none: it goes on from silence
+LONGEST = 2560  # tokens of the longest chorale
+
+
+@dataclass(frozen=True)
+class Music(Task):
+    set: str = "chorales"
+    path: str | None = None  # a folder of MIDI files, or WAV files; None: Bach's chorales, the Free Spoken Digits
+    length: int | None = None  # tokens a window holds; None: 1,024 of chorales, 8,192 of audio
+    rate: int = 8000  # of audio: samples a second
+    transpose: int = 5  # of chorales: semitones up or down in training
+
+    name: ClassVar[str] = "music"
+    metric: ClassVar[str] = "bits/token"
+    model: ClassVar[Mapping[str, Any]] = {
+        "mechanism": ["strided", {"stride": 64}],
+        "dim": 256,
+        "depth": 6,
+        "heads": 8,
+        "dropout": 0.1,
+    }
+    training: ClassVar[TrainingConfig] = TrainingConfig(
+        steps=5000, batch=16, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, set=SETS)
+        at_least(self, rate=100, transpose=0)
+        if self.length is not None:
+            at_least(self, length=8)
+
+    @property
+    def window(self) -> int:
+        return self.length or (1024 if self.set == "chorales" else 8192)
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        """Of chorales the positions are a grid by default: a sixteenth, and the voice in it."""
+        given: dict[str, Any] = dict(fields)
+        if self.set == "chorales":
+            given = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST, **given}
+            if given["positions"] == "grid":
+                given.setdefault("shape", (-(-LONGEST // music.VOICES), music.VOICES))
+        else:
+            given = {"vocab": audio.LEVELS, "max_length": self.window, **given}
+            if given.get("positions") == "grid":
+                given.setdefault("shape", (-(-self.window // COLUMNS), COLUMNS))
+        return LanguageModel(**given)
+
+    def source(self, split: Split) -> Source:
+        training = split == "train"
+        if self.set == "audio":
+            return Windows(getattr(_sound(self.path, self.rate), split), self.window, shifted=training)
+        pieces = getattr(_grids(self.path), split)
+        return music.Pieces(pieces, self.window if training else LONGEST, self.transpose if training else 0)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return self._score(model, batch)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        return {"nats": self._score(model, batch)}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        total, count = sums["nats"]
+        bits = total / max(count, 1) / math.log(2)
+        return {"bits/token": bits, **({"nats/sixteenth": 4 * bits * math.log(2)} if self.set == "chorales" else {})}
+
+    def _score(self, model: nn.Module, batch: Batch) -> Loss:
+        tokens = batch["tokens"].long()
+        if self.set == "audio":  # a window goes on from somewhere: its first sample is given
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            at = torch.arange(targets.shape[1], device=tokens.device)
+            targets = targets.masked_fill(at < batch["first"][:, None], IGNORED)
+        else:
+            inputs = nn.functional.pad(tokens[:, :-1], (1, 0), value=START)
+            at = torch.arange(tokens.shape[1], device=tokens.device)
+            targets = tokens.masked_fill(at >= batch["lengths"][:, None], IGNORED)
+        total = cross_entropy(model(inputs), targets, ignore_index=IGNORED, reduction="sum")
+        return Loss(total, (targets != IGNORED).sum())
+
+
+@lru_cache(maxsize=1)
+def _sound(path: str | None, rate: int) -> Corpus:
+    return music.sound(rate=rate) if path is None else music.sound(path, rate)
+
+
+@lru_cache(maxsize=1)
+def _grids(path: str | None) -> music.Grids:
+    return music.chorales() if path is None else music.midi_files(Path(path))
+
+
+def write_pieces(
+    model: LanguageModel,
+    out: Path,
+    *,
+    count: int = 4,
+    steps: int | None = None,
+    rate: int = 8000,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+) -> list[Path]:
+    """Pieces by a trained model, a file each: MIDI of a model of chorales, WAV of a model of sound.
+
+    steps  tokens of a piece; None: 32 quarter notes of a chorale, a window of sound
+    """
+    vocab = model.config.embedding.vocab
+    if vocab not in (START + 1, audio.LEVELS):
+        raise ValueError(
+            f"vocab={vocab} is no model of music: accepted are {START + 1} (notes), {audio.LEVELS} (sound)"
+        )
+    notes = vocab == START + 1
+    longest = model.config.transformer.max_length or 8192
+    steps = min(512 if notes else longest, longest) if steps is None else steps
+    most = max(1, largest_batch(model, steps))
+    if notes:
+        sampling = Sampling(**{**vars(sampling or Sampling()), "exclude": (START,)})
+    parts = []
+    for begin in range(0, count, most):
+        prompt = torch.full((min(most, count - begin), 1), START if notes else audio.LEVELS // 2)
+        parts.append(model.generate(prompt, steps, sampling=sampling, seed=seed + begin).cpu())
+    return save(torch.cat(parts), out, notes, rate)
+
+
+def save(pieces: Tensor, out: Path, notes: bool, rate: int) -> list[Path]:
+    """One file a row of tokens [N, T]: out_1.mid, out_2.mid, ... or .wav."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for number, piece in enumerate(pieces, start=1):
+        path = out.with_name(f"{out.stem}_{number}.{'mid' if notes else 'wav'}")
+        if notes:
+            music.save_midi(piece, path)
+        else:
+            music.save_sound(piece, path, rate)
+        written.append(path)
+    return written

@@ -1,0 +1,147 @@
+"""Speech recognition without alignments: frames of sound to phones by CTC, judged by the phone error rate.
+
+Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.3: Wall Street Journal, 9 layers, 6 heads, non-causal, beside
+          a Bi-LSTM of 3 layers of 320 in each direction (`--mechanism lstm`)
+CTC       Graves et al. 2006: the probability of all ways to spread the phones and blanks over the frames
+Departs   the paper does not say its width (192 here, heads of 32 as in its other models) nor any augmentation; AN4 has
+          fifty minutes of speech and not 80 hours, so frames are stretched and masked anew in each epoch
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from subquad.data import speech
+from subquad.mechanisms.base import one_of, refuse
+from subquad.models import LSTM, Classifier
+from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
+from subquad.tasks.recurrent import lstm_fields
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+
+SETS = ("an4", "digits", "folder")
+STRETCH = 0.1  # an utterance becomes this much faster or slower at most
+MASKS, WIDEST = 2, 0.1  # stretches of silence put over an utterance, and their largest share of it
+
+
+@dataclass(frozen=True, eq=False)
+class Augmented:
+    """Utterances at other speeds and with gaps, drawn from the epoch and the index of each."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        made = self.source.batch(indices, epoch)
+        rows = [
+            _changed(frames[:size], int(said), np.random.default_rng([epoch, int(index)]))
+            for frames, size, said, index in zip(
+                made["frames"], made["lengths"].tolist(), made["target_lengths"], indices, strict=True
+            )
+        ]
+        lengths = torch.tensor([len(row) for row in rows])
+        return {**made, "frames": nn.utils.rnn.pad_sequence(rows, batch_first=True), "lengths": lengths}
+
+
+def _changed(frames: Tensor, said: int, random: np.random.Generator) -> Tensor:
+    """[T, D] -> [T', D]; never so short that what is said, with a blank between all, would not fit."""
+    size = max(round(len(frames) * random.uniform(1 - STRETCH, 1 + STRETCH)), min(len(frames), 2 * said + 1))
+    stretched = nn.functional.interpolate(frames.T[None], size=size, mode="linear", align_corners=False)[0].T
+    changed = stretched.contiguous()
+    for _ in range(MASKS):
+        width = int(random.integers(0, max(1, int(size * WIDEST)) + 1))
+        start = int(random.integers(0, size - width + 1))
+        changed[start : start + width] = 0  # the mean over the training part
+    return changed
+
+
+@dataclass(frozen=True)
+class Speech(Task):
+    set: str = "an4"
+    path: str | None = None  # of set="folder": WAV files and transcripts
+    augment: bool = True  # in training
+
+    name: ClassVar[str] = "speech"
+    metric: ClassVar[str] = "per"
+    model: ClassVar[Mapping[str, Any]] = {**PAPER_MODEL, "dim": 192, "depth": 9, "heads": 6, "norm_position": "pre"}
+    training: ClassVar[Any] = dataclasses.replace(
+        PAPER_TRAINING, steps=6000, batch=16, lr=5e-4, warmup=500, schedule="cosine"
+    )
+
+    def __post_init__(self) -> None:
+        one_of(self, set=SETS)
+        if (self.path is not None) != (self.set == "folder"):
+            refuse("path", self.path, 'a folder with set="folder", None with the others')
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        data = _load(self.set, self.path)
+        features, classes = data.train.frames.shape[1], len(data.symbols)
+        if fields.get("mechanism") == "lstm":
+            given = {"features": features, "outputs": classes, "bidirectional": True}
+            return LSTM(**{**given, **lstm_fields(fields, self.model)})
+        return Classifier(**{"features": features, "classes": classes, "pooling": "none", **fields})
+
+    def source(self, split: Split) -> Source:
+        found: Source = getattr(_load(self.set, self.path), split)
+        return Augmented(found) if split == "train" and self.augment else found
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return ctc(model(batch["frames"], batch["lengths"]), batch)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        logits = model(batch["frames"], batch["lengths"])
+        loss = ctc(logits, batch)
+        heard = decode(logits, batch["lengths"])
+        sizes = batch["target_lengths"].tolist()
+        said = [row[:n].tolist() for row, n in zip(batch["targets"].cpu(), sizes, strict=True)]
+        wrong = sum(edits(a, b) for a, b in zip(heard, said, strict=True))
+        return {"nats": loss, "per": (torch.full((), wrong, device=loss.total.device), loss.count)}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        return {"per": 100 * mean["per"], "bits/phone": mean["nats"] / math.log(2)}
+
+
+def ctc(logits: Tensor, batch: Batch) -> Loss:
+    """-log P(phones) of logits [B, T, symbols], of which symbol 0 is the blank."""
+    scores = logits.float().log_softmax(-1).transpose(0, 1)  # [T, B, symbols]
+    total = nn.functional.ctc_loss(
+        scores, batch["targets"], batch["lengths"], batch["target_lengths"], reduction="sum", zero_infinity=True
+    )
+    return Loss(total, batch["target_lengths"].sum())
+
+
+def decode(logits: Tensor, lengths: Tensor) -> list[list[int]]:
+    """The most probable symbol of each frame, repetitions once, blanks left out."""
+    best = logits.argmax(-1).cpu()
+    rows = [torch.unique_consecutive(row[:n]) for row, n in zip(best, lengths.tolist(), strict=True)]
+    return [row[row != 0].tolist() for row in rows]
+
+
+def edits(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Insertions, deletions and substitutions from one to the other, as few as can be (Levenshtein)."""
+    row = np.arange(len(theirs) + 1)
+    other = np.asarray(theirs)
+    for count, symbol in enumerate(ours, start=1):
+        # without insertions first; then each place may be reached from the left, one more a step
+        kept = np.minimum(row[1:] + 1, row[:-1] + (other != symbol))
+        best = np.concatenate(([count], kept))
+        steps = np.arange(len(best))
+        row = np.minimum.accumulate(best - steps) + steps
+    return int(row[-1])
+
+
+@lru_cache(maxsize=1)
+def _load(name: str, path: str | None) -> speech.Speech:
+    if name == "folder":
+        assert path is not None
+        return speech.folder(path)
+    return speech.an4() if name == "an4" else speech.digits()

@@ -1,0 +1,125 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subquad.data.speech import Speech as Data
+from subquad.data.speech import Utterances
+from subquad.models import LSTM, Classifier
+from subquad.tasks import speech
+from subquad.tasks.speech import Augmented, Speech, ctc, decode, edits
+
+SMALL = {"dim": 16, "depth": 1, "heads": 2}
+words = st.lists(st.integers(1, 3), max_size=7)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def utterances() -> Utterances:
+    sizes, said = np.array([12, 9, 15]), np.array([2, 3, 1])
+    random = np.random.default_rng(0)
+    return Utterances(
+        names=("a", "b", "c"),
+        frames=random.normal(size=(36, 4)).astype(np.float32),
+        starts=np.concatenate(([0], sizes.cumsum())),
+        targets=random.integers(1, 5, 6),
+        target_starts=np.concatenate(([0], said.cumsum())),
+        mean=np.zeros(4, np.float32),
+        deviation=np.ones(4, np.float32),
+    )
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> Data:
+    made = Data("made up", utterances(), utterances(), utterances(), ("", "A", "B", "C", "D"))
+    monkeypatch.setattr(speech, "_load", lambda *_: made)
+    return made
+
+
+def slow(a: list[int], b: list[int]) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    return min(slow(a[1:], b) + 1, slow(a, b[1:]) + 1, slow(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(words, words)
+def test_edits_are_the_fewest(a: list[int], b: list[int]) -> None:
+    assert edits(a, b) == slow(a, b)
+
+
+def test_decoding_drops_blanks_and_repetitions_but_keeps_doubles() -> None:
+    frames = torch.tensor([[0, 1, 1, 0, 1, 2, 2, 0], [3, 3, 0, 0, 2, 2, 2, 2]])
+    logits = torch.nn.functional.one_hot(frames, 4).float()
+    assert decode(logits, torch.tensor([8, 4])) == [[1, 1, 2], [3]]
+
+
+def test_the_loss_is_that_of_all_alignments_and_padding_is_not_there() -> None:
+    torch.manual_seed(0)
+    batch = {"targets": torch.tensor([[1, 0]]), "target_lengths": torch.tensor([1]), "lengths": torch.tensor([2])}
+    logits = torch.randn(1, 3, 3)
+    p = logits.softmax(-1)[0]
+    wanted = -(p[0, 1] * p[1, 1] + p[0, 0] * p[1, 1] + p[0, 1] * p[1, 0]).log()
+    loss = ctc(logits, batch)
+    torch.testing.assert_close(loss.total, wanted)
+    assert int(loss.count) == 1
+    changed = logits.clone()
+    changed[:, 2] = 7.0
+    torch.testing.assert_close(ctc(changed, batch).total, wanted)
+
+
+def test_measures_are_percent_of_the_phones_said(data: Data) -> None:
+    task = Speech()
+    batch = task.source("test").batch(np.arange(3), 0)
+
+    class Oracle(torch.nn.Module):
+        def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(*frames.shape[:2], 5)
+            logits[..., 0] = 9.0
+            for row, n in enumerate(batch["target_lengths"].tolist()):
+                for i in range(n):
+                    logits[row, 2 * i + 1, batch["targets"][row, i]] = 20.0
+            return logits
+
+    sums = {name: (float(a), float(b)) for name, (a, b) in task.measure(Oracle(), batch).items()}
+    assert sums["per"] == (0.0, 6.0)
+    assert task.summary({"nats": (1.0, 1.0), "per": (3.0, 6.0)})["per"] == 50.0
+
+
+def test_every_row_of_the_table_is_made_and_hears(data: Data) -> None:
+    task = Speech()
+    batch = task.source("train").batch(np.arange(3), 0)
+    for mechanism in ("softmax", "linear", ["reformer", {"rounds": 4, "chunk": 32, "buckets": 64}]):
+        model = task.make_model({**task.model, **SMALL, "mechanism": mechanism})
+        assert isinstance(model, Classifier)
+        assert float(task.loss(model.eval(), batch).total) > 0
+    lstm = task.make_model({**task.model, "mechanism": "lstm", "dim": 8, "depth": 1})
+    assert isinstance(lstm, LSTM)
+    assert lstm.config.bidirectional
+    assert float(task.loss(lstm.eval(), batch).total) > 0
+
+
+def test_augmentation_repeats_itself_and_leaves_room_for_what_is_said() -> None:
+    source = Augmented(utterances())
+    first, again, later = (source.batch(np.arange(3), epoch) for epoch in (1, 1, 2))
+    assert torch.equal(first["frames"], again["frames"])
+    assert first["frames"].shape != later["frames"].shape or not torch.equal(first["frames"], later["frames"])
+    for epoch in range(5):
+        made = source.batch(np.array([1, 0]), epoch)
+        assert bool((made["lengths"] >= 2 * made["target_lengths"] + 1).all())
+        assert not made["frames"][0, int(made["lengths"][0]) :].any()
+
+
+def test_a_folder_needs_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path"):
+        Speech(set="folder")
+    with pytest.raises(ValueError, match="path"):
+        Speech(path=str(tmp_path))
