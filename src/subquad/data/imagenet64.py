@@ -21,8 +21,8 @@ from subquad.data.images import Images, Part, packed, read_picture
 SHAPE = (64, 64, 3)
 FOLDER = files.File(
     "imagenet64",
-    home="https://image-net.org/download-images, downsampled ImageNet 64x64: train_64x64 and valid_64x64 with PNG files, "
-    "or train_data_batch_1.npz to 10 and val_data.npz",
+    home="https://image-net.org/download-images, downsampled 64x64: PNG files in train_64x64 and valid_64x64, or "
+    "train_data_batch_1.npz to 10 and val_data.npz",
     also=("ImageNet64", "Imagenet64"),
 )
 
