@@ -83,7 +83,7 @@ class Run:
         self.optimiser = Optimiser(training, self.model)
         self.schedule = Schedule(training, task.higher_is_better)
         self.ema = None if training.ema is None else Ema(self.model, training.ema)
-        self.step, self.carried = 0, 0.0
+        self.step, self.carried, self.lr = 0, 0.0, 0.0
         self.evaluated = self.saved = 0
         self.best: dict[str, Any] | None = None  # {"step": ..., "measures": {...}}
         # since the last log line: loss, targets, gradient norms, updates
@@ -150,7 +150,8 @@ class Run:
 
     def _update(self, feed: Feed, seconds: float) -> None:
         training, precision, ranks = self.training, self.precision, self.ranks
-        self.optimiser.set_lr(training.lr * self.schedule.factor(self.step, seconds))
+        self.lr = training.lr * self.schedule.factor(self.step, seconds)
+        self.optimiser.set_lr(self.lr)
         torch.manual_seed(int(np.random.SeedSequence([training.seed, self.step, ranks.rank]).generate_state(1)[0]))
         batches = feed.update(self.step)
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
@@ -200,9 +201,8 @@ class Run:
         self.totals["tokens"] += count
         rate = meter.read(self.step)
         rates = {"tokens_per_second": rate * count / updates, "examples_per_second": rate * self.training.batch}
-        lr = self.training.lr * self.schedule.factor(self.step - 1, seconds)
         used = memory(self.ranks.device)
-        values = {"loss": loss / max(1.0, count), "lr": lr, "grad_norm": norm / updates, **rates}
+        values = {"loss": loss / max(1.0, count), "lr": self.lr, "grad_norm": norm / updates, **rates}
         log.write(self.step, "train", {**values, "seconds": seconds, "memory_bytes": used})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
         log.show(

@@ -1,0 +1,361 @@
+import dataclasses
+import errno
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from subquad import models
+from subquad.data.order import Order
+from subquad.training import checkpoints
+from subquad.training import run as run_module
+from subquad.training.run import Stopped
+from subquad.training.task import Batch, Loss
+from tests.training.tiny import Tiny, Tokens, assert_close_run, assert_same_run, curve, run, weights
+
+STILL = {"dropout": 0.0}  # two ways of computing an update are compared without chance
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(out)
+    return out
+
+
+def test_a_run_learns_and_leaves_everything(whole: Path) -> None:
+    result = json.loads((whole / "result.json").read_text())
+    losses = [line["loss"] for line in curve(whole) if line["split"] == "train"]
+    assert losses[-1] < losses[0] - 0.2
+    assert [line["step"] for line in curve(whole) if line["split"] == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in curve(whole) if line["split"] == "validation"] == [4, 8, 12]
+    assert result["ended_by"] == "steps"
+    assert result["steps"] == 12
+    assert result["test"]["perplexity"] > 1
+    config = json.loads((whole / "config.json").read_text())
+    assert config["training"]["lr"] == 1e-2
+    assert config["model"] == {"mechanism": "linear", "dropout": 0.1}
+    assert {"subquad", "commit", "machine", "begun"} <= config.keys()
+    assert [path.name for path in checkpoints.names(whole / "checkpoints")] == ["step_000009", "step_000012"]
+    assert not list(whole.rglob("*.part"))
+
+
+def test_the_model_that_is_left_is_the_best_and_measures_as_it_says(whole: Path) -> None:
+    result = json.loads((whole / "result.json").read_text())
+    model = models.load(whole / "model")
+    total, count = Tiny().loss(model, Tiny().source("test").batch(torch.arange(11).numpy(), 0))
+    assert math.exp(total.item() / count.item()) == pytest.approx(result["test"]["perplexity"], rel=1e-5)
+    best = min((line for line in curve(whole) if line["split"] == "validation"), key=lambda line: line["perplexity"])
+    assert result["best_step"] == best["step"]
+    assert result["validation"]["perplexity"] == best["perplexity"]
+
+
+@pytest.mark.parametrize("clip_by", ["norm", "tensor"])
+def test_an_update_is_that_of_torch(tmp_path: Path, clip_by: str) -> None:
+    """The loop against the loop everybody writes: the mean loss, clipped, AdamW, a rate for each step."""
+    task = Tiny(ragged=True)
+    run(tmp_path / "ours", STILL, task=task, steps=5, clip=0.05, clip_by=clip_by, warmup=2, schedule="linear")
+    torch.manual_seed(0)
+    model = task.make_model({**task.model, **STILL})
+    matrices = [p for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim == 1 or "embedding" in n]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups)
+    source, order = task.source("train"), Order(50, 8, 0)
+    for step, share in enumerate((0.5, 1.0, 1.0, 2 / 3, 1 / 3)):
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-2 * share
+        total, count = task.loss(model, source.batch(*order.indices(step)))
+        optimiser.zero_grad()
+        (total / count).backward()
+        for some in [list(model.parameters())] if clip_by == "norm" else [[p] for p in model.parameters()]:
+            nn.utils.clip_grad_norm_(some, 0.05)
+        optimiser.step()
+    last = _last_weights(tmp_path / "ours", 5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(last[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_accumulation_makes_the_same_update_as_one_batch(tmp_path: Path, ragged: bool) -> None:
+    task = Tiny(ragged=ragged)
+    for micro in (None, 4, 3, 1):
+        run(tmp_path / str(micro), STILL, task=task, micro_batch=micro, steps=4, evaluate_batch=8)
+    for micro in (4, 3, 1):
+        assert_close_run(tmp_path / str(micro), tmp_path / "None")
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    run(tmp_path / "kept", STILL)
+    run(tmp_path / "again", {**STILL, "checkpoint": True})
+    assert_close_run(tmp_path / "again", tmp_path / "kept")
+
+
+@pytest.mark.parametrize("optimiser", ["radam", "adamw", "adam", "muon"])
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_every_optimiser_learns_and_resumes_exactly(tmp_path: Path, optimiser: str, ema: float | None) -> None:
+    settings = {"optimiser": optimiser, "ema": ema, "warmup": 2}
+    run(tmp_path / "whole", **settings)
+    _die_at(tmp_path / "cut", 8, **settings)
+    run(tmp_path / "cut", resume=True, **settings)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    losses = [line["loss"] for line in curve(tmp_path / "whole") if line["split"] == "train"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("mechanism", ["routing", "reformer", "transformer_xl"])
+def test_mechanisms_with_buffers_of_their_own_resume_exactly(tmp_path: Path, mechanism: str) -> None:
+    fields = {"mechanism": mechanism, "max_length": 16, "depth": 1}
+    fields |= {"options": {"clusters": 2, "window": 4}} if mechanism == "routing" else {}
+    run(tmp_path / "whole", fields)
+    _die_at(tmp_path / "cut", 8, model=fields)
+    run(tmp_path / "cut", fields, resume=True)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_plateau_is_remembered(tmp_path: Path) -> None:
+    settings = {"schedule": "plateau", "patience": 1, "lr": 3.0, "clip": None, "evaluate_every": 2}
+    run(tmp_path / "whole", **settings)
+    rates = [line["lr"] for line in curve(tmp_path / "whole") if line["split"] == "train"]
+    assert rates[-1] < rates[0]
+    _die_at(tmp_path / "cut", 8, **settings)
+    run(tmp_path / "cut", resume=True, **settings)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_averaged_weights_are_what_is_measured_and_saved(tmp_path: Path) -> None:
+    run(tmp_path, ema=0.9, steps=6, evaluate_every=6)
+    saved, raw = weights(tmp_path), _last_weights(tmp_path, 6)
+    assert any(not torch.equal(saved[name], raw[name]) for name in saved)
+    averaged = checkpoints.read_tensors(tmp_path / "checkpoints" / "step_000006" / checkpoints.TENSORS)
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, averaged.get(f"ema/{name}", tensor))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_learns_with_weights_in_single(tmp_path: Path, precision: str) -> None:
+    run(tmp_path, precision=precision)
+    losses = [line["loss"] for line in curve(tmp_path) if line["split"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path).values())
+
+
+def test_minutes_end_a_run_that_still_anneals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: float(next(clock)))  # a second between two looks
+    settings: dict[str, Any] = {"steps": 10**6, "minutes": 1.0, "log_every": 1, "checkpoint_every": None}
+    result = run(tmp_path, **settings, evaluate_every=None)
+    assert result.ended_by == "minutes"
+    assert 60 <= result.seconds < 66
+    rates = [line["lr"] for line in curve(tmp_path) if line["split"] == "train"]
+    assert rates[0] == pytest.approx(1e-2, rel=0.02)
+    assert rates[-1] < 2e-4
+    assert rates == sorted(rates, reverse=True)
+    assert 8 <= len([line for line in curve(tmp_path) if line["split"] == "validation"]) <= 10  # by tenths of the time
+    assert checkpoints.newest(tmp_path / "checkpoints")[0] is not None
+
+
+def test_legs_add_up_to_the_run(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: float(next(clock)))
+    legs = 0
+    while True:
+        result = run(tmp_path, resume=legs > 0, leg=0.2)
+        if result.ended_by != "leg":
+            break
+        legs += 1
+    assert legs > 1
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path: Path, whole: Path) -> None:
+    with pytest.raises(
+        Stopped, match=r"the loss is no longer a number between steps 7 and 8.*step_000006.*training\.lr"
+    ):
+        run(tmp_path, task=Poisoned(), log_every=2)
+    found, damaged = checkpoints.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.step == 6
+    assert not damaged
+    tensors = checkpoints.read_tensors(found.path / checkpoints.TENSORS)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    run(tmp_path, resume=True)
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_full_disk_stops_and_keeps_the_last_good_state(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoints._write_synced
+
+    def full(path: Path, data: bytes) -> None:
+        if "step_000009" in str(path):
+            path.write_bytes(data[:100])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_write_synced", full)
+        with pytest.raises(Stopped, match=r"the disk is full.*step_000006.*--resume"):
+            run(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
+    run(tmp_path, resume=True)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "lost", "no state", "half a state"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, whole: Path, damage: str) -> None:
+    _die_at(tmp_path, 8)
+    newest = checkpoints.names(tmp_path / "checkpoints")[-1]
+    assert newest.name == "step_000006"
+    tensors, state = newest / checkpoints.TENSORS, newest / checkpoints.STATE
+    data = tensors.read_bytes()
+    match damage:
+        case "truncated":
+            tensors.write_bytes(data[: len(data) // 2])
+        case "changed":
+            tensors.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+        case "lost":
+            tensors.unlink()
+        case "no state":
+            state.unlink()
+        case "half a state":
+            state.write_text(state.read_text()[:50])
+    found, named = checkpoints.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.step == 3
+    assert len(named) == 1
+    assert "step_000006 is damaged" in named[0]
+    run(tmp_path, resume=True)
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"holds a run: --resume goes on"):
+        run(whole)
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_are_named_when_resuming(whole: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"model.depth is new \(3\); training.steps is 13, was 12; training.lr is 1, was"
+    ):
+        run(whole, {"depth": 3}, resume=True, lr=1, steps=13)
+    again = run(whole, resume=True, keep=5, log_every=7, micro_batch=2, compile=False)  # of these nothing depends
+    assert again.steps == 12
+
+
+def test_a_finished_run_says_again_what_it_came_to(whole: Path) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock")
+    result = run(whole, resume=True)
+    assert dataclasses.asdict(result) == json.loads((whole / "result.json").read_text())
+    assert sorted(path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock") == before
+
+
+def test_resuming_nothing_begins(tmp_path: Path, whole: Path) -> None:
+    run(tmp_path / "new", resume=True)
+    assert_same_run(tmp_path / "new", whole)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    from subquad.training.folder import Folder
+
+    _die_at(tmp_path, 4)
+    other = Folder(tmp_path)
+    other._take()
+    with pytest.raises(ValueError, match="another process is training there"):
+        run(tmp_path, resume=True)
+    other.close()
+
+
+def test_what_cannot_work_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean 'depth'"):
+        run(tmp_path / "run", {"dept": 3})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_best_weights_of_every_kept_checkpoint_are_there(tmp_path: Path) -> None:
+    run(tmp_path, steps=20, evaluate_every=2, keep=3)
+    named = set()
+    for path in checkpoints.names(tmp_path / "checkpoints"):
+        named.add(checkpoints.name_of(checkpoints.read(path).facts["best"]["step"]))
+    assert named <= {path.name for path in (tmp_path / "best").iterdir()}
+
+
+def test_modules_that_are_not_ours_train_too(tmp_path: Path) -> None:
+    result = run(tmp_path, {}, task=Recurrent())
+    assert result.test["perplexity"] < 7
+    assert "output.weight" in weights(tmp_path)
+
+
+class Poisoned(Tiny):
+    """Tiny, but its loss is no number in the seventh update."""
+
+    def source(self, split: Any) -> Any:
+        return PoisonedTokens(7) if split == "train" else super().source(split)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        total, count = super().loss(model, batch)
+        return Loss(total * batch["poison"] if "poison" in batch else total, count)
+
+
+class PoisonedTokens(Tokens):
+    def __init__(self, at: int):
+        super().__init__(50, 0, False)
+        self.victim = Order(50, 8, 0).indices(at - 1)[0]
+
+    def batch(self, indices: Any, epoch: int) -> Batch:
+        poison = math.nan if list(indices) == list(self.victim) else 1.0
+        return {**super().batch(indices, epoch), "poison": torch.tensor(poison)}
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.layers = nn.GRU(8, 8, batch_first=True)
+        self.output = nn.Linear(8, 7)
+
+    def loss(self, tokens: torch.Tensor, lengths: Any, reduction: str) -> torch.Tensor:
+        y = self.output(self.layers(self.embedding(tokens[:, :-1]))[0])
+        return nn.functional.cross_entropy(y.flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+
+
+class Recurrent(Tiny):
+    model: ClassVar[Mapping[str, Any]] = {}
+
+    def make_model(self, fields: Any) -> nn.Module:
+        return Gru(**fields)
+
+
+class _Death(Exception):
+    """Stands for a process that is gone; tests with real ones are in test_kill.py."""
+
+
+def _die_at(out: Path, step: int, model: Any = None, **training: Any) -> None:
+    """A run that ends without a word before update number `step`."""
+
+    class Mortal(run_module.Run):
+        def _update(self, feed: Any, seconds: float) -> None:
+            if self.step == step:
+                raise _Death
+            super()._update(feed, seconds)
+
+    from subquad.training import loop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Run", Mortal)
+        with pytest.raises(_Death):
+            run(out, model, **training)
+
+
+def _last_weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    found = checkpoints.read_tensors(out / "checkpoints" / checkpoints.name_of(step) / checkpoints.TENSORS)
+    return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
