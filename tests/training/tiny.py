@@ -59,7 +59,7 @@ class Tiny(Task):
     )
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        return LanguageModel(**{"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, **fields})
+        return LanguageModel(**{"vocab": VOCAB, "dim": 16, "depth": 1, "heads": 2, **fields})
 
     def source(self, split: Split) -> Tokens:
         size, seed = {"train": (50, 0), "validation": (13, 1), "test": (11, 2)}[split]

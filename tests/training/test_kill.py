@@ -1,0 +1,76 @@
+"""Real processes that die at any moment, and what is left of their runs."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from subquad.training import checkpoints
+from tests.training.tiny import assert_same_run, curve, elsewhere, start
+
+SETTINGS = {"steps": 60, "evaluate_every": 7, "checkpoint_every": 2, "log_every": 3, "ema": 0.9, "warmup": 5}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    process = start(elsewhere, out, False, SETTINGS)
+    process.join(120)
+    assert process.exitcode == 0
+    return out
+
+
+def _begun(out: Path, lines: int) -> None:
+    """Wait until a run has said something more."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if (out / "result.json").exists():
+            return
+        if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_bytes().count(b"\n") > lines:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the run says nothing")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kill_at_any_moment_and_resume_gives_the_same_curve(tmp_path: Path, whole: Path, seed: int) -> None:
+    """Whatever moment of an update, an evaluation or a checkpoint is hit, the run that went on is the run."""
+    chance = random.Random(seed)
+    kills = 0
+    while not (tmp_path / "run" / "result.json").exists():
+        process = start(elsewhere, tmp_path / "run", True, SETTINGS)
+        if kills < 5:
+            _begun(tmp_path / "run", 0)
+            time.sleep(chance.uniform(0, 0.4))
+            process.kill()
+            kills += 1
+        process.join(120)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        for path in checkpoints.names(tmp_path / "run" / "checkpoints"):
+            checkpoints.read(path)  # what has a checkpoint's name is whole
+    assert kills > 0
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_a_run_saves_and_says_so(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
+    process = start(elsewhere, tmp_path, False, {**SETTINGS, "checkpoint_every": 50})
+    _begun(tmp_path, 1)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
+    found, damaged = checkpoints.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert not damaged
+    seen = max(line["step"] for line in curve(tmp_path))
+    assert found.step >= seen
+    last = start(elsewhere, tmp_path, True, SETTINGS)
+    last.join(120)
+    assert last.exitcode == 0
+    assert_same_run(tmp_path, whole)
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 60
