@@ -1,0 +1,156 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subquad.data import text
+from subquad.data.files import Broken, Missing
+from subquad.data.text import Windows
+
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def test_any_file_is_cut_in_order_and_mapped(data: Path, tmp_path: Path) -> None:
+    body = bytes(np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8))
+    (tmp_path / "book.bin").write_bytes(body)
+    corpus = text.load(str(tmp_path / "book.bin"))
+    assert corpus.name == "book.bin"
+    assert [len(part) for part in corpus[1:]] == [900, 50, 50]
+    assert b"".join(part.tobytes() for part in corpus[1:]) == body
+    assert isinstance(corpus.train, np.memmap)
+    (data / "mine.txt").write_bytes(body)
+    assert text.load("mine.txt").train.tobytes() == body[:900]
+
+
+def test_a_name_that_is_neither_set_nor_file_says_what_is(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"'enwik9' is neither.*enwik8, text8, .*ptb"):
+        text.load("enwik9")
+    (data / "small").write_bytes(b"ab")
+    with pytest.raises(Broken, match="small holds 2 bytes"):
+        text.load("small")
+    with pytest.raises(ValueError, match=r"parts=\(0.5, 0.5, 0.5\)"):
+        text.any_file(data / "small", parts=(0.5, 0.5, 0.5))
+
+
+def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path) -> None:
+    for name in ("enwik8", "text8"):
+        (data / name).write_bytes(b"x" * 1000)
+        with pytest.raises(Broken, match=f"{name} holds 1,000 bytes, not the 100,000,000"):
+            text.load(name)
+    (data / "text8.first12.5MB").write_bytes(b"the quick brown fox " * 50)
+    assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
+    with pytest.raises(Missing, match=r"enwik8\.first4\.15MB is not in .*first 4,154,399 bytes"):
+        text.load("enwik8.first4.15MB")
+
+
+def test_the_whole_is_split_as_the_papers_do(data: Path) -> None:
+    with (data / "enwik8").open("wb") as file:
+        file.truncate(100_000_000)  # zeros that take no room
+        for at, mark in ((0, b"a"), (90_000_000, b"b"), (95_000_000, b"c"), (99_999_999, b"z")):
+            file.seek(at)
+            file.write(mark)
+    corpus = text.load("enwik8")
+    assert [len(part) for part in corpus[1:]] == [90_000_000, 5_000_000, 5_000_000]
+    assert [chr(part[0]) for part in corpus[1:]] == ["a", "b", "c"]
+    assert chr(corpus.test[-1]) == "z"
+
+
+@pytest.mark.parametrize("characters", [False, True])
+def test_treebank_characters_come_from_words_or_characters(data: Path, characters: bool) -> None:
+    (data / "ptb").mkdir()
+    for part in ("train", "valid", "test"):
+        lines = [f" no it was n't {part} monday ", " mr. <unk> is N years old "]
+        if characters:
+            spread = [" ".join(line.strip().replace(" ", "_")) + " " for line in lines]
+            (data / f"ptb/ptb.char.{part}.txt").write_text("\n ".join(spread) + "\n")
+        else:
+            (data / f"ptb/ptb.{part}.txt").write_text("\n".join(lines) + "\n")
+    corpus = text.load("ptb")
+    assert text.decode(corpus.validation) == "no_it_was_n't_valid_monday\nmr._<unk>_is_N_years_old\n"
+    assert text.decode(corpus.train).startswith("no_it_was_n't_train_monday\n")
+
+
+NOVEL = """<?xml version="1.0"?><TEI xmlns="http://www.tei-c.org/ns/1.0"><teiHeader><p>not this</p></teiHeader><text>
+<front><div type="titlepage"><p>Novel {n}</p></div></front><body><div type="chapter"><head> CHAPTER I. </head>
+<p>It was <hi>very</hi>
+   late,<note>said the editor</note> he <pb n="2"/>thought.</p><quote><l>A verse</l><l>and one more</l></quote></div>
+</body></text></TEI>"""
+
+
+def test_novels_become_one_paragraph_a_line_and_are_split_whole(data: Path) -> None:
+    (data / "eltec-eng/level1").mkdir(parents=True)
+    for n in range(40):
+        (data / f"eltec-eng/level1/ENG{n:03}.xml").write_text(NOVEL.format(n=n))
+    corpus = text.load("eltec-eng")
+    assert corpus.name == "ELTeC-eng, 40 novels"
+    body = "\nCHAPTER I.\nIt was very late, he thought.\nA verse\nand one more\n\0"
+    assert text.decode(corpus.validation) == f"Novel 9{body}Novel 29{body}"
+    assert text.decode(corpus.test) == f"Novel 19{body}Novel 39{body}"
+    titles = [line for line in text.decode(corpus.train).replace("\0", "\n").split("\n") if line.startswith("Novel")]
+    assert titles == [f"Novel {n}" for n in range(40) if n not in (9, 19, 29, 39)]
+
+
+def test_a_broken_novel_is_named(data: Path) -> None:
+    (data / "eltec-eng/level1").mkdir(parents=True)
+    with pytest.raises(Broken, match="holds 0 XML files"):
+        text.load("eltec-eng")
+    for n in range(20):
+        (data / f"eltec-eng/level1/ENG{n:03}.xml").write_text(NOVEL.format(n=n))
+    (data / "eltec-eng/level1/ENG007.xml").write_text(NOVEL[:200])
+    with pytest.raises(Broken, match=r"ENG007\.xml is not whole XML"):
+        text.load("eltec-eng")
+    (data / "eltec-eng/level1/ENG007.xml").write_text("<html/>")
+    with pytest.raises(Broken, match=r"ENG007\.xml is not a TEI file"):
+        text.load("eltec-eng")
+
+
+@few
+@given(st.data(), st.integers(2, 300))
+def test_windows_predict_every_token_once(data: st.DataObject, size: int) -> None:
+    length = data.draw(st.integers(1, size - 1))
+    context = data.draw(st.integers(0, length - 1))
+    tokens = np.arange(size) % 251
+    windows = Windows(tokens.astype(np.uint8), length, context)
+    batch = windows.batch(np.arange(len(windows)))
+    assert batch["tokens"].shape == (len(windows), length + 1)
+    predicted = [row[1:][first:] for row, first in zip(batch["tokens"], batch["first"], strict=True)]
+    np.testing.assert_array_equal(np.concatenate(predicted), tokens[1:])
+    assert all(first >= context for first in batch["first"][1:])
+    assert int(batch["first"][0]) == 0
+
+
+@few
+@given(st.data(), st.integers(2, 300), st.integers(0, 50))
+def test_shifted_windows_lie_in_the_text_and_differ_by_epoch(data: st.DataObject, size: int, epoch: int) -> None:
+    length = data.draw(st.integers(1, size - 1))
+    tokens = (np.arange(size) % 251).astype(np.uint8)
+    windows = Windows(tokens, length, shifted=True)
+    batch = windows.batch(np.arange(len(windows)), epoch)
+    follows = (batch["tokens"][:, 1:].int() - batch["tokens"][:, :-1].int()) % 251
+    assert bool((follows == 1).all())
+    assert not batch["first"].any()
+    again = windows.batch(np.arange(len(windows)), epoch)
+    assert bool((again["tokens"] == batch["tokens"]).all())
+
+
+def test_shifts_spread_over_the_stride() -> None:
+    windows = Windows(np.arange(200, dtype=np.uint8), 50, shifted=True)
+    starts = {int(windows.batch(np.array([0]), epoch)["tokens"][0, 0]) for epoch in range(20)}
+    assert len(starts) >= 19
+    assert 0 in starts
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "context", "said"),
+    [
+        (10, 10, 0, "length=10 cannot work with 10 tokens: accepted is 1 to 9"),
+        (10, 0, 0, "length=0"),
+        (10, 4, 4, "context=4 cannot work: accepted is 0 to length - 1 = 3"),
+        (10, 4, -1, "context=-1"),
+    ],
+)
+def test_impossible_windows_are_named(size: int, length: int, context: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Windows(np.zeros(size, np.uint8), length, context)
