@@ -43,7 +43,7 @@ class State(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """A state whose sums are written at every eighth step only."""
+    """A state whose sums are written at every fourth step only."""
 
     s: Tensor
     z: Tensor
@@ -156,7 +156,7 @@ class Linear(Mixer):
 
     def settle(self, state: State | Deferred, steps: int) -> None:
         if isinstance(state, Deferred):
-            settle(state.s, state.queue, steps % GROUP, str(self.options.feature_map))
+            settle(state.s, state.z, state.queue, steps % GROUP, str(self.options.feature_map))
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)

@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.ops import linear_triton  # noqa: F401 (it mends the loops of the interpreter)
 
 PROGRAMS = 1056  # about eight for each of an H200's 132 multiprocessors
-BLOCK = 64  # keys at a time
+BLOCK = 8192  # numbers of the keys, and of the values, at a time
 LOG2E = 1.4426950408889634
 
 
@@ -64,8 +64,10 @@ def attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Te
     q_t, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k, v))
     b, h, width_k = q_t.shape
     width_v = v.shape[-1]
+    wide_k, wide_v = (max(16, triton.next_power_of_2(width)) for width in (width_k, width_v))
+    block = BLOCK // max(wide_k, wide_v)
     splits = 1
-    while splits * b * h < PROGRAMS and splits * 4 * BLOCK < k.shape[1]:
+    while splits * b * h < PROGRAMS and splits * 4 * block < k.shape[1]:
         splits *= 2
     partial = splits > 1
     o = torch.empty(b, h, splits, width_v, device=q_t.device, dtype=torch.float32 if partial else q_t.dtype)
@@ -73,8 +75,7 @@ def attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Te
     decode[(b * h, splits)](
         q_t, k, v, count, o, high, mass, scale * LOG2E, h,
         q_t.stride(0), q_t.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        K=width_k, V=width_v, BK=max(16, triton.next_power_of_2(width_k)), BV=max(16, triton.next_power_of_2(width_v)),
-        BC=BLOCK, SPLITS=splits, num_warps=4,
+        K=width_k, V=width_v, BK=wide_k, BV=wide_v, BC=block, SPLITS=splits, num_warps=4,
     )  # fmt: skip
     if not partial:
         return o[:, :, 0]

@@ -15,68 +15,83 @@ TILE = 1024  # numbers of S a warp holds: with fewer, what concerns the whole he
 
 
 @triton.jit
+def _once(x):
+    """x [N] itself, fenced: else the compiler computes φ again wherever it wants x in another layout."""
+    return tl.sum(x[None, :], 0)
+
+
+@triton.jit
 def step(
-    q, k, v, s, z, keys, values, start, position, o,
-    eps, H, qb, qh, kb, kh, vb, vh, sb, sh, zb, zh, wb, wn, wh, xb, xn, xh,
+    q, k, v, s, z, keys, values, start, position, o, eps,
+    H: tl.constexpr, qb: tl.constexpr, qh: tl.constexpr, kb: tl.constexpr, kh: tl.constexpr, vb: tl.constexpr,
+    vh: tl.constexpr, sb: tl.constexpr, sh: tl.constexpr, zb: tl.constexpr, zh: tl.constexpr, wb: tl.constexpr,
+    wn: tl.constexpr, wh: tl.constexpr, xb: tl.constexpr, xn: tl.constexpr, xh: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """S is loaded before anything is waited for, and stored by the last token of a group."""
+    """o = φ(q)(S + Σ φ(kⱼ)vⱼᵀ) / (φ(q)z + Σ φ(q)φ(kⱼ)) over the tokens that wait and this one, the last.
+
+    S is loaded before anything is waited for, as [BK/GROUP, GROUP, BV]: its rows add up within a thread to the shape
+    of the queue, and what is left is summed across threads once. The last token of a group adds all of them to S and z.
+    """
     pid = tl.program_id(0)
     b = (pid // H).to(tl.int64)
-    h = (pid % H).to(tl.int64)
-    dk = tl.arange(0, BK)
-    dn = tl.arange(0, GROUP)
-    some = dk < K
+    h = pid % H
+    dk, dn, cols = tl.arange(0, BK), tl.arange(0, GROUP), tl.arange(0, BV)
+    rows = tl.arange(0, BK // GROUP)[:, None] * GROUP + dn[None, :]  # [BK/GROUP, GROUP]: 0 to BK
     s += b * sb + h * sh
-    cols = tl.arange(0, BV)
-    x = tl.load(s + dk[:, None] * V + cols[None, :], mask=some[:, None] & (cols < V)[None, :], other=0.0)
-    n = ((tl.load(position + b) - tl.load(start + b)) & (GROUP - 1)).to(tl.int32)
-    raw = tl.load(k + b * kb + h * kh + dk, mask=some, other=0.0)
-    qf = tl.where(some, _phi(tl.load(q + b * qb + h * qh + dk, mask=some, other=0.0).to(tl.float32), MAP), 0.0)
-    kf = tl.where(some, _phi(raw.to(tl.float32), MAP), 0.0)
     z += b * zb + h * zh
-    zx = tl.load(z + dk, mask=some, other=0.0) + kf
+    k += b * kb + h * kh
+    v += b * vb + h * vh
     keys += b * wb + h * wh
     values += b * xb + h * xh
-    queued = (dn < n)[:, None] & some[None, :]
-    waiting = tl.load(keys + dn[:, None] * wn + dk[None, :], mask=queued, other=0.0).to(tl.float32)
-    waiting = tl.where(queued, _phi(waiting, MAP), 0.0)
-    scores = tl.sum(waiting * qf[None, :], 1)  # [GROUP]
-    own = tl.sum(qf * kf, 0)
-    d = tl.sum(qf * zx, 0)
+    x = tl.load(s + rows[:, :, None] * V + cols[None, None, :], mask=(rows < K)[:, :, None] & (cols < V), other=0.0)
+    n = ((tl.load(position + b) - tl.load(start + b)) & (GROUP - 1)).to(tl.int32)
+    queued = (dn <= n)[:, None]
+    qf = _phi(tl.load(q + b * qb + h * qh + dk, mask=dk < K, other=0.0).to(tl.float32), MAP)
+    qf = _once(qf if K == BK else tl.where(dk < K, qf, 0.0))
+    zx = tl.load(z + dk, mask=dk < K, other=0.0)
+    from_queue = tl.where(dn[:, None] < n, keys + dn[:, None] * wn, k)
+    waiting = tl.load(from_queue + dk[None, :], mask=queued & (dk < K)[None, :], other=0.0)
+    scores = tl.where(dn <= n, tl.sum(_phi(waiting.to(tl.float32), MAP) * qf[None, :], 1), 0.0)  # [GROUP]
+    d = tl.sum(qf * zx, 0) + tl.sum(scores, 0)
     if NORM:
         if SIGNED:
             d = tl.where(d < 0.0, -tl.maximum(-d, eps), tl.maximum(d, eps))
         else:
             d = d + eps
-    tl.store(z + dk, zx, mask=some)
     if n < GROUP - 1:
-        tl.store(keys + n * wn + dk, raw, mask=some)
+        tl.store(keys + n * wn + dk, tl.load(k + dk, mask=dk < K, other=0.0), mask=dk < K)
+    else:
+        for j in tl.static_range(GROUP):
+            kj = tl.load((keys + j * wn if j < GROUP - 1 else k) + dk, mask=dk < K, other=0.0)
+            zx += _phi(kj.to(tl.float32), MAP)
+        tl.store(z + dk, zx, mask=dk < K)
+    spread = tl.reshape(qf, (BK // GROUP, GROUP))
     for v0 in tl.static_range(0, V, BV):
         dv = v0 + cols
-        inside = some[:, None] & (dv < V)[None, :]
-        mine = tl.load(v + b * vb + h * vh + dv, mask=dv < V, other=0.0)
-        vx = mine.to(tl.float32)
-        row = (dn < n)[:, None] & (dv < V)[None, :]
-        theirs = tl.load(values + dn[:, None] * xn + dv[None, :], mask=row, other=0.0).to(tl.float32)
-        y = tl.sum(qf[:, None] * x, 0) + tl.sum(scores[:, None] * theirs, 0) + own * vx
+        theirs = tl.where(dn[:, None] < n, values + dn[:, None] * xn, v) + dv[None, :]
+        theirs = tl.load(theirs, mask=queued & (dv < V)[None, :], other=0.0).to(tl.float32)
+        y = tl.sum(tl.sum(spread[:, :, None] * x, 0) + scores[:, None] * theirs, 0)
         if NORM:
             y = y / d
         tl.store(o + (b * H + h) * V + dv, y.to(o.dtype.element_ty), mask=dv < V)
         if n < GROUP - 1:
-            tl.store(values + n * xn + dv, mine, mask=dv < V)
+            tl.store(values + n * xn + dv, tl.load(v + dv, mask=dv < V, other=0.0), mask=dv < V)
         else:
-            for j in tl.static_range(GROUP - 1):
-                kj = tl.load(keys + j * wn + dk, mask=some, other=0.0).to(tl.float32)
-                vj = tl.load(values + j * xn + dv, mask=dv < V, other=0.0).to(tl.float32)
-                x += tl.where(some, _phi(kj, MAP), 0.0)[:, None] * vj[None, :]
-            x += kf[:, None] * vx[None, :]
-            tl.store(s + dk[:, None] * V + dv[None, :], x, mask=inside)
+            for j in tl.static_range(GROUP):
+                kj = tl.load((keys + j * wn if j < GROUP - 1 else k) + dk, mask=dk < K, other=0.0).to(tl.float32)
+                vj = tl.load((values + j * xn if j < GROUP - 1 else v) + dv, mask=dv < V, other=0.0).to(tl.float32)
+                x += tl.reshape(_once(_phi(kj, MAP)), (BK // GROUP, GROUP))[:, :, None] * vj[None, None, :]
+            tile = s + rows[:, :, None] * V + dv[None, None, :]
+            tl.store(tile, x, mask=(rows < K)[:, :, None] & (dv < V)[None, None, :])
         if v0 + BV < V:
-            ahead = dv + BV
-            more = some[:, None] & (ahead < V)[None, :]
-            x = tl.load(s + dk[:, None] * V + ahead[None, :], mask=more, other=0.0)
+            ahead = (dv + BV)[None, None, :]
+            x = tl.load(s + rows[:, :, None] * V + ahead, mask=(rows < K)[:, :, None] & (ahead < V), other=0.0)
+
+
+# known when it is compiled, which saves a hundred instructions of address arithmetic
+STRIDES = ("H", *(x + d for x in "qkvsz" for d in "bh"), *(x + d for x in "wx" for d in "bnh"))
 
 
 def warps(block_k: int, block_v: int) -> int:
@@ -94,13 +109,14 @@ def launch(
     width_v = v.shape[2]
     block_k = _power(width_k)
     block_v = min(_power(width_v), max(16, 4096 // block_k))
+    strides = [d for x in (q, k, v, s, z) for d in x.stride()[:2]]
+    strides += [d for x in (keys, values) for d in x.stride()[:3]]
     constants = {
+        **dict(zip(STRIDES, (h, *strides), strict=True)),
         "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "GROUP": GROUP, "MAP": feature_map,
         "SIGNED": signed, "NORM": normalize,
     }  # fmt: skip
-    strides = [d for x in (q, k, v, s, z) for d in x.stride()[:2]]
-    strides += [d for x in (keys, values) for d in x.stride()[:3]]
     _start(
-        step, b * h, (q, k, v, s, z, keys, values, start, position, o), (eps, h, *strides), constants,
+        step, b * h, (q, k, v, s, z, keys, values, start, position, o), (eps,), constants,
         Config(0, 0, warps(block_k, block_v), 1),
     )  # fmt: skip

@@ -1201,4 +1201,5 @@ def launch_step(
         "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
     }  # fmt: skip
     strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
-    _start(step, b * h, (q, k, v, g, s, z, o, snew, znew), (eps, h, *strides), constants, Config(0, 0, 4, 1))
+    warps = min(4, max(1, block_k * block_v // 512))
+    _start(step, b * h, (q, k, v, g, s, z, o, snew, znew), (eps, h, *strides), constants, Config(0, 0, warps, 1))
