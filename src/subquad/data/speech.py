@@ -251,12 +251,14 @@ def _wav_scp(path: Path) -> dict[str, Path]:
 
 
 def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[str, ...]:
-    said = [word for word in line.split() if word not in ("<s>", "</s>", "<sil>")]
-    spelt = [word if word in words else word.upper() if word.upper() in words else word.lower() for word in said]
-    for word in spelt:
-        if word not in words:
-            raise files.Broken(f"{path} says {word!r}, which the dictionary does not have")
-    return tuple(phone for word in spelt for phone in words[word])
+    phones: list[str] = []
+    for word in line.split():
+        if word not in ("<s>", "</s>", "<sil>"):
+            known = next((form for form in (word, word.upper(), word.lower()) if form in words), None)
+            if known is None:
+                raise files.Broken(f"{path} says {word!r}, which the dictionary does not have")
+            phones.extend(words[known])
+    return tuple(phones)
 
 
 def _log_mel(said: Said) -> np.ndarray:
