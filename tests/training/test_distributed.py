@@ -1,0 +1,147 @@
+"""2 and 4 processes on the CPU against one: the same losses, whatever is spread over them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from subquad.training import checkpoints
+from subquad.training import run as run_module
+from subquad.training.distributed import Ranks, blocks_of, join
+from subquad.training.feed import pieces_of
+from tests.training.tiny import Tiny, assert_close_run, run, start
+
+STILL = {"dropout": 0.0, "depth": 2}
+BASE: dict[str, Any] = {"steps": 6, "batch": 9, "log_every": 1, "evaluate_every": 3, "ema": 0.9}
+# batches that neither 2 nor 4 divides, rows of unequal lengths, two micro-batches on each rank
+JOBS: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel": "ddp"},
+    "ddp_pieces": {"parallel": "ddp", "micro_batch": 2},
+    "fsdp": {"parallel": "fsdp"},
+    "fsdp_pieces": {"parallel": "fsdp", "micro_batch": 2},
+    "fsdp_tensor": {"parallel": "fsdp", "clip_by": "tensor", "clip": 0.01, "optimiser": "radam"},
+}
+
+
+def _work(rank: int, world: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet_{world}", rank=rank, world_size=world)
+    for name, settings in jobs:
+        settings = dict(settings)
+        dies = settings.pop("dies", False)
+        if dies:
+            run_module.Run._update = _dying(run_module.Run._update)  # type: ignore[method-assign]
+        try:
+            run(folder / name, STILL, task=Tiny(ragged=True), **{**BASE, **settings})
+        except EOFError:
+            assert dies
+    dist.destroy_process_group()
+
+
+def _dying(update: Any) -> Any:
+    def die(self: Any, feed: Any, seconds: float) -> None:
+        if self.step == 4:
+            raise EOFError
+        update(self, feed, seconds)
+
+    return die
+
+
+def _together(world: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+    ranks = [start(_work, rank, world, folder, jobs) for rank in range(world)]
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything once: alone, on two ranks (where a sharded run stops halfway), on four (where it goes on)."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "alone", STILL, task=Tiny(ragged=True), **BASE)
+    tensor = {**BASE, **JOBS["fsdp_tensor"], "parallel": "auto"}
+    run(folder / "alone_tensor", STILL, task=Tiny(ragged=True), **tensor)
+    cut = {"parallel": "fsdp", "checkpoint_every": 2, "dies": True}
+    jobs = [(f"{name}_2", settings) for name, settings in JOBS.items()]
+    _together(2, folder, [*jobs, ("cut_1", cut), ("cut_4", cut)])
+    jobs = [(f"{name}_4", settings) for name, settings in JOBS.items()]
+    _together(4, folder, [*jobs, ("cut_4", {"parallel": "fsdp", "resume": True, "checkpoint_every": 2})])
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("job", JOBS)
+def test_ranks_make_the_same_losses_as_one_process(folder: Path, job: str, world: int) -> None:
+    assert_close_run(folder / f"{job}_{world}", folder / ("alone_tensor" if job == "fsdp_tensor" else "alone"))
+
+
+def test_a_sharded_checkpoint_goes_on_with_other_numbers_of_ranks(folder: Path) -> None:
+    found = checkpoints.names(folder / "cut_1" / "checkpoints")[-1]
+    assert found.name == "step_000004"
+    assert len(list(found.glob("*.distcp"))) == 2
+    assert not (found / checkpoints.TENSORS).exists()
+    run(folder / "cut_1", STILL, task=Tiny(ragged=True), resume=True, **{**BASE, "checkpoint_every": 2})
+    assert_close_run(folder / "cut_1", folder / "alone")
+    assert_close_run(folder / "cut_4", folder / "alone")
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
+    assert (checkpoints.names(folder / "ddp_2" / "checkpoints")[-1] / checkpoints.TENSORS).exists()
+
+
+def test_blocks_are_sharded_one_by_one_where_they_can() -> None:
+    make = Tiny().make_model
+    assert len(blocks_of(make({"depth": 3}))) == 3
+    assert blocks_of(make({"depth": 2, "reversible": True})) == []
+    assert blocks_of(torch.nn.Linear(2, 2)) == []
+
+
+def test_one_process_needs_no_group() -> None:
+    assert join("fsdp", "cpu") == Ranks(torch.device("cpu"))
+
+
+def test_impossible_numbers_of_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match='parallel="none" cannot work in 4 processes'):
+        join("none", "cpu")
+    with pytest.raises(ValueError, match="batch=3 cannot work on 4 ranks"):
+        pieces_of(3, None, 4)
+    with pytest.raises(ValueError, match="batch=5 on 4 ranks is not enough for 2 micro-batches of 1"):
+        pieces_of(5, 1, 4)
+    assert pieces_of(16, 2, 4) == 2
+    assert pieces_of(10, None, 4) == 1
+
+
+def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path: Path) -> None:
+    """One of two workers dies once at step 4; nobody says --resume."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["-m", "tests.training.test_distributed", str(tmp_path / "run")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "died").exists()
+    assert_close_run(tmp_path / "run", folder / "alone")
+
+
+def _mortal_worker(out: Path) -> None:
+    """What torchrun starts above."""
+    torch.set_num_threads(1)
+    update = run_module.Run._update
+
+    def die_once(self: Any, feed: Any, seconds: float) -> None:
+        if self.step == 4 and self.ranks.rank == 1 and not (out / "died").exists():
+            (out / "died").touch()
+            os._exit(9)
+        update(self, feed, seconds)
+
+    run_module.Run._update = die_once  # type: ignore[method-assign]
+    run(out, STILL, task=Tiny(ragged=True), **{**BASE, "checkpoint_every": 2})
+
+
+if __name__ == "__main__":
+    _mortal_worker(Path(sys.argv[1]))
