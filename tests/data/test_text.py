@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,15 @@ def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path) -> N
     assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
     with pytest.raises(Missing, match=r"enwik8\.first4\.15MB is not in .*first 4,154,399 bytes"):
         text.load("enwik8.first4.15MB")
+
+
+def test_who_asks_for_the_whole_is_told_of_the_part(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(Missing, match=r"holds it$"):
+        text.load("text8")
+    (data / "text8.first12.5MB").write_bytes(b"x" * 100)
+    with pytest.raises(Missing, match=r"What is there is text8\.first12\.5MB, which is loaded by that name$"):
+        text.load("text8")
 
 
 def test_the_whole_is_split_as_the_papers_do(data: Path) -> None:

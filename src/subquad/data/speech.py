@@ -6,7 +6,8 @@ an4      Carnegie Mellon's Census database of 1991: people spell and say names, 
          person of the training part is held out for validation
 digits   Free Spoken Digit Dataset, Z. Jackson et al., https://github.com/Jakobovski/free-spoken-digit-dataset,
          CC BY-SA 4.0: 3,000 recordings of six people at 8 kHz, {digit}_{speaker}_{index}.wav, as 40 log-mel energies;
-         indices 0 to 4 for testing as published, 5 to 9 for validation
+         indices 0 to 4 for testing as published, 5 to 9 for validation. What is downloaded is version 1.0.9 with 2,500
+         recordings, the last whose SHA-256 is public
 folder   your own WAV files and transcripts, as 40 log-mel energies
 
 Symbol 0 is CTC's blank and fills targets up.
@@ -33,7 +34,10 @@ AN4 = files.File(
 FSDD = files.File(
     "fsdd/recordings",
     home="https://github.com/Jakobovski/free-spoken-digit-dataset, its folder recordings",
-    also=("free-spoken-digit-dataset/recordings", "free-spoken-digit-dataset-master/recordings"),
+    also=tuple(f"free-spoken-digit-dataset{end}/recordings" for end in ("", "-master", "-1.0.10", "-1.0.9")),
+    url="https://github.com/Jakobovski/free-spoken-digit-dataset/archive/v1.0.9.tar.gz",
+    sha256="8bc44cde129d505cbbb6b365c09f80c663f2aa77578afc634e6141a2f87100c0",
+    unpack="tar",
 )
 DIGITS = {  # as the CMU Pronouncing Dictionary has them
     "zero": "Z IH R OW",
@@ -125,7 +129,8 @@ def digits() -> Speech:
     if not all(parts.values()):
         raise files.Broken(f"{folder} does not hold the recordings of the Free Spoken Digit Dataset")
     phones = ("", *sorted({phone for word in DIGITS.values() for phone in word.split()}))
-    return _speech("Free Spoken Digit Dataset", parts, phones, _log_mel, FILTERS)
+    count = sum(map(len, parts.values()))
+    return _speech(f"Free Spoken Digit Dataset, {count:,} recordings", parts, phones, _log_mel, FILTERS)
 
 
 def folder(path: str | Path) -> Speech:

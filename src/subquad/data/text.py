@@ -162,7 +162,12 @@ def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
 
 def _whole(name: str) -> Callable[[], Corpus]:
     def opened() -> Corpus:
-        path = files.get(FILES[name])
+        try:
+            path = files.get(FILES[name])
+        except files.Missing as error:
+            here = [other for other in FILES if other.startswith(f"{name}.") and files.find(FILES[other])]
+            hint = f". What is there is {here[0]}, which is loaded by that name" if here else ""
+            raise files.Missing(f"{error}{hint}") from error
         if path.stat().st_size != WHOLE:
             raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {WHOLE:,} of {name}")
         return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
