@@ -234,9 +234,9 @@ def atlas(
 @app.command()
 @_say_errors
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a saved language model.")],
-    count: Annotated[int, typer.Option(help="Images to make.")] = 64,
-    out: Annotated[Path, typer.Option(help="PNG for images.")] = Path("generated.png"),
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
+    count: Annotated[int | None, typer.Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
+    out: Annotated[Path, typer.Option(help="PNG for images; of music the beginning of names.")] = Path("generated.png"),
     shape: Annotated[str | None, typer.Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
     complete: Annotated[Path | None, typer.Option(help="An image whose upper half is given.")] = None,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
@@ -250,21 +250,31 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
 ) -> None:
-    """Images of a saved model to a PNG, or its text to the terminal as it comes."""
-    from subquad.models import LanguageModel
+    """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
+    from subquad.models import LanguageModel, checkpoints
     from subquad.models.sampling import Sampling
     from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
+    from subquad.tasks.music import write_pieces
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    model = LanguageModel.load(checkpoint, device)
-    found = image_shape(model, shape)
+    folder = checkpoints.find(checkpoint)
+    card = checkpoints.card(folder)
+    model = LanguageModel.load(folder, device)
+    if device == "cpu":
+        model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
+    if card.get("task") == "music":
+        rate = card["data"]["rate"]
+        for path in write_pieces(model, out, count=count or 4, rate=rate, sampling=sampling, seed=seed):
+            console.print(f"piece: {path}", soft_wrap=True)
+        return
+    found = None if card.get("task") == "text" else image_shape(model, shape)
     if found is None:
         text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
     else:
         images_to_png(
-            model, out, console, count=count, shape=found, complete=complete, sampling=sampling, seed=seed,
+            model, out, console, count=count or 64, shape=found, complete=complete, sampling=sampling, seed=seed,
             compile=compile,
         )  # fmt: skip
 
@@ -305,6 +315,59 @@ def train(
         raise typer.Exit(1) from None
     if result.ended_by != "leg":
         console.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+@_say_errors
+def reproduce(
+    table: Annotated[
+        str, typer.Argument(help="mnist, cifar10, copy, scaling, enwik8, context, imagenet64, music, speech.")
+    ],
+    rows: Annotated[str, typer.Option(help="Rows with commas between them; by default all.")] = "",
+    minutes: Annotated[float | None, typer.Option(help="Of training a row; by default the table's steps.")] = None,
+    leg: Annotated[float | None, typer.Option(help="Minutes of a row now; the same command later goes on.")] = None,
+    jobs: Annotated[int, typer.Option(help="Rows side by side, for small ones on one GPU.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of TABLE/results.json.")] = Path("runs/reproduce"),
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeat."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Images or pieces that each trained model writes.")] = 0,
+    timing: Annotated[bool | None, typer.Option(help="Time iterations of whole models; by default on a GPU.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this source, where there is no git.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON and a PNG beside it as well.")
+    ] = None,
+) -> None:
+    """Run a published table, or some of its rows, and print ours beside it; goes on where it stopped."""
+    from subquad.tasks.figures import beside, copy_to
+    from subquad.tasks.reproduce import reproduce as run
+    from subquad.tasks.rows import Budget
+
+    budget = Budget(minutes=minutes, leg=leg, jobs=jobs, device=device, settings=tuple(settings or ()))
+    chosen = [name.strip() for name in rows.split(",") if name.strip()]
+    results = run(table, out, console, budget, rows=chosen, commit=commit, timing=timing, samples=samples)
+    console.print(beside(results))
+    console.print(f"figures: {out / table / 'results.json'}", soft_wrap=True)
+    if save is not None:
+        copy_to(results, save)
+    if results["interrupted"]:
+        console.print("interrupted: what was trained is kept, and the same command goes on from there")
+        raise typer.Exit(130)
+
+
+@app.command()
+@_say_errors
+def release(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run of subquad train.")],
+    name: Annotated[str, typer.Argument(help="What subquad generate will call it.")],
+    out: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = Path("checkpoints"),
+) -> None:
+    """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
+    from subquad.models.checkpoints import release as write
+
+    console.print(f"checkpoint: {write(run, name, out)}", soft_wrap=True)
 
 
 @bench.command("generation")

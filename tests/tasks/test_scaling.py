@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
-from subquad.models import LanguageModel
-from subquad.tasks.scaling import CONTENDERS, growth, iterations, layers
+from subquad.tasks.copy import Copy
+from subquad.tasks.scaling import CONTENDERS, Iteration, growth, iterations, layers
 
 SMALL = {"tokens": 128, "dim": 16, "heads": 2, "samples": 1}
 
@@ -27,13 +28,14 @@ def test_what_would_take_too_long_says_so_and_a_wrong_name_raises() -> None:
 
 
 def test_iterations_stand_beside_the_first_model() -> None:
-    def make(mechanism: str) -> LanguageModel:
-        return LanguageModel(vocab=9, dim=16, depth=1, heads=2, mechanism=mechanism)
+    task = Copy(length=24)
+    batch = task.source("train").batch(np.arange(2), 0)
 
-    found = iterations(
-        {"dense": lambda: make("softmax"), "linear": lambda: make("linear")}, 2, 24, precision="fp32", rounds=2
-    )
+    def make(mechanism: str) -> Iteration:
+        fields = {**task.model, "dim": 16, "depth": 1, "heads": 2, "mechanism": mechanism}
+        return Iteration(task, task.make_model(fields), batch, precision="fp32")
+
+    found = iterations({"dense": lambda: make("softmax"), "linear": lambda: make("linear")}, rounds=2)
     assert found["dense"]["ratio"]["median"] == 1.0
     assert found["linear"]["ratio"]["median"] > 0
     assert found["linear"]["iteration_ms"]["median"] > 0
-    assert found["linear"]["length"] == 24

@@ -57,7 +57,7 @@ _SPARSE: Mapping[str, Any] = {
 }
 SPARSE_CIFAR10 = {
     **_SPARSE, "mechanism": ["strided", {"stride": 96}], "dim": 256, "depth": 128, "heads": 2, "ff_dim": 512,
-    "dropout": 0.25, "checkpoint": True,
+    "dropout": 0.25,
 }  # fmt: skip
 SPARSE_IMAGENET64 = {
     **_SPARSE, "mechanism": ["strided", {"stride": 128}], "dim": 512, "depth": 48, "heads": 16, "dropout": 0.01,
@@ -78,6 +78,10 @@ class Images(Task):
     def __post_init__(self) -> None:
         one_of(self, set=SETS)
         at_least(self, validation=1)
+
+    @property
+    def data_name(self) -> str:
+        return self.set
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         """Depth, length and head follow the set where they are not given; positions="grid" gets its shape."""

@@ -62,6 +62,12 @@ class Music(Task):
             at_least(self, length=8)
 
     @property
+    def data_name(self) -> str:
+        if self.set == "audio":
+            return _sound(self.path, self.rate).name
+        return "JSB chorales" if self.path is None else Path(self.path).name
+
+    @property
     def window(self) -> int:
         return self.length or (1024 if self.set == "chorales" else 8192)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from subquad.bench.growth import exponent
 from subquad.bench.measure import Shape, Subject, calibrate, grown, once, peak_bytes, spread
 from subquad.mechanisms import build, mechanism
-from subquad.models import LanguageModel
-from subquad.models.loss import cross_entropy
+from subquad.training.evaluate import Wired
+from subquad.training.task import Batch, Task
 
 LENGTHS = tuple(2**n for n in range(9, 17))
 REFORMER_4: Mapping[str, Any] = {"rounds": 4, "chunk": 32, "buckets": 64}  # of the paper's baseline
@@ -129,33 +129,29 @@ def growth(rows: Sequence[Row]) -> list[Row]:
 
 
 class Iteration:
-    """Forward, backward and update of a language model on made-up tokens, as in training."""
+    """Forward, backward and update of a task's model on one batch, as in training."""
 
-    def __init__(
-        self, model: LanguageModel, batch: int, length: int, *, precision: str = "bf16", compile: bool = False
-    ):
-        self.model, self.precision = model.train(), precision
-        self.run: Callable[..., Tensor] = torch.compile(model) if compile else model
-        self.tokens = torch.randint(model.config.embedding.vocab or 1, (batch, length + 1), device=model.device)
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=model.device.type == "cuda")
+    def __init__(self, task: Task, model: nn.Module, batch: Batch, *, precision: str = "bf16", compile: bool = False):
+        self.batch, self.precision = batch, precision
+        self.device = next(iter(batch.values())).device
+        self.model = model.train()
+        self.wired = Wired(task, model)
+        if compile:
+            self.wired.compile()
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
 
     def __call__(self) -> None:
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits = self.run(self.tokens[:, :-1])
-        loss = cross_entropy(logits, self.tokens[:, 1:])
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            loss = self.wired(self.batch)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss.total / loss.count).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
 
 
 def iterations(
-    models: Mapping[str, Callable[[], LanguageModel]],
-    batch: int,
-    length: int,
+    makers: Mapping[str, Callable[[], Iteration]],
     *,
-    precision: str = "bf16",
-    compile: bool = False,
     rounds: int = 8,
     told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Row]:
@@ -164,22 +160,24 @@ def iterations(
     Each is warmed up first; then they take turns, so that a clock that drifts meets all of them.
     """
     runs: dict[str, Iteration] = {}
-    for name, make in models.items():
+    for name, make in makers.items():
         begun = time.perf_counter()
-        runs[name] = Iteration(make(), batch, length, precision=precision, compile=compile)
-        device = str(runs[name].model.device)
+        runs[name] = run = make()
         for _ in range(3):
-            runs[name]()
-        once(runs[name], device)
+            run()
+        once(run, str(run.device))
         told(f"{name}: ready after {time.perf_counter() - begun:.0f} s")
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(once(run, str(run.model.device), 2))
+            times[name].append(once(run, str(run.device), 2))
     yardstick = next(iter(times.values()))
-    found: dict[str, Row] = {}
-    for name, ours in times.items():
-        ratio = spread([a / b for a, b in zip(ours, yardstick, strict=True)])
-        found[name] = {"iteration_ms": spread(ours), "ratio": ratio, "batch": batch, "length": length}
-        found[name]["parameters"] = sum(p.numel() for p in runs[name].model.parameters())
-    return found
+    return {
+        name: {
+            "iteration_ms": spread(ours),
+            "ratio": spread([a / b for a, b in zip(ours, yardstick, strict=True)]),
+            "parameters": sum(p.numel() for p in runs[name].model.parameters()),
+            "batch": {key: list(tensor.shape) for key, tensor in runs[name].batch.items()},
+        }
+        for name, ours in times.items()
+    }

@@ -81,6 +81,10 @@ class Speech(Task):
         if (self.path is not None) != (self.set == "folder"):
             refuse("path", self.path, 'a folder with set="folder", None with the others')
 
+    @property
+    def data_name(self) -> str:
+        return _load(self.set, self.path).name
+
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         data = _load(self.set, self.path)
         features, classes = data.train.frames.shape[1], len(data.symbols)

@@ -50,6 +50,10 @@ class Text(Task):
         if self.context >= self.length:
             refuse("context", self.context, f"less than length={self.length}")
 
+    @property
+    def data_name(self) -> str:
+        return text.load(self.set).name
+
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         """positions="grid" gets the paper's rows of 128 bytes."""
         if fields.get("mechanism") == "lstm":

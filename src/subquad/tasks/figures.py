@@ -1,0 +1,154 @@
+"""A reproduced table as people read it: ours beside the published figures, on the screen and as a picture."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table as Shown
+
+from subquad.bench.compare import save
+
+Json = dict[str, Any]
+
+
+def beside(results: Json) -> Shown:
+    """Ours, theirs, and how far ours was trained."""
+    shown = Shown(
+        title=f"{results['title']} ({results['source']})", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    for column in ("row", "data", "ours", "published", "iteration", "trained", "speed"):
+        shown.add_column(column, justify="left" if column in ("row", "data") else "right", overflow="fold")
+    for name, found in results["results"].items():
+        if "error" in found:
+            shown.add_row(name, escape(found["error"][:200]), "failed")
+            continue
+        shown.add_row(name, found.get("data", ""), *(escape(text) for text in _cells(found)))
+    facts = results["machine"]
+    notes = [f"hardware: {facts['device']}, torch {facts['torch']}", *results["differs"]]
+    short = [name for name, found in results["results"].items() if found.get("cut_short_by_time")]
+    if short:
+        notes.append(f"cut short by the time budget: {', '.join(short)}")
+    shown.caption, shown.caption_justify = escape("what differs: " + "; ".join(notes)), "left"
+    return shown
+
+
+def _cells(found: Mapping[str, Any]) -> Iterator[str]:
+    metric, published, value = found["metric"], found["published"], found.get("value")
+    if "longest" in found:
+        yield f"N = {found['longest']:,}"
+        yield f"N = {published['longest']:,.0f}" if "longest" in published else "-"
+    else:
+        yield "unfinished" if found.get("unfinished") else "-" if value is None else f"{value:.4g} {metric}"
+        yield f"{published[metric]:g}" if metric in published else "-"
+    iteration = found.get("iteration")
+    theirs = f" (theirs {published['iteration_s']:g} s)" if "iteration_s" in published else ""
+    yield "-" if iteration is None else f"{iteration['iteration_ms']['median']:.0f} ms{theirs}"
+    seconds, steps = found.get("seconds"), found.get("steps")
+    yield "-" if seconds is None or steps is None else f"{steps:,} steps, {seconds / 60:.1f} min"
+    epoch = f"; {found['seconds_per_epoch']:.1f} s an epoch" if "seconds_per_epoch" in found else ""
+    yield f"{found['examples_per_second']:,.0f}/s{epoch}" if "examples_per_second" in found else "-"
+
+
+def copy_to(results: Json, path: Path) -> None:
+    """The figures as one JSON elsewhere, and the plot beside it."""
+    save(results, path)
+    draw(results, path.with_suffix(".png"))
+
+
+def draw(results: Json, path: Path) -> None:
+    """Curves of the rows, and their figures beside the published ones; nothing where there is nothing yet."""
+    panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
+    if not panels:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 4.6), layout="constrained", squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        panel(axis, results)
+    figure.suptitle(
+        f"{results['title']}: {results['machine']['device']}, {results['commit'] or 'no commit'}", fontsize=10
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _lengths(axis: Any, results: Json) -> bool:
+    return _over_length(axis, results, lambda row: row["training_ms"]["median"], "forward + backward, ms a sample")
+
+
+def _memory(axis: Any, results: Json) -> bool:
+    return _over_length(axis, results, lambda row: row["peak_bytes"] / 1e6, "peak memory, MB a sample")
+
+
+def _over_length(axis: Any, results: Json, value: Any, label: str) -> bool:
+    rows = [row for row in results["rows"] if row["training_ms"]]
+    if axis is not None:
+        for name in dict.fromkeys(row["label"] for row in rows):
+            ours = [row for row in rows if row["label"] == name]
+            axis.plot([row["length"] for row in ours], [value(row) for row in ours], "o-", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=label)
+        axis.legend(frameon=False)
+    return bool(rows)
+
+
+def _curves(axis: Any, results: Json) -> bool:
+    curves = {name: found["curve"] for name, found in results["results"].items() if found.get("curve")}
+    if axis is not None:
+        for name, curve in curves.items():
+            axis.plot([step for step, _ in curve], [value for _, value in curve], label=name)
+        lows = sorted(value for curve in curves.values() for _, value in curve)
+        axis.set(xlabel="training step", ylabel=f"{results['metric']} while training")
+        axis.set_ylim(top=lows[int(0.98 * (len(lows) - 1))] * 1.05)  # the first steps would hide the rest
+        axis.legend(frameon=False)
+    return bool(curves)
+
+
+def _contexts(axis: Any, results: Json) -> bool:
+    rows = [found for found in results["results"].values() if "context" in found]
+    if axis is not None:
+        share = [100 * row["context"] / row["window"] for row in rows]
+        axis.plot(share, [row["value"] for row in rows], "o-", label=f"ours, {rows[0]['data']}")
+        theirs = axis.twinx()
+        theirs.plot(share, [row["published"]["bits/byte"] for row in rows], "s--", color="gray", label="published")
+        axis.set(xlabel="least context, % of the window", ylabel="bits/byte, ours")
+        theirs.set_ylabel("bits/byte, published")
+        axis.legend(frameon=False, loc="upper right")
+    return bool(rows)
+
+
+def _bars(axis: Any, results: Json) -> bool:
+    metric = results["metric"]
+    rows = {n: r for n, r in results["results"].items() if r.get("value") is not None and "context" not in r}
+    if axis is not None:
+        for place, row in enumerate(rows.values()):
+            axis.barh(place - 0.2, row["value"], 0.36, color="tab:blue", label="ours" if place == 0 else None)
+            note = " (cut short by time)" if row.get("cut_short_by_time") else ""
+            axis.annotate(f" {row['value']:.3f}{note}", (row["value"], place - 0.2), va="center", fontsize=8)
+            if metric in row["published"]:
+                value = row["published"][metric]
+                axis.barh(place + 0.2, value, 0.36, color="lightgray")
+                axis.annotate(f" {value:g} published", (value, place + 0.2), va="center", fontsize=8)
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.invert_yaxis()
+        axis.margins(x=0.35)
+        axis.set_xlabel(metric)
+    return bool(rows)
+
+
+def _times(axis: Any, results: Json) -> bool:
+    found = results.get("iterations", {}).get("models", {})
+    if axis is not None:
+        for place, row in enumerate(found.values()):
+            axis.barh(place, row["iteration_ms"]["median"], 0.5, color="tab:green")
+            axis.annotate(
+                f" x {row['ratio']['median']:.2f}", (row["iteration_ms"]["median"], place), va="center", fontsize=8
+            )
+        axis.set_yticks(range(len(found)), list(found))
+        axis.invert_yaxis()
+        axis.margins(x=0.2)
+        axis.set_xlabel("ms an iteration of training")
+    return bool(found)

@@ -1,0 +1,144 @@
+"""The figures of a table that no training run gives: cost over length, iterations, contexts, and what models write."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from subquad.bench.measure import DTYPES
+from subquad.tasks import scaling
+from subquad.tasks.rows import Json, Reproduction, heading, settings_of
+from subquad.tasks.tables import Row
+from subquad.tasks.train import configure
+from subquad.training.folder import RESULT, read_config
+
+SCORED = 131_072  # bytes of the test part that each context is evaluated on
+
+
+def measure_scaling(run: Reproduction) -> None:
+    """Every contender at every length that an earlier call under the same settings has not measured."""
+    cuda = run.budget.place.startswith("cuda")
+    options: Json = {"device": run.budget.place, "dtype": "bfloat16" if cuda else "float32"}
+    options |= {} if cuda else {"tokens": 8192, "limit": 4.0, "samples": 3}
+    options |= _scaling_settings(run.budget.settings)
+    lengths = options.pop("lengths", list(scaling.LENGTHS))
+    if run.results.get("scaling") != options:
+        run.results |= {"scaling": options, "rows": []}
+    rows = run.results["rows"]
+    for row in run.rows:
+        have = {found["length"] for found in rows if found["label"] == row.name}
+        left = [length for length in lengths if length not in have]
+        for found in scaling.layers(lengths=left, contenders=(row.name,), **options):
+            rows.append(found)
+            run.results["growth"] = scaling.growth(rows)
+            run.keep()
+            time = found["training_ms"]
+            said = found["skipped"] if time is None else f"{time['median']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB"
+            run.say(row.name, f"N = {found['length']:,}: {said} a sample")
+        longest = max((r["length"] for r in rows if r["label"] == row.name and r["training_ms"]), default=0)
+        run.results["results"][row.name] = {**heading(run.table, row), "longest": longest, "value": None}
+
+
+def _scaling_settings(settings: tuple[str, ...]) -> Json:
+    known = ("tokens", "limit", "samples", "dim", "heads", "dtype", "lengths")
+    found: Json = {}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        if key not in known:
+            raise ValueError(
+                f"--set {setting} is none of the scaling test's: accepted are {', '.join(known)}, as KEY=VALUE"
+            )
+        found[key] = text if key == "dtype" else json.loads(text)
+    if found.get("dtype", "float32") not in DTYPES:
+        raise ValueError(f"dtype={found['dtype']!r} cannot work: accepted are {', '.join(DTYPES)}")
+    return found
+
+
+def measure_contexts(run: Reproduction, trained: Path) -> None:
+    """bits/byte of a finished run of the task text at each least context, in proportion to its window."""
+    from subquad.data import text
+    from subquad.models import LanguageModel
+    from subquad.tasks.text import context_table
+
+    if not (trained / RESULT).is_file():
+        raise ValueError(f"{trained} holds no finished run: subquad reproduce enwik8 --rows fixed makes one")
+    config = read_config(trained)
+    length, corpus = config.data["length"], text.load(config.data["set"])
+    cuda = run.budget.place.startswith("cuda")
+    model = LanguageModel.load(trained / "model", run.budget.place)
+    tokens = corpus.test[: length + 1 + (SCORED if cuda else 4 * length)]
+    for row in run.rows:
+        least = int(row.published["context"]) * length // 12288
+        precision = torch.bfloat16 if cuda else None
+        (found,) = context_table(model, tokens, length, (least,), batch=8 if cuda else 1, precision=precision)
+        value = found["bits/byte"]
+        run.results["results"][row.name] = {
+            **heading(run.table, row),
+            "data": corpus.name,
+            "value": value,
+            "context": least,
+            "window": length,
+            "bytes": found["bytes"],
+        }
+        run.say(row.name, f"{value:.4f} bits/byte with at least {least:,} bytes before each")
+        run.keep()
+
+
+def measure_iterations(run: Reproduction) -> None:
+    """Time for an iteration of whole models: those of the chosen rows beside the first that the table names."""
+    chosen = {row.name: row for row in run.rows if row.name in run.table.iterations}
+    first = run.table.iterations[0]
+    if len(chosen) < 2 or first not in chosen:
+        return
+    makers = {name: _maker(run, chosen[name]) for name in (first, *(name for name in chosen if name != first))}
+    found = scaling.iterations(makers, told=lambda line: run.say("iterations", line))
+    for name, timed in found.items():
+        if name in run.results["results"]:
+            run.results["results"][name]["iteration"] = timed
+        run.say(name, f"{timed['iteration_ms']['median']:.1f} ms, {timed['ratio']['median']:.2f} of {first}")
+    run.results["iterations"] = {"beside": first, "models": found}
+    run.keep()
+
+
+def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
+    """An iteration of a row's own task and settings, on a batch of its training data."""
+
+    def make() -> scaling.Iteration:
+        task, config = configure(run.table.task, settings_of(run.table, row, run.budget))
+        torch.manual_seed(0)
+        size = config.training.micro_batch or config.training.batch
+        batch = task.source("train").batch(np.arange(size), 0)
+        batch = {name: tensor.to(run.budget.place) for name, tensor in batch.items()}
+        model = task.make_model(config.model).to(run.budget.place)
+        precision = "bf16" if run.budget.place.startswith("cuda") else "fp32"
+        return scaling.Iteration(task, model, batch, precision=precision, compile=config.training.compile)
+
+    return make
+
+
+def write_samples(run: Reproduction, count: int) -> None:
+    """What trained models write: a sheet of images, pieces that play."""
+    from subquad.models import LanguageModel
+    from subquad.tasks.generate import image_shape, images_to_png
+    from subquad.tasks.music import write_pieces
+
+    for row in run.rows:
+        if run.table.task not in ("images", "music") or not (run.folder / row.name / RESULT).is_file():
+            continue
+        model, found = (
+            LanguageModel.load(run.folder / row.name / "model", run.budget.place),
+            run.results["results"][row.name],
+        )
+        if run.table.task == "music":
+            paths = write_pieces(model, run.folder / row.name / "piece", count=count)
+            found["pieces"] = [str(path.relative_to(run.folder)) for path in paths]
+            continue
+        shape, file = image_shape(model), f"{row.name}.png"
+        assert shape is not None
+        rate = images_to_png(model, run.folder / file, run.console, count=count, shape=shape)
+        found["images_per_second_written"] = rate
+        picture = {"title": f"{row.name}: {count} images, {found['value']:.3f} bits/dim", "file": file}
+        run.results["pictures"] = [p for p in run.results["pictures"] if p["file"] != file] + [picture]
+        run.keep()

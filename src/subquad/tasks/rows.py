@@ -1,0 +1,176 @@
+"""One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
+
+import contextlib
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from subquad.bench.compare import save
+from subquad.tasks import figures
+from subquad.tasks.tables import Row, Table
+from subquad.tasks.train import configure
+from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
+from subquad.training.folder import CONFIG, RESULT, read_config
+from subquad.training.log import METRICS
+
+Json = dict[str, Any]
+CURVE = 200  # points kept of a loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the user allows: minutes of training a row, how much of them now, rows side by side."""
+
+    minutes: float | None = None
+    leg: float | None = None
+    jobs: int = 1
+    device: str = "auto"
+    settings: tuple[str, ...] = ()  # beside the table's own, for every row
+
+    @property
+    def place(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass
+class Reproduction:
+    """A table while it is run: what is chosen of it, where it goes, what is known so far."""
+
+    table: Table
+    rows: list[Row]
+    budget: Budget
+    folder: Path
+    console: Console
+    results: Json
+
+    def keep(self) -> None:
+        save(self.results, self.folder / "results.json")
+        figures.draw(self.results, self.folder / f"{self.table.name}.png")
+
+    def say(self, name: str, line: str) -> None:
+        self.console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
+    """Everything `subquad train` is told, as --set takes it; what comes later wins."""
+    said = []
+    for part in ("data", "model", "training"):
+        merged = {**getattr(table, part), **getattr(row, part)}
+        if part == "model":
+            merged["mechanism"] = row.mechanism
+        said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
+    if budget.minutes is not None:
+        said.append(f"training.minutes={budget.minutes:g}")
+    return [*said, *budget.settings]
+
+
+def command_of(table: Table, row: Row, budget: Budget, run: Path) -> list[str]:
+    command = ["train", table.task, "--out", str(run), "--resume", "--device", budget.device]
+    command += [] if budget.leg is None else ["--leg", f"{budget.leg:g}"]
+    for setting in settings_of(table, row, budget):
+        command += ["--set", setting]
+    return command
+
+
+def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, str]:
+    """Whether a row's run is "done", "changed" since it was begun (and how), or to be "run"."""
+    if not (run / CONFIG).is_file():
+        return "run", ""
+    _, config = configure(table.task, settings_of(table, row, budget))
+    ours, theirs = (_plain(c) for c in (config, read_config(run)))
+    changed = differences(ours, theirs)
+    if changed:
+        return "changed", f"{run} was begun with other settings ({'; '.join(changed)}): --out chooses another folder"
+    return ("done", "done before") if (run / RESULT).is_file() else ("run", "")
+
+
+def _plain(config: RunConfig) -> Json:
+    found: Json = json.loads(config.to_json())
+    found["training"] = {k: v for k, v in found["training"].items() if k not in FREE_ON_RESUME}
+    return found
+
+
+def gather(table: Table, row: Row, run: Path) -> Json:
+    """A row's figures from its run folder: of a finished run the test, of another how far it came."""
+    begun = json.loads((run / CONFIG).read_text())
+    task, _ = configure(table.task, (), run)
+    found = {**heading(table, row), "data": getattr(task, "data_name", task.name)}
+    found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
+    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": _curve(run, table.metric)}
+    if not (run / RESULT).is_file():
+        last = _last(run)
+        return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
+    result = json.loads((run / RESULT).read_text())
+    training, examples = begun["training"], len(task.source("train"))
+    rates = [line["examples_per_second"] for line in _lines(run) if line["split"] == "train"]
+    rate = statistics.median(rates) if rates else result["examples_per_second"]
+    return {
+        **found,
+        "value": result["test"][table.metric],
+        "test": result["test"],
+        "steps": result["steps"],
+        "steps_wanted": training["steps"],
+        "cut_short_by_time": result["ended_by"] == "minutes",
+        "seconds": result["seconds"],
+        "epochs": result["steps"] * training["batch"] / examples,
+        "examples_per_second": rate,  # of training alone
+        "examples_per_second_overall": result["examples_per_second"],  # with evaluations and checkpoints
+        "seconds_per_epoch": examples / max(rate, 1e-9),
+        "peak_bytes": result["peak_bytes"],
+        "parameters": result["parameters"],
+    }
+
+
+def heading(table: Table, row: Row) -> Json:
+    return {"mechanism": row.plain, "label": row.name, "metric": table.metric, "published": dict(row.published)}
+
+
+def quality_of(found: Json) -> list[Json]:
+    """Records as `subquad report` reads them. The Sparse Transformer's image models are counted in bits/byte there."""
+    if found.get("value") is None:
+        return []
+    sparse = found["label"].startswith("sparse-")
+    plain = found["mechanism"] if found["label"] != "reformer-1" else "reformer-1"
+    return [
+        {
+            "mechanism": plain,
+            "task": found["data"],
+            "metric": "bits/byte" if sparse else found["metric"],
+            "value": found["value"],
+            "lower_is_better": found["metric"] != "accuracy",
+            "steps": found["steps"],
+            "seconds": found["seconds"],
+            "curve": found["curve"],
+        }
+    ]
+
+
+def _lines(run: Path) -> list[Json]:
+    file = run / METRICS
+    found = []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # the last one may be half written
+            found.append(json.loads(line))
+    return found
+
+
+def _last(run: Path) -> Json:
+    lines = _lines(run)
+    return lines[-1] if lines else {}
+
+
+def _curve(run: Path, metric: str) -> list[list[float]]:
+    """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
+    bits = metric.startswith("bits/")
+    split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
+    points = [[line["step"], line[key] / unit] for line in _lines(run) if line["split"] == split and line.get(key)]
+    every = -(-len(points) // CURVE) or 1
+    return points[every - 1 :: every]
