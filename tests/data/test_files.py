@@ -182,6 +182,15 @@ def test_what_fails_to_be_prepared_leaves_nothing(data: Path) -> None:
     assert everything(data) == ["prepared"]
 
 
+def test_what_a_killed_process_left_is_removed(data: Path) -> None:
+    path = files.prepared("x", Path.touch)
+    path.unlink()
+    (path.parent / f".{path.name}.123").mkdir()
+    (path.parent / f".{path.name}.456").touch()
+    assert files.prepared("x", Path.touch) == path
+    assert everything(path.parent) == [path.name]
+
+
 def test_a_folder_nobody_may_write_to_is_left_alone(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert files.prepared("x", Path.touch).is_relative_to(files.user_cache())

@@ -98,6 +98,8 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent):
             if not path.exists():
+                for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
+                    _remove(left)
                 with atomic(path) as new:
                     make(new)
     return path
@@ -111,9 +113,13 @@ def atomic(path: Path) -> Iterator[Path]:
         yield new
         os.replace(new, path)
     finally:
-        if new.is_dir():
-            shutil.rmtree(new)
-        new.unlink(missing_ok=True)
+        _remove(new)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> bytes:
