@@ -1,0 +1,149 @@
+"""Measure training on a GPU: images a second of the paper's models, and iterations of text models at a long context.
+
+    python bench/train.py --out DIR                          everything; figures to DIR/train.json
+    python bench/train.py --out DIR --sections mnist,text    some of it
+    python bench/train.py --cpu --out DIR                    the same in small, to see that it runs
+
+Forward, backward, clipping and update of whole models on made-up data, in the process and precision of training. What
+`subquad train` reaches with its data is in the results of `subquad reproduce`. Figures are written after each section.
+"""
+
+import argparse
+import gc
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.bench.compare import machine, save
+from subquad.bench.measure import once, spread
+from subquad.tasks.images import SETS, Images
+from subquad.tasks.scaling import Iteration, iterations
+from subquad.tasks.tables import TABLES
+from subquad.tasks.text import Text
+
+BARS = {"mnist": (5000, 8000), "text": (0.7, 0.5)}
+Figures = dict[str, Any]
+
+
+def images(name: str, batch: int, compile: bool, device: str, **changes: Any) -> Iteration:
+    task = Images(set=name)
+    torch.manual_seed(0)
+    model = task.make_model({**task.model, **changes}).to(device)
+    pixels = torch.randint(256, (batch, SETS[name].length), dtype=torch.uint8, device=device)
+    precision = "bf16" if device == "cuda" else "fp32"
+    return Iteration(task, model, {"pixels": pixels}, precision=precision, compile=compile)
+
+
+def text(row: str, batch: int, length: int, compile: bool, device: str, **changes: Any) -> Iteration:
+    """A row of the table enwik8: the Sparse Transformer's 30 layers of width 512."""
+    task, table = Text(length=length), TABLES["enwik8"]
+    chosen = next(found for found in table.rows if found.name == row)
+    torch.manual_seed(0)
+    fields = {**task.model, **table.model, **chosen.model, "mechanism": chosen.mechanism, **changes}
+    model = task.make_model(fields).to(device)
+    tokens = torch.randint(256, (batch, length + 1), dtype=torch.uint8, device=device)
+    made = {"tokens": tokens, "first": torch.zeros(batch, dtype=torch.int64, device=device)}
+    return Iteration(task, model, made, precision="bf16" if device == "cuda" else "fp32", compile=compile)
+
+
+def rate(make: Callable[[], Iteration], count: int) -> Figures:
+    """Examples a second: the median of samples of several iterations."""
+    run = make()
+    device = str(run.device)
+    for _ in range(5):
+        run()
+    calls = max(1, min(20, int(500 / max(1.0, once(run, device)))))
+    found = spread([once(run, device, calls) for _ in range(7)])
+    assert found is not None
+    peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
+    return {"iteration_ms": found, "examples_per_second": 1000 * count / found["median"], "peak_bytes": peak}
+
+
+def attempt(label: str, run: Callable[[], Figures]) -> Figures:
+    try:
+        found = run()
+        print(
+            f"{label:44s} {found['iteration_ms']['median']:9.2f} ms {found['examples_per_second']:10.1f}/s", flush=True
+        )
+        return found
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    finally:
+        tidy()
+
+
+def tidy() -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def image_rates(name: str, device: str, small: bool) -> Figures:
+    """The paper's model, compiled and not, at some batches, with and without dropout."""
+    batches = (2,) if small else {"mnist": (64, 128, 256), "cifar10": (16, 32, 64)}[name]
+    sizes: Mapping[str, Any] = {"dim": 32, "depth": 1, "heads": 2} if small else {}
+    found: Figures = {}
+    for batch in batches:
+        for compile in (False,) if small else (True, False):
+            for dropout in (0.1, 0.0):
+                drop = {"dropout": dropout, "ff_dropout": dropout, "attention_dropout": dropout}
+                label = f"batch {batch}, {'compiled' if compile else 'eager'}, dropout {dropout}"
+                make = partial(images, name, batch, compile, device, **sizes, **drop)
+                found[label] = attempt(f"{name}, {label}", partial(rate, make, batch))
+    return found
+
+
+def text_ratios(device: str, small: bool) -> Figures:
+    """Dense flash, fixed, strided and linear of the same model in turn."""
+    batch, length = (1, 256) if small else (2, 12288)
+    sizes: Mapping[str, Any] = {"dim": 32, "depth": 1, "heads": 2} if small else {}
+    found: Figures = {"batch": batch, "length": length, "bar": {"must": BARS["text"][0], "goal": BARS["text"][1]}}
+    for compile in (False,) if small else (True, False):
+        name = "compiled" if compile else "eager"
+        makers = {
+            row: partial(text, row, batch, length, compile, device, **sizes)
+            for row in ("dense", "fixed", "strided", "linear")
+        }
+        try:
+            found[name] = iterations(makers, told=partial(print, flush=True))
+            for row, timed in found[name].items():
+                print(f"text {name}, {row:10s} {timed['iteration_ms']['median']:9.2f} ms, "
+                      f"{timed['ratio']['median']:.3f} of dense", flush=True)  # fmt: skip
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        del makers
+        tidy()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sections", default="mnist,text,cifar10")
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    device = "cpu" if given.cpu else "cuda"
+    sections: dict[str, Callable[[], Figures]] = {
+        "mnist": partial(image_rates, "mnist", device, given.cpu),
+        "cifar10": partial(image_rates, "cifar10", device, given.cpu),
+        "text": partial(text_ratios, device, given.cpu),
+    }
+    figures: Figures = {"kind": "train", "commit": given.commit, "machine": machine(device)}
+    figures["what"] = "forward, backward, clipping and update of whole models, bf16 autocast, made-up data"
+    figures["bars"] = {"mnist, images/s (must, goal)": BARS["mnist"], "text, ratio to dense (must, goal)": BARS["text"]}
+    for name in given.sections.split(","):
+        figures[name] = sections[name]()
+        save(figures, given.out / "train.json")
+
+
+if __name__ == "__main__":
+    main()
