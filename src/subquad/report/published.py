@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from subquad.report.html import Cell, escape, number, table
-from subquad.report.results import Json, Run, compared, learned
+from subquad.report.results import Json, Run, compared, learned, reproduced
 
 Ours = Callable[[Run, str], float | None]  # (run, mechanism) -> the figure to set beside the published one
 
@@ -178,7 +178,8 @@ TABLES = (
 
 def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = False) -> str:
     """The tables, each column followed by ours wherever a run has the figure; `only_ours` leaves out those without."""
-    against = compared(runs)
+    runs = list(runs)
+    against = [*compared(runs), *reproduced(runs)]
     out = []
     for shown in tables:
         columns, titles, any_ours = _columns(shown, against)

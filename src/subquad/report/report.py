@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from subquad.report import charts
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import TABLES, beside
-from subquad.report.results import Json, Run, compared, learned, read
+from subquad.report.reproduced import section
+from subquad.report.results import Json, Run, compared, learned, read, reproduced
 
 SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
 PNG = {"training_ms": "training", "forward_ms": "forward", "peak_bytes": "memory", "decode_ms": "decode"}
@@ -35,7 +36,7 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Written:
 
 def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
     """The document."""
-    main, others = compared(runs), [run for run in runs if run.kind != "compare"]
+    main, others = compared(runs), [run for run in runs if run.kind not in ("compare", "reproduce")]
     nav = [("subquad report", "#top")]
     parts = ['<h1 id="top">Which attention, at which length?</h1>', _summary(main)]
     for i, run in enumerate(main):
@@ -48,7 +49,10 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
             parts.append(f'<section><{level} id="r{i}-{anchor}">{title}</{level}>{body}</section>')
             if len(main) == 1:
                 nav.append((title, f"#r{i}-{anchor}"))
-    published = beside(TABLES, main)
+    for i, run in enumerate(reproduced(runs)):
+        parts.append(section(run, f"t{i}", _pictures(run)))
+        nav.append((run.data["table"], f"#t{i}"))
+    published = beside(TABLES, runs)
     parts.append(
         '<section><h2 id="published">Ours beside published</h2><p>The tables of the papers, with what these runs '
         "measured beside them (in colour) wherever it is the same thing. Times and memory are compared as ratios "

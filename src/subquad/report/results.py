@@ -70,6 +70,11 @@ def compared(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.kind == "compare"]
 
 
+def reproduced(runs: Iterable[Run]) -> list[Run]:
+    """Those that `subquad reproduce` wrote."""
+    return [run for run in runs if run.kind == "reproduce"]
+
+
 def learned(run: Run) -> list[Json]:
     """The records of quality that have a figure; others say why not."""
     return [q for q in run.data.get("quality", []) if q.get("value") is not None]

@@ -81,7 +81,7 @@ def _train(run: Reproduction) -> None:
             todo[row.name] = command_of(run.table, row, run.budget, run.folder / row.name)
         else:
             run.say(row.name, note)
-        if state == "changed":
+        if state == "changed" and row.name not in run.results["results"]:
             run.results["results"][row.name] = {**heading(run.table, row), "error": note}
     rows = {row.name: row for row in run.rows}
     for name, code, last in run_all(todo, run.budget.jobs, run.say):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.data import speech
-from subquad.mechanisms.base import one_of, refuse
+from subquad.mechanisms.base import at_least, one_of, refuse
 from subquad.models import LSTM, Classifier
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
 from subquad.tasks.recurrent import lstm_fields
@@ -35,6 +35,7 @@ class Augmented:
     """Utterances at other speeds and with gaps, drawn from the epoch and the index of each."""
 
     source: Source
+    stack: int = 1  # frames that will become one
 
     def __len__(self) -> int:
         return len(self.source)
@@ -42,7 +43,7 @@ class Augmented:
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:
         made = self.source.batch(indices, epoch)
         rows = [
-            _changed(frames[:size], int(said), np.random.default_rng([epoch, int(index)]))
+            _changed(frames[:size], self.stack * int(said), np.random.default_rng([epoch, int(index)]))
             for frames, size, said, index in zip(
                 made["frames"], made["lengths"].tolist(), made["target_lengths"], indices, strict=True
             )
@@ -63,11 +64,30 @@ def _changed(frames: Tensor, said: int, random: np.random.Generator) -> Tensor:
     return changed
 
 
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """Neighbouring frames beside each other, so that there are fewer and wider ones: [T, D] -> [ceil(T / n), n D]."""
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        made = self.source.batch(indices, epoch)
+        frames = made["frames"]
+        frames = nn.functional.pad(frames, (0, 0, 0, -frames.shape[1] % self.count))
+        lengths = (made["lengths"] + self.count - 1) // self.count
+        return {**made, "frames": frames.unflatten(1, (-1, self.count)).flatten(2), "lengths": lengths}
+
+
 @dataclass(frozen=True)
 class Speech(Task):
     set: str = "an4"
     path: str | None = None  # of set="folder": WAV files and transcripts
     augment: bool = True  # in training
+    stack: int = 1  # frames that become one: 3 makes 30 ms of 10
 
     name: ClassVar[str] = "speech"
     metric: ClassVar[str] = "per"
@@ -78,6 +98,7 @@ class Speech(Task):
 
     def __post_init__(self) -> None:
         one_of(self, set=SETS)
+        at_least(self, stack=1)
         if (self.path is not None) != (self.set == "folder"):
             refuse("path", self.path, 'a folder with set="folder", None with the others')
 
@@ -87,7 +108,7 @@ class Speech(Task):
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         data = _load(self.set, self.path)
-        features, classes = data.train.frames.shape[1], len(data.symbols)
+        features, classes = self.stack * data.train.frames.shape[1], len(data.symbols)
         if fields.get("mechanism") == "lstm":
             given = {"features": features, "outputs": classes, "bidirectional": True}
             return LSTM(**{**given, **lstm_fields(fields, self.model)})
@@ -95,7 +116,8 @@ class Speech(Task):
 
     def source(self, split: Split) -> Source:
         found: Source = getattr(_load(self.set, self.path), split)
-        return Augmented(found) if split == "train" and self.augment else found
+        found = Augmented(found, self.stack) if split == "train" and self.augment else found
+        return Stacked(found, self.stack) if self.stack > 1 else found
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return ctc(model(batch["frames"], batch["lengths"]), batch)

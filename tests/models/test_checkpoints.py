@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from subquad.cli import app
+from subquad.models import LanguageModel, checkpoints, load
+
+run = CliRunner(env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run of music, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SUBQUAD_DATA", raising=False)
+    torch.manual_seed(0)
+    model = LanguageModel(
+        vocab=48, dim=16, depth=1, heads=2, mechanism="linear", positions="grid", shape=(8, 4), max_length=32
+    )
+    folder = tmp_path / "runs" / "music"
+    model.save(folder / "model")
+    config = {"task": "music", "data": {"rate": 8000}, "model": {}, "training": {"steps": 3}, "commit": "abc"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "result.json").write_text(json.dumps({"test": {"bits/token": 1.5}}))
+    return folder
+
+
+def test_a_released_checkpoint_is_found_by_name_in_half_the_bytes(trained: Path) -> None:
+    folder = checkpoints.release(trained, "bach")
+    assert folder == Path("checkpoints/bach")
+    assert checkpoints.find("bach") == folder
+    assert checkpoints.names()[0] == "bach"
+    card = checkpoints.card(folder)
+    assert card["result"]["test"]["bits/token"] == 1.5
+    assert (card["task"], card["commit"], card["dtype"]) == ("music", "abc", "bfloat16")
+    model = load(folder)
+    assert model.dtype == torch.bfloat16
+    original = load(trained / "model")
+    for (name, ours), theirs in zip(model.state_dict().items(), original.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_paths_runs_and_names_all_lead_to_a_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkpoints.find(trained) == trained / "model"
+    assert checkpoints.find(trained / "model") == trained / "model"
+    assert checkpoints.card(trained / "model")["task"] == "music"
+    monkeypatch.setenv("SUBQUAD_DATA", str(trained))
+    checkpoints.release(trained, "bach", trained / "checkpoints")
+    assert checkpoints.find("bach") == trained / "checkpoints" / "bach"
+    with pytest.raises(ValueError, match="did you mean 'bach'"):
+        checkpoints.find("bahc")
+
+
+def test_what_is_not_finished_or_too_large_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "LARGEST", 100)
+    with pytest.raises(ValueError, match="at most 100"):
+        checkpoints.release(trained, "bach")
+    (trained / "result.json").unlink()
+    with pytest.raises(ValueError, match="finished run"):
+        checkpoints.release(trained, "bach")
+
+
+def test_generate_takes_a_name_and_writes_music(trained: Path) -> None:
+    assert run.invoke(app, ["release", str(trained), "bach"]).exit_code == 0
+    result = run.invoke(app, ["generate", "bach", "--count", "2", "--out", "new/piece.mid"])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in Path("new").iterdir()) == ["piece_1.mid", "piece_2.mid"]
+    result = run.invoke(app, ["generate", "mozart"])
+    assert result.exit_code == 2
+    assert "bach" in result.output
