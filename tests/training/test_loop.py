@@ -358,3 +358,9 @@ def _die_at(out: Path, step: int, model: Any = None, **training: Any) -> None:
 def _last_weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     found = checkpoints.read_tensors(out / "checkpoints" / checkpoints.name_of(step) / checkpoints.TENSORS)
     return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
+
+
+def test_capture_is_for_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"training\.capture=true cannot work on cpu"):
+        run(tmp_path / "run", steps=2, capture=True)
+    assert not (tmp_path / "run").exists()

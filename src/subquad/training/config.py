@@ -11,7 +11,9 @@ from subquad.mechanisms.base import at_least, check_plain, nearest, refuse
 from subquad.models.config import Config, optional_at_least
 
 # what may differ when a run is resumed: it changes where and how often, not what is learned
-FREE_ON_RESUME = ("micro_batch", "compile", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch")
+FREE_ON_RESUME = (
+    "micro_batch", "compile", "capture", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class TrainingConfig(Config):
     ema: float | None = None  # decay of averaged weights, which are then evaluated and saved
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
+    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU, with batches of few shapes
     evaluate_every: int | None = None  # steps; None: ten times in a run
     evaluate_batches: int | None = None  # of validation during training; None: the whole split
     evaluate_batch: int | None = None  # examples; None: as micro_batch

@@ -30,9 +30,10 @@ class Optimiser:
             for group in part.param_groups:
                 group["lr"] = lr
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, keep: bool = False) -> None:
+        """`keep`: the gradients' memory stays where it is."""
         for part in self.parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad(set_to_none=not keep)
 
     def step(self) -> None:
         for part in self.parts:

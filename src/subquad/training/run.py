@@ -20,6 +20,7 @@ from torch import Tensor
 from subquad.data.order import Order
 from subquad.models.store import tensors_of
 from subquad.training import checkpoints
+from subquad.training.capture import Captured
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import RunConfig
 from subquad.training.distributed import Ranks, blocks_of, whole
@@ -32,7 +33,7 @@ from subquad.training.optimisers import Optimiser, scale_and_clip
 from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
-from subquad.training.task import Split, Task
+from subquad.training.task import Batch, Loss, Split, Task
 from subquad.training.weights import copy_of, load_weights, make_model, save_model
 
 TENTHS = 10  # of a run: evaluations and checkpoints, where nothing else is said
@@ -80,6 +81,7 @@ class Run:
             self.wired.compile()
         self.wrapped = ranks.wrap(self.wired)
         self.precision = Precision(training.precision, device)
+        self.captured = self._capture() if training.capture else None
         self.optimiser = Optimiser(training, self.model)
         self.schedule = Schedule(training, task.higher_is_better)
         self.ema = None if training.ema is None else Ema(self.model, training.ema)
@@ -157,11 +159,7 @@ class Run:
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for number, batch in enumerate(batches, start=1):
             with ranks.accumulating(self.wrapped, last=number == len(batches)):
-                with precision.autocast():
-                    loss = self.wrapped(batch)
-                if precision.scale is None:
-                    precision.begin(ranks.largest(float(loss.count))[0])
-                (loss.total if precision.scale == 1 else loss.total * precision.scale).backward()
+                loss = self._gradients(batch) if self.captured is None else self.captured(batch)
             sums += torch.stack((loss.total.detach().double(), loss.count.detach().double()))
         ranks.sum(sums)
         # gradients are of sums, averaged over ranks
@@ -171,12 +169,32 @@ class Run:
         accepted = precision.accept(norm)
         if accepted:
             self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimiser.zero_grad(keep=self.captured is not None)
         self.step += 1
         if self.ema is not None and accepted:
             self.ema.update(self.step)
         norm = norm.double() if accepted else torch.zeros_like(sums[0])
         self.window += torch.stack((*sums, norm, torch.ones_like(norm)))
+
+    def _gradients(self, batch: Batch) -> Loss:
+        with self.precision.autocast():
+            loss: Loss = self.wrapped(batch)
+        if self.precision.scale is None:
+            self.precision.begin(self.ranks.largest(float(loss.count))[0])
+        scale = self.precision.scale or 1.0
+        (loss.total if scale == 1 else loss.total * scale).backward()
+        return loss
+
+    def _capture(self) -> Captured:
+        accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
+        for what, wrong in (
+            (f"on {self.ranks.device}", self.ranks.device.type != "cuda"),
+            (f"over {self.ranks.world} ranks", self.ranks.world > 1),
+            ("in fp16, whose scale changes", self.precision.scaled),
+        ):
+            if wrong:
+                raise ValueError(f"training.capture=true cannot work {what}: {accepted}")
+        return Captured(self._gradients, self.model)
 
     def _read_window(self) -> list[float]:
         """Waits for the device; raises if something in it is not a number."""
