@@ -266,7 +266,9 @@ def generate(
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
     if card.get("task") == "music":
         rate = card["data"]["rate"]
-        for path in write_pieces(model, out, count=count or 4, rate=rate, sampling=sampling, seed=seed):
+        for path in write_pieces(
+            model, out, count=4 if count is None else count, rate=rate, sampling=sampling, seed=seed
+        ):
             console.print(f"piece: {path}", soft_wrap=True)
         return
     found = None if card.get("task") == "text" else image_shape(model, shape)
@@ -274,7 +276,7 @@ def generate(
         text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
     else:
         images_to_png(
-            model, out, console, count=count or 64, shape=found, complete=complete, sampling=sampling, seed=seed,
+            model, out, console, count=64 if count is None else count, shape=found, complete=complete, sampling=sampling, seed=seed,
             compile=compile,
         )  # fmt: skip
 
