@@ -276,8 +276,8 @@ def generate(
         text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
     else:
         images_to_png(
-            model, out, console, count=64 if count is None else count, shape=found, complete=complete, sampling=sampling, seed=seed,
-            compile=compile,
+            model, out, console, count=64 if count is None else count, shape=found, complete=complete,
+            sampling=sampling, seed=seed, compile=compile,
         )  # fmt: skip
 
 
