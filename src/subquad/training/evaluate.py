@@ -1,6 +1,7 @@
 """A whole split, measured."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,12 @@ class Wired(nn.Module):
         return self.task.measure(self.model, batch) if measure else self.task.loss(self.model, batch)
 
 
+def _uncompiled(wired: Wired) -> AbstractContextManager[None]:
+    """Another mode and another batch would be compiled anew: a minute for what takes a second as it is."""
+    compiled = wired._compiled_call_impl is not None
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
 @torch.no_grad()
 def evaluate(
     wired: Wired,
@@ -41,7 +48,7 @@ def evaluate(
         for made, counts in in_order(source, batch, batches, ranks):
             if ranks.world == 1 and stop():
                 return None
-            with precision.autocast():
+            with precision.autocast(), _uncompiled(wired):
                 found = wired(made, measure=True)
             for name, parts in found.items():
                 both = torch.stack([part.detach().double() for part in parts]) * counts
