@@ -64,6 +64,8 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
     said = []
     for part in ("data", "model", "training"):
         merged = {**getattr(table, part), **getattr(row, part)}
+        if part == "training" and not budget.place.startswith("cuda"):
+            merged = {key: value for key, value in merged.items() if key not in ("compile", "capture")}
         if part == "model":
             merged["mechanism"] = row.mechanism
         said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
