@@ -147,7 +147,9 @@ def test_lower_precision_learns_with_weights_in_single(tmp_path: Path, precision
 
 def test_minutes_end_a_run_that_still_anneals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: float(next(clock)))  # a second between two looks
+    monkeypatch.setattr(
+        "subquad.training.run.time.perf_counter", lambda: float(next(clock))
+    )  # a second between two looks
     settings: dict[str, Any] = {"steps": 10**6, "minutes": 1.0, "log_every": 1, "checkpoint_every": None}
     result = run(tmp_path, **settings, evaluate_every=None)
     assert result.ended_by == "minutes"
@@ -162,7 +164,7 @@ def test_minutes_end_a_run_that_still_anneals(tmp_path: Path, monkeypatch: pytes
 
 def test_legs_add_up_to_the_run(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("subquad.training.run.time.perf_counter", lambda: float(next(clock)))
     legs = 0
     while True:
         result = run(tmp_path, resume=legs > 0, leg=0.2)

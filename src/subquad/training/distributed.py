@@ -1,6 +1,7 @@
 """One process or many: what torchrun started, how the model is spread over it, and what the ranks tell each other."""
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class Ranks:
 
     def close(self) -> None:
         if self.started and dist.is_initialized():
+            # gloo's thread still lets go of its last tensors, for which it needs Python's lock; a group that is
+            # destroyed meanwhile waits for the thread while holding that lock, for ever
+            time.sleep(0.2)
             dist.destroy_process_group()
 
 
