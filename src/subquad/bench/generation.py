@@ -32,14 +32,22 @@ Figures = dict[str, Any]
 
 
 def paper_model(
-    name: str, mechanism: Any = "linear", head: str = "mixture", device: Any = "cpu", dtype: Any = None
+    name: str,
+    mechanism: Any = "linear",
+    head: str = "mixture",
+    device: Any = "cpu",
+    dtype: Any = None,
+    depth: int | None = None,
 ) -> LanguageModel:
-    """The image model of the paper with any mechanism: post-norm, ReLU, sinusoids beside the tokens, 8 heads of 32."""
+    """The image model of the paper with any mechanism: post-norm, ReLU, sinusoids beside the tokens, 8 heads of 32.
+
+    depth: of so many layers instead.
+    """
     torch.manual_seed(0)
     model = LanguageModel(
         vocab=START + 1,
         dim=256,
-        depth=MODELS[name]["depth"],
+        depth=depth or MODELS[name]["depth"],
         heads=8,
         mechanism=mechanism,
         positions="sinusoidal_concat",
@@ -120,11 +128,11 @@ def measure(
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - begun
+    times: list[float] = []
     if at is None:
         rewind(loop, start)
         total, how = seconds(loop, length), "whole loop"
     else:
-        times = []
         for position in at:
             rewind(loop, start, min(position, length - steps))
             times.append(seconds(loop, steps) / steps)
@@ -139,6 +147,7 @@ def measure(
         "milliseconds_per_step": 1000 * total / length,
         "loop_seconds": total,
         "timed": how,
+        "milliseconds_at": [1000 * spent for spent in times],
         "bytes_of_state_per_stream": bytes_per_stream(model, length),
         "captured": loop.graph is not None,
         "compiled": compile,

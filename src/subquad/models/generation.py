@@ -368,19 +368,21 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
     decoder, (batch, longest) = decoder_of(model), tokens.shape
     if state is None and hasattr(model, "encode"):
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
-    if state is None:
-        state = decoder.init_state(batch, capacity)
-    elif batch_of(state) != batch:
-        raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
-    else:
-        state = with_capacity(map_state(torch.clone, state), decoder, capacity)
     count = longest - 1
+    if state is not None:
+        if batch_of(state) != batch:
+            raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
+        state = with_capacity(map_state(torch.clone, state), decoder, capacity)
+    elif count == 0:
+        state = decoder.init_state(batch, capacity)
     piece = max(1, PIECE // (batch * values_of(model)))
     with torch.no_grad():
         for start in range(0, count, piece):
             part = tokens[:, start : min(start + piece, count)]
             left = None if lengths is None else (lengths - 1 - start).clamp(0, part.shape[1])
-            _, state = decoder.prefill(part, lengths=left, state=state)
+            # from nothing, not from an empty state: a mechanism then knows that the prompt is all there is
+            _, after = decoder.prefill(part, lengths=left, state=state)
+            state = after if state is not None else with_capacity(after, decoder, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
 
 
