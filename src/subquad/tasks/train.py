@@ -11,7 +11,7 @@ from rich.console import Console
 from subquad.mechanisms.base import check_plain, nearest
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig
-from subquad.training.distributed import restarted
+from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, read_config
 from subquad.training.loop import options_of, train
 from subquad.training.run import Result
@@ -30,7 +30,7 @@ def start(
 ) -> Result:
     """Train `name` with settings such as "model.depth=16". A run that is resumed has its own settings: those given
     again must be the same."""
-    resume = resume or restarted()
+    resume = resume or attempt() > 0
     task, config = configure(name, settings, out if resume and (out / CONFIG).exists() else None)
     return train(
         task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg

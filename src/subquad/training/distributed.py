@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,13 +123,17 @@ def join(parallel: str, device: str) -> Ranks:
         torch.cuda.set_device(place)
     started = not dist.is_initialized()
     if started:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+        # torchrun keeps its store over restarts: without a name for each, ranks would find the addresses of the dead
+        store, rank, world = next(rendezvous("env://"))
+        store = PrefixStore(f"attempt_{attempt()}", store)
+        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     return Ranks(place, "ddp" if parallel == "auto" else parallel, dist.get_rank(), world, started)
 
 
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure: the run then goes on by itself."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def attempt() -> int:
+    """How often torchrun has started this process again after a failure: from 1 on the run goes on by itself."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def whole(tensor: Tensor) -> Tensor:

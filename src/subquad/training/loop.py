@@ -11,7 +11,7 @@ from rich.console import Console
 
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
-from subquad.training.distributed import join, restarted
+from subquad.training.distributed import attempt, join
 from subquad.training.folder import Folder
 from subquad.training.log import Log
 from subquad.training.run import Result, Run, Stopped
@@ -41,7 +41,7 @@ def train(
     folder = Folder(Path(out))
     config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
     try:
-        resume = resume or restarted()
+        resume = resume or attempt() > 0
         ranks.decide(lambda: folder.check(config, resume))
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
