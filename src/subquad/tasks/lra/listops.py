@@ -1,0 +1,198 @@
+"""ListOps: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10); the value is one of ten classes.
+
+Rules     of the arena's generator (google-research/long-range-arena, data/listops.py): a node above depth 10 is an
+          operator with probability 1/4, else a digit; 2 to 10 arguments; expressions of 501 to 1,999 tokens; all of
+          them different; 96,000 for training, 2,000 each for validation and test
+Departs   its trees are drawn level by level for thousands of expressions at once, so that 100,000 take seconds
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
+from subquad.tasks.lra.task import Classification, Labelled
+from subquad.training.task import Source, Split
+
+LONGEST = 2000
+SHORTEST = 500
+DEPTH = 10
+OPERATOR = 0.25  # probability
+ARGUMENTS = (2, 10)
+DIGIT, NAMES, CLOSE = 1, ("[MIN", "[MAX", "[MED", "[SM"), 15  # 0 is padding, 1 to 10 are digits, 11 to 14 operators
+VOCAB = 16
+SIZES: dict[Split, int] = {"train": 96_000, "validation": 2_000, "test": 2_000}
+CHUNK = 16_384  # trees drawn at once, of which about one in twelve has an accepted length
+
+
+class Level(NamedTuple):
+    """The nodes of one depth of many trees, in order: the children of a node stand together, and so do siblings."""
+
+    tree: np.ndarray  # which tree a node is of
+    arguments: np.ndarray  # of an operator; 0 for a digit
+    symbol: np.ndarray  # 0 .. 9 of a digit, 0 .. 3 of an operator
+
+
+class Expressions(NamedTuple):
+    tokens: np.ndarray  # uint8, one expression after the other
+    lengths: np.ndarray  # int16
+    values: np.ndarray  # uint8
+    drawn: int  # trees that these were chosen from
+
+
+def draw(seed: int, number: int, trees: int = CHUNK) -> Expressions:
+    """The accepted expressions among so many random trees; the same for the same seed and number."""
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
+    levels, accepted = _grow(random, trees)
+    renumbered = np.cumsum(accepted) - 1
+    levels = [
+        Level(renumbered[level.tree[chosen]], level.arguments[chosen], level.symbol[chosen])
+        for level in levels
+        for chosen in (accepted[level.tree],)
+    ]
+    sizes, values = _fold(levels)
+    return Expressions(_write(levels, sizes), sizes[0].astype(np.int16), values.astype(np.uint8), trees)
+
+
+def _grow(random: np.random.Generator, trees: int) -> tuple[list[Level], np.ndarray]:
+    """(levels from the roots down, which trees have an accepted length)"""
+    length = np.zeros(trees, np.int64)
+    tree = np.arange(trees)
+    levels = []
+    for depth in range(1, DEPTH + 1):
+        operator = random.random(len(tree)) < (OPERATOR if depth < DEPTH else 0)
+        low, high = ARGUMENTS
+        count = np.where(operator, low + (random.random(len(tree)) * (high - low + 1)).astype(np.int64), 0)
+        symbol = (random.random(len(tree)) * np.where(operator, len(NAMES), 10)).astype(np.int64)
+        levels.append(Level(tree, count, symbol))
+        length += np.bincount(tree, np.where(operator, 2, 1), trees).astype(np.int64)
+        count = np.where(length[tree] < LONGEST, count, 0)  # of those that are too long already nobody needs the rest
+        tree = np.repeat(tree, count)
+    return levels, (length > SHORTEST) & (length < LONGEST)
+
+
+def _fold(levels: list[Level]) -> tuple[list[np.ndarray], np.ndarray]:
+    """(tokens under each node of each level, values of the roots), from the leaves up"""
+    sizes: list[np.ndarray] = []
+    below_size, below_value = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for level in reversed(levels):
+        operator = level.arguments > 0
+        size, value = np.where(operator, 2, 1), level.symbol.copy()
+        if operator.any():
+            count, kind = level.arguments[operator], level.symbol[operator]
+            first = np.cumsum(count) - count
+            size[operator] += np.add.reduceat(below_size, first)
+            value[operator] = np.choose(
+                kind,
+                (
+                    np.minimum.reduceat(below_value, first),
+                    np.maximum.reduceat(below_value, first),
+                    _medians(below_value, first, count),
+                    np.add.reduceat(below_value, first) % 10,
+                ),
+            )
+        sizes.insert(0, size)
+        below_size, below_value = size, value
+    return sizes, below_value
+
+
+def _medians(values: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Of each group, rounded down."""
+    at = np.arange(ARGUMENTS[1])
+    rows = values[np.minimum(first[:, None] + at, len(values) - 1)]
+    rows = np.sort(np.where(at < count[:, None], rows, 99), axis=1)
+    middle = np.take_along_axis(rows, np.stack(((count - 1) // 2, count // 2), axis=1), axis=1)
+    return middle.sum(axis=1) // 2
+
+
+def _write(levels: list[Level], sizes: list[np.ndarray]) -> np.ndarray:
+    """The tokens of all expressions, one after the other, from the roots down."""
+    tokens = np.zeros(int(sizes[0].sum()), np.uint8)
+    at = np.cumsum(sizes[0]) - sizes[0]  # where each node of this level is written
+    for depth, level in enumerate(levels):
+        operator = level.arguments > 0
+        tokens[at] = np.where(operator, DIGIT + 10 + level.symbol, DIGIT + level.symbol)
+        tokens[(at + sizes[depth] - 1)[operator]] = CLOSE
+        if operator.any():
+            count, below = level.arguments[operator], sizes[depth + 1]
+            before = np.cumsum(below) - below  # written under nodes to the left, of this level
+            first = np.cumsum(count) - count
+            at = np.repeat(at[operator] + 1 - before[first], count) + before
+        else:
+            break
+    return tokens
+
+
+def generate(count: int, seed: int = 0, workers: int | None = None) -> Expressions:
+    """So many different expressions, drawn in parallel; the same for the same seed, however many processes."""
+    seen: set[bytes] = set()
+    tokens, lengths, values, drawn = [], [], [], 0
+    workers = min(cores(), 1 + count // 2000) if workers is None else workers
+    numbers = range(1 + 2 * count * 12 // CHUNK)  # twice what is needed
+    for part in in_order(partial(draw, seed), numbers, workers):
+        drawn += part.drawn
+        ends = np.cumsum(part.lengths.astype(np.int64))
+        for expression, value in zip(np.split(part.tokens, ends[:-1]), part.values, strict=True):
+            key = blake2b(expression.tobytes(), digest_size=16).digest()
+            if key not in seen and len(seen) < count:
+                seen.add(key)
+                tokens.append(expression)
+                lengths.append(len(expression))
+                values.append(value)
+        if len(seen) == count:
+            return Expressions(np.concatenate(tokens), np.array(lengths, np.int16), np.array(values), drawn)
+    raise RuntimeError(f"{len(seen)} of {count} expressions in {drawn} trees: the draw does not follow its rules")
+
+
+def solve(tokens: np.ndarray) -> int:
+    """The value of an expression, read from left to right with a stack."""
+    stack: list[list[int]] = [[]]
+    kinds = []
+    for token in tokens.tolist():
+        if token == CLOSE:
+            values, kind = sorted(stack.pop()), kinds.pop()
+            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) // 2
+            stack[-1].append((values[0], values[-1], middle, sum(values) % 10)[kind])
+        elif token > 10:
+            kinds.append(token - 11)
+            stack.append([])
+        else:
+            stack[-1].append(token - DIGIT)
+    return stack[0][0]
+
+
+def text(tokens: np.ndarray) -> str:
+    """As people read it: [MAX 2 [MIN 3 4 ] 1 ]"""
+    return " ".join("]" if t == CLOSE else NAMES[t - 11] if t > 10 else str(t - DIGIT) for t in tokens.tolist())
+
+
+@dataclass(frozen=True)
+class ListOps(Classification):
+    train: int = SIZES["train"]  # examples
+    seed: int = 0
+
+    name: ClassVar[str] = "listops"
+    vocab: ClassVar[int] = VOCAB
+    classes: ClassVar[int] = 10
+
+    def positions(self) -> int:
+        return LONGEST
+
+    def source(self, split: Split) -> Source:
+        arrays = kept(generated() / f"listops_{self.train}_{self.seed}", self._make)
+        start = 0
+        for name, size in {**SIZES, "train": self.train}.items():
+            if name == split:
+                rows = slice(start, start + size)
+                return Labelled(arrays["tokens"][rows], arrays["labels"][rows], arrays["lengths"][rows])
+            start += size
+        raise ValueError(f"split={split!r} cannot work: accepted is {' or '.join(SIZES)}")
+
+    def _make(self) -> Arrays:
+        made = generate(self.train + SIZES["validation"] + SIZES["test"], self.seed)
+        tokens = np.zeros((len(made.lengths), LONGEST), np.uint8)
+        tokens[np.arange(LONGEST) < made.lengths[:, None]] = made.tokens
+        return {"tokens": tokens, "labels": made.values, "lengths": made.lengths}

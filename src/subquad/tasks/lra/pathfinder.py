@@ -1,0 +1,114 @@
+"""Pathfinder (32 x 32, 1,024 tokens) and Path-X (128 x 128, 16,384): are the two discs on the same dashed path?
+
+Data      made by contours.py at the hard level, seeded; or the arena's own pictures, where data.folder names a folder
+          of its release such as lra_release/pathfinder32/curv_contour_length_14 (imgs/*/*.png, metadata/*.npy)
+Sizes     160,000 for training, 20,000 each for validation and test, half of the labels 1; a folder is cut 80:10:10
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from subquad.data import files
+from subquad.tasks.lra.contours import HARD, draw
+from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
+from subquad.tasks.lra.task import Classification, Labelled
+from subquad.training.task import Source, Split
+
+CHUNK = 500  # pictures made at once
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Arrays:
+    """So many pictures in parallel, the same however many processes: tokens [count, size²], labels [count]."""
+    workers = min(cores(), 1 + count // (2 * CHUNK)) if workers is None else workers
+    tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
+    job = partial(_chunk, size, count, seed)
+    for number, (pictures, found) in enumerate(in_order(job, range(-(-count // CHUNK)), workers)):
+        rows = slice(number * CHUNK, number * CHUNK + len(found))
+        tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
+    return {"tokens": tokens, "labels": labels}
+
+
+def _chunk(size: int, count: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    return draw(HARD[size], min(CHUNK, count - number * CHUNK), seed, number)
+
+
+def read_folder(folder: Path, size: int) -> Arrays:
+    """The pictures of the arena's release, in a fixed random order. One of them is known to be empty: it is left out."""
+    from matplotlib.image import imread
+
+    lists = sorted(folder.glob("metadata/*.npy"), key=lambda path: int(path.stem))
+    if not lists:
+        raise files.Missing(f"{folder}/metadata/*.npy is missing: data.folder is one such as curv_contour_length_14")
+    tokens, labels = [], []
+    for path in lists:
+        for line in path.read_text().splitlines():  # text, for all its name
+            place, name, _, label, *_ = line.split()
+            picture = folder / place / name
+            if picture.stat().st_size == 0:
+                continue
+            pixels = np.round(255 * imread(picture)).astype(np.uint8)
+            if pixels.shape != (size, size):
+                raise files.Broken(f"{picture} has shape {pixels.shape}: accepted is {(size, size)}")
+            tokens.append(pixels.ravel())
+            labels.append(int(label))
+    order = np.random.Generator(np.random.PCG64(0)).random(len(labels)).argsort()
+    return {"tokens": np.stack(tokens)[order], "labels": np.array(labels, np.uint8)[order]}
+
+
+def sheet(size: int, path: Path, count: int = 24, seed: int = 0) -> None:
+    """Pictures with their labels in one PNG, for people."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    pictures, labels = draw(HARD[size], count, seed, 0)
+    figure, axes = plt.subplots(-(-count // 6), 6, figsize=(12, 2.2 * -(-count // 6)), layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, picture, label in zip(axes.flat, pictures, labels, strict=False):
+        axis.imshow(picture, cmap="gray", vmin=0, vmax=255)
+        axis.set_title("connected" if label else "not connected", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Pathfinder(Classification):
+    train: int = 160_000  # examples
+    held_out: int = 20_000  # of validation and of test each
+    seed: int = 0
+    folder: str | None = None  # of the arena's PNG files; None: made here
+
+    name: ClassVar[str] = "pathfinder"
+    classes: ClassVar[int] = 2
+    size: ClassVar[int] = 32
+
+    def positions(self) -> int:
+        return self.size * self.size
+
+    def source(self, split: Split) -> Source:
+        if self.folder is None:
+            sizes = (self.train, self.held_out, self.held_out)
+            name = f"{self.name}_{self.train}_{self.held_out}_{self.seed}"
+            arrays = kept(generated() / name, lambda: make(self.size, sum(sizes), self.seed))
+        else:
+            folder = Path(self.folder).expanduser()
+            name = f"{self.name}_{folder.name}"
+            arrays = kept(generated() / name, lambda: read_folder(folder, self.size))
+            tenth = len(arrays["labels"]) // 10
+            sizes = (len(arrays["labels"]) - 2 * tenth, tenth, tenth)
+        start = sum(sizes[: SPLITS.index(split)])
+        rows = slice(start, start + sizes[SPLITS.index(split)])
+        return Labelled(arrays["tokens"][rows], arrays["labels"][rows])
+
+
+@dataclass(frozen=True)
+class PathX(Pathfinder):
+    name: ClassVar[str] = "pathx"
+    size: ClassVar[int] = 128

@@ -1,0 +1,127 @@
+"""Retrieval: do two texts belong together, each read by the same encoder without a look at the other.
+
+Data      the arena's pairs of ACL Anthology papers, where data.folder names the folder of its new_aan_pairs.*.tsv
+          (147,086 / 18,090 / 17,437 pairs, 4,000 bytes each); else a stand-in, "IMDb same-movie pairs": two reviews
+          of the same film, or of two films, half and half. Films of validation and test are in no training pair
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from subquad.data import files
+from subquad.models import Matcher
+from subquad.tasks.lra.store import Arrays, generated, kept
+from subquad.tasks.lra.task import Classification
+from subquad.tasks.lra.text import padded, shuffled, stored
+from subquad.training.task import Batch, Source, Split
+
+STAND_IN = "IMDb same-movie pairs"
+FILES: dict[Split, str] = {
+    "train": "new_aan_pairs.train.tsv",
+    "validation": "new_aan_pairs.eval.tsv",
+    "test": "new_aan_pairs.test.tsv",
+}
+SHARES: dict[Split, tuple[float, float]] = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of films
+
+
+def pairs(films: np.ndarray, split: Split, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(pairs of reviews [count, 2], labels [count]): 1 for two reviews of a film, 0 for reviews of two films.
+
+    Both kinds draw their reviews alike, from films with at least two, so that no single review tells the label.
+    """
+    names, numbers, sizes = np.unique(films, return_inverse=True, return_counts=True)
+    low, high = (int(share * len(names)) for share in SHARES[split])
+    chosen = shuffled(len(names), seed)[low:high]
+    chosen = chosen[sizes[chosen] >= 2]
+    if len(chosen) < 2:
+        raise files.Broken(f"{len(names)} films are too few for pairs: {split} has {len(chosen)} with two reviews")
+    order = np.argsort(numbers, kind="stable")
+    first = np.cumsum(sizes) - sizes  # of a film's reviews, in `order`
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, low, count])))
+    reviews = np.concatenate([order[first[film] : first[film] + sizes[film]] for film in chosen])
+    left = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
+    film = numbers[left]
+    step = 1 + (random.random(count) * (sizes[film] - 1)).astype(np.int64)  # another of the same film
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    same = order[first[film] + (place[left] - first[film] + step) % sizes[film]]
+    other = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
+    while (again := numbers[other] == film).any():
+        other[again] = reviews[(random.random(int(again.sum())) * len(reviews)).astype(np.int64)]
+    labels = (shuffled(count, seed + 1) % 2).astype(np.uint8)
+    return np.stack((left, np.where(labels == 1, same, other)), axis=1), labels
+
+
+def read_tsv(path: Path) -> Arrays:
+    """label, id, id, text, text a line; texts one after the other, two a pair."""
+    pieces, labels = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            fields = line.rstrip(b"\n").split(b"\t")
+            if len(fields) != 5:
+                raise files.Broken(f"{path}:{number} has {len(fields)} fields: accepted are label, two ids, two texts")
+            labels.append(float(fields[0]) > 0.5)
+            pieces += [text.removeprefix(b"b'").removesuffix(b"'") for text in fields[3:]]
+    return {
+        "text": np.frombuffer(b"".join(pieces), np.uint8),
+        "starts": np.cumsum([0, *map(len, pieces)]),
+        "labels": np.array(labels, np.uint8),
+    }
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of texts, by index."""
+
+    texts: Arrays
+    rows: np.ndarray  # [N, 2]
+    labels: np.ndarray  # [N]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002
+        found = {"labels": self.labels[indices].astype(np.int64)}
+        for side, name in enumerate("ab"):
+            found[name], found[f"{name}_lengths"] = padded(self.texts, self.rows[indices, side], self.length)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+
+
+@dataclass(frozen=True)
+class Retrieval(Classification):
+    length: int = 1000  # bytes of each text; 4,000 in the paper
+    train: int = 96_000  # pairs of the stand-in
+    held_out: int = 8_000  # of validation and of test each
+    seed: int = 0
+    folder: str | None = None  # of the arena's tsv files
+
+    name: ClassVar[str] = "retrieval"
+    classes: ClassVar[int] = 2
+    stand_in: ClassVar[str | None] = STAND_IN
+
+    def positions(self) -> int:
+        return self.length
+
+    def make_model(self, fields: Any) -> nn.Module:
+        return Matcher(**{"vocab": self.vocab, "max_length": self.length, **fields})
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["a"], batch["b"], batch["a_lengths"], batch["b_lengths"])
+
+    def source(self, split: Split) -> Source:
+        if self.folder is None:
+            found = stored()
+            rows, labels = pairs(found["films"], split, self.train if split == "train" else self.held_out, self.seed)
+            return Pairs(found, rows, labels, self.length)
+        path = Path(self.folder).expanduser() / FILES[split]
+        if not path.exists():
+            raise files.Missing(f"{path} is missing: data.folder holds {', '.join(FILES.values())}")
+        found = kept(generated() / path.stem, lambda: read_tsv(path))
+        count = len(found["labels"])
+        return Pairs(found, np.arange(2 * count).reshape(count, 2), found["labels"], self.length)

@@ -1,0 +1,54 @@
+"""Arrays that are made once: written whole or not at all, read by any number of processes without a copy each."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from subquad.data import files
+
+Arrays = dict[str, np.ndarray]
+T = TypeVar("T")
+
+
+def generated() -> Path:
+    """Where what is made here is kept: lra in the data folder."""
+    return files.folder() / "lra"
+
+
+def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays of `folder`, mapped into memory; made and written there first if nobody has."""
+    if not folder.is_dir():
+        part = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for name, array in make().items():
+            np.save(part / f"{name}.npy", array)
+        with contextlib.suppress(OSError):  # another process was first, with the same arrays
+            part.rename(folder)
+        shutil.rmtree(part, ignore_errors=True)
+    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+
+
+def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
+    """make(number) of each, in order, over so many processes; a caller who has enough stops early."""
+    if workers <= 1:
+        yield from map(make, numbers)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        results = pool.map(make, numbers)
+        try:
+            yield from results
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,83 @@
+"""What the six tasks share: labelled sequences of bytes, a classifier of the re-runs' size, accuracy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from subquad.models import Classifier
+from subquad.models.loss import cross_entropy
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Sums, Task
+
+# of the PyTorch re-runs (Xiong et al. 2021, arXiv:2102.03902), the same for every mechanism
+SMALL: Mapping[str, Any] = {
+    "mechanism": "linear",
+    "dim": 64,
+    "depth": 2,
+    "heads": 2,
+    "ff_dim": 128,
+    "positions": "learned",
+    "pooling": "mean",
+    "dropout": 0.1,
+}
+TRAINING = TrainingConfig(
+    steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup=200, schedule="linear"
+)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Sequences and their labels, by index."""
+
+    tokens: np.ndarray  # [N, T] uint8
+    labels: np.ndarray  # [N]
+    lengths: np.ndarray | None = None  # [N]; None: all are of length T
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002
+        found = {"tokens": self.tokens[indices], "labels": self.labels[indices].astype(np.int64)}
+        if self.lengths is not None:
+            found["lengths"] = self.lengths[indices].astype(np.int64)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+
+
+class Classification(Task):
+    """Tokens [B, T] -> a class."""
+
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    model: ClassVar[Mapping[str, Any]] = SMALL
+    training: ClassVar[TrainingConfig] = TRAINING
+    vocab: ClassVar[int] = 256
+    classes: ClassVar[int]
+    stand_in: ClassVar[str | None] = None  # what the data is where it is not the paper's
+
+    def positions(self) -> int:
+        """The longest sequence."""
+        raise NotImplementedError
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        return Classifier(**{"vocab": self.vocab, "classes": self.classes, "max_length": self.positions(), **fields})
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["tokens"], batch.get("lengths"))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        logits, labels = self.logits(model, batch), batch["labels"]
+        return Loss(cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels), device=labels.device))
+
+    def measure(self, model: nn.Module, batch: Batch) -> Sums:
+        logits, labels = self.logits(model, batch), batch["labels"]
+        count = torch.tensor(len(labels), device=labels.device)
+        right = (logits.argmax(-1) == labels).sum()
+        return {"nats": (cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (right, count)}
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        return {"accuracy": 100 * mean["accuracy"], "loss": mean["nats"]}
