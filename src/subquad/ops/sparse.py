@@ -102,9 +102,8 @@ def sparse_attention(
     o, lse = parts[0]
     if len(parts) > 1:
         order = [h for _, _, own, _ in groups for h in own]
-        back = torch.tensor([order.index(h) for h in range(len(order))], device=q.device)
-        o = torch.cat([part[0] for part in parts], 2).index_select(2, back)
-        lse = torch.cat([part[1] for part in parts], 2).index_select(2, back)
+        back = tuple(order.index(h) for h in range(len(order)))
+        o, lse = (_heads(torch.cat(same, 2), back) for same in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
 
 
@@ -182,11 +181,13 @@ def _family(pattern: str) -> tuple[str, int | None]:
 
 
 def _heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-    if len(heads) == x.shape[2]:
+    """These heads of x, by slices: an index would have to be copied to a GPU, which waits and cannot be captured."""
+    ends = [n for n in range(1, len(heads)) if heads[n] != heads[n - 1] + 1]
+    runs = [heads[a:b] for a, b in zip([0, *ends], [*ends, len(heads)], strict=True)]
+    if len(runs) == 1 and len(heads) == x.shape[2]:
         return x
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return x[:, :, heads[0] : heads[-1] + 1]
-    return x.index_select(2, torch.tensor(heads, device=x.device))
+    parts = [x[:, :, run[0] : run[-1] + 1] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -75,7 +75,7 @@ class DigitsTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         tokens = batch["tokens"]
         total = cast(LanguageModel, model).loss(tokens, reduction="sum")
-        return Loss(total, torch.tensor(tokens[:, 1:].numel(), device=tokens.device))
+        return Loss(total, torch.full((), tokens[:, 1:].numel(), device=tokens.device))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         total, count = self.loss(model, batch)
