@@ -93,7 +93,7 @@ class Speech(Task):
     metric: ClassVar[str] = "per"
     model: ClassVar[Mapping[str, Any]] = {**PAPER_MODEL, "dim": 192, "depth": 9, "heads": 6, "norm_position": "pre"}
     training: ClassVar[Any] = dataclasses.replace(
-        PAPER_TRAINING, steps=6000, batch=16, lr=5e-4, warmup=500, schedule="cosine"
+        PAPER_TRAINING, steps=6000, batch=16, lr=5e-4, betas=(0.9, 0.98), warmup=500, schedule="cosine"
     )
 
     def __post_init__(self) -> None:
