@@ -53,7 +53,7 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the next batch is made meanwhile
                 loss = self.compute(inputs)
         except RuntimeError as error:
             raise ValueError(

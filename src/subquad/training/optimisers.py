@@ -1,7 +1,7 @@
 """torch's optimisers over the parameters of a model, with what happens between backward and the update.
 
 Weight decay is decoupled and applies to matrices only: not to biases, norms and embeddings. Muon takes the matrices
-inside the model, and AdamW the rest: embeddings, the output layer, vectors.
+inside the model, and AdamW the rest: the first and the last layer, vectors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
+from subquad.models.embedding import Embedding
+from subquad.models.positions import Grid
 from subquad.training.config import TrainingConfig
 
 
@@ -103,11 +105,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-    outside = _embeddings(model)
+    outside = _looked_up(model)
     decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in outside}
     hidden = set()
     if config.optimiser == "muon":
-        hidden = {name for name in decayed if named[name].ndim == 2 and not _is_output(name)}
+        hidden = {name for name in decayed if named[name].ndim == 2 and not _at_an_end(name)}
     rest = [name for name in named if name not in hidden]
     groups = [
         {"params": [named[name] for name in rest if name in decayed], "weight_decay": config.weight_decay},
@@ -139,16 +141,16 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     return parts
 
 
-def _embeddings(model: nn.Module) -> set[str]:
-    """Parameters that are looked up rather than multiplied."""
+def _looked_up(model: nn.Module) -> set[str]:
+    """Parameters that are looked up rather than multiplied: of tokens and of positions."""
     found = set()
     for path, module in model.named_modules():
-        looked_up = isinstance(module, nn.Embedding) or type(module).__name__ in ("Embedding", "Grid")
-        for name, _ in module.named_parameters(recurse=False):
-            if looked_up:
-                found.add(f"{path}.{name}" if path else name)
+        own = isinstance(module, (nn.Embedding, Grid))
+        if own or isinstance(module, Embedding):
+            found |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
     return found
 
 
-def _is_output(name: str) -> bool:
-    return "head" in name.split(".")
+def _at_an_end(name: str) -> bool:
+    """Whether a parameter is of the first or the last layer."""
+    return not {"embedding", "head"}.isdisjoint(name.split("."))
