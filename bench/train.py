@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from subquad.bench.compare import machine, save
 from subquad.bench.measure import once, spread
@@ -26,21 +27,28 @@ from subquad.tasks.images import SETS, Images
 from subquad.tasks.scaling import Iteration, iterations
 from subquad.tasks.tables import TABLES
 from subquad.tasks.text import Text
+from subquad.training.task import Batch, Task
 
 BARS = {"mnist": (5000, 8000), "text": (0.7, 0.5)}
 Figures = dict[str, Any]
 
 
-def images(name: str, batch: int, compile: bool, device: str, **changes: Any) -> Iteration:
+def images(name: str, batch: int, mode: str, device: str, **changes: Any) -> Iteration:
     task = Images(set=name)
     torch.manual_seed(0)
     model = task.make_model({**task.model, **changes}).to(device)
     pixels = torch.randint(256, (batch, SETS[name].length), dtype=torch.uint8, device=device)
-    precision = "bf16" if device == "cuda" else "fp32"
-    return Iteration(task, model, {"pixels": pixels}, precision=precision, compile=compile)
+    return iteration(task, model, {"pixels": pixels}, mode)
 
 
-def text(row: str, batch: int, length: int, compile: bool, device: str, **changes: Any) -> Iteration:
+def iteration(task: Task, model: nn.Module, batch: Batch, mode: str) -> Iteration:
+    """mode: "eager", "compiled", "captured" (gradients as a CUDA graph) or "compiled+captured"."""
+    precision = "bf16" if next(model.parameters()).is_cuda else "fp32"
+    compile, capture = "compiled" in mode, "captured" in mode
+    return Iteration(task, model, batch, precision=precision, compile=compile, capture=capture)
+
+
+def text(row: str, batch: int, length: int, mode: str, device: str, **changes: Any) -> Iteration:
     """A row of the table enwik8: the Sparse Transformer's 30 layers of width 512."""
     task, table = Text(length=length), TABLES["enwik8"]
     chosen = next(found for found in table.rows if found.name == row)
@@ -49,7 +57,7 @@ def text(row: str, batch: int, length: int, compile: bool, device: str, **change
     model = task.make_model(fields).to(device)
     tokens = torch.randint(256, (batch, length + 1), dtype=torch.uint8, device=device)
     made = {"tokens": tokens, "first": torch.zeros(batch, dtype=torch.int64, device=device)}
-    return Iteration(task, model, made, precision="bf16" if device == "cuda" else "fp32", compile=compile)
+    return iteration(task, model, made, mode)
 
 
 def rate(make: Callable[[], Iteration], count: int) -> Figures:
@@ -98,7 +106,7 @@ def image_rates(
             for dropout in dropouts:
                 drop = {"dropout": dropout, "ff_dropout": 0.0}
                 label = f"batch {batch}, {mode}, dropout {dropout}"
-                make = partial(images, name, batch, mode == "compiled", device, **sizes, **drop)
+                make = partial(images, name, batch, mode, device, **sizes, **drop)
                 found[label] = attempt(f"{name}, {label}", partial(rate, make, batch))
     return found
 
@@ -110,7 +118,7 @@ def text_ratios(device: str, small: bool, modes: Sequence[str]) -> Figures:
     found: Figures = {"batch": batch, "length": length, "bar": {"must": BARS["text"][0], "goal": BARS["text"][1]}}
     for name in modes:
         makers = {
-            row: partial(text, row, batch, length, name == "compiled", device, **sizes)
+            row: partial(text, row, batch, length, name, device, **sizes)
             for row in ("dense", "fixed", "strided", "linear")
         }
         try:
@@ -131,18 +139,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sections", default="mnist,text")
     parser.add_argument("--batches", default="128")
-    parser.add_argument("--modes", default=None, help="eager, compiled; by default both of images and eager of text")
+    parser.add_argument("--modes", default=None, help="of eager, compiled, captured and compiled+captured")
     parser.add_argument("--dropouts", default="0.1")
     parser.add_argument("--commit", default=None)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     device, small = ("cpu", True) if given.cpu else ("cuda", False)
     batches, dropouts = [int(n) for n in given.batches.split(",")], [float(n) for n in given.dropouts.split(",")]
-    modes = given.modes.split(",") if given.modes else ["eager"] if small else ["eager", "compiled"]
+    modes = given.modes.split(",") if given.modes else ["eager"] if small else ["compiled+captured"]
     sections: dict[str, Callable[[], Figures]] = {
         "mnist": partial(image_rates, "mnist", device, small, batches, modes, dropouts),
         "cifar10": partial(image_rates, "cifar10", device, small, batches, modes, dropouts),
-        "text": partial(text_ratios, device, small, modes if given.modes else ["eager"]),
+        "text": partial(text_ratios, device, small, modes if given.modes or small else ["captured"]),
     }
     figures: Figures = {"kind": "train", "commit": given.commit, "machine": machine(device)}
     figures["what"] = "forward, backward, clipping and update of whole models, bf16 autocast, made-up data"

@@ -113,7 +113,8 @@ def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
         batch = {name: tensor.to(run.budget.place) for name, tensor in batch.items()}
         model = task.make_model(config.model).to(run.budget.place)
         precision = "bf16" if run.budget.place.startswith("cuda") else "fp32"
-        return scaling.Iteration(task, model, batch, precision=precision, compile=config.training.compile)
+        compile, capture = config.training.compile, config.training.capture
+        return scaling.Iteration(task, model, batch, precision=precision, compile=compile, capture=capture)
 
     return make
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from subquad.bench.growth import exponent
 from subquad.bench.measure import Shape, Subject, calibrate, grown, once, peak_bytes, spread
 from subquad.mechanisms import build, mechanism
+from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
-from subquad.training.task import Batch, Task
+from subquad.training.task import Batch, Loss, Task
 
 LENGTHS = tuple(2**n for n in range(9, 17))
 REFORMER_4: Mapping[str, Any] = {"rounds": 4, "chunk": 32, "buckets": 64}  # of the paper's baseline
@@ -129,24 +130,42 @@ def growth(rows: Sequence[Row]) -> list[Row]:
 
 
 class Iteration:
-    """Forward, backward and update of a task's model on one batch, as in training."""
+    """Forward, backward and update of a task's model on one batch, as in training.
 
-    def __init__(self, task: Task, model: nn.Module, batch: Batch, *, precision: str = "bf16", compile: bool = False):
+    compile  by torch.compile; capture  gradients as a CUDA graph, as training.capture has it
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        precision: str = "bf16",
+        compile: bool = False,
+        capture: bool = False,
+    ):
         self.batch, self.precision = batch, precision
         self.device = next(iter(batch.values())).device
         self.model = model.train()
         self.wired = Wired(task, model)
         if compile:
             self.wired.compile()
+        self.keep = capture
+        self.gradients = Captured(self._gradients, model) if capture else self._gradients
         self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
 
-    def __call__(self) -> None:
+    def _gradients(self, batch: Batch) -> Loss:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            loss = self.wired(self.batch)
-        self.optimiser.zero_grad(set_to_none=True)
+            loss: Loss = self.wired(batch)
         (loss.total / loss.count).backward()
+        return loss
+
+    def __call__(self) -> None:
+        self.gradients(self.batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=not self.keep)
 
 
 def iterations(
