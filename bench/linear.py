@@ -6,6 +6,7 @@
 
 Correct means: error against float64 at most twice that of the plain torch expression in the same type, for the output,
 the states and every gradient; no NaN from large inputs; the same numbers compiled, captured in a graph, checkpointed.
+The kernels are compiled first, by processes that use no GPU.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ BARS = {  # milliseconds: must, goal
     "bidirectional forward": dict.fromkeys(LENGTHS, (0.30, 0.20)),
     "bidirectional forward+backward": dict.fromkeys(LENGTHS, (1.0, 0.6)),
 }
+WIDTHS = ((32, 32), (128, 128), (256, 64))  # besides 64 and 64
 SMALL = bool(os.environ.get("TRITON_INTERPRET"))
 DEVICE = "cpu" if SMALL else "cuda"
 
@@ -360,6 +363,94 @@ def special(name: str) -> Case:
 SPECIAL = ("large", "gate -1e4", "compile", "checkpoint", "graph", "step")
 
 
+class Hopper:
+    """What Triton asks of a driver when it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
+    """Compile what a case needs, or one of its kernels with other launch parameters, into Triton's cache."""
+    import triton
+
+    from subquad.ops import linear_triton
+
+    case, only, parameters = job
+    triton.runtime.driver.set_active(Hopper())
+
+    def compile_only(key: Any, kernel: Any, tensors: Any, launch: Any) -> None:
+        if only is None or only == name_of(kernel, key):
+            grid, numbers, constants, cfg = launch()
+            options = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
+            kernel.warmup(*tensors, *numbers, grid=(grid,), **constants, **options)
+
+    setattr(linear_triton, "_run", compile_only)  # noqa: B010 (as a plain assignment its type would be wrong)
+    setattr(linear_triton, "_device", lambda _x: contextlib.nullcontext())  # noqa: B010
+    if only is not None:
+        override(case, only, parameters)
+    b, t, h, k, v = (case[x] for x in ("b", "t", "h", "k", "v"))
+    s, n, dtype = case.get("s", t), len(case["cu"]) - 1 if "cu" in case else b, getattr(torch, case["dtype"])
+    q, key, val = (torch.empty(b, x, h, w, dtype=dtype) for x, w in ((t, k), (s, k), (s, v)))
+    if case.get("view"):
+        q, key, val = torch.empty(b, t, 3, h, k, dtype=dtype).unbind(2)
+    init = [torch.empty(n, h, k, v), torch.empty(n, h, k)] if case.get("init") else [None, None]
+    given: tuple[Any, ...] = (
+        q, key, val, torch.zeros(b, t, h) if case.get("gate") else None,
+        torch.tensor(case["lengths"]) if "lengths" in case else None,
+        torch.tensor(case["cu"], dtype=torch.int32) if "cu" in case else None, *init,
+    )  # fmt: skip
+    how: tuple[Any, ...] = (
+        case["causal"], case["map"], case.get("signed", False), case.get("normalize", True), case.get("eps", 1e-6),
+    )  # fmt: skip
+    ahead: Callable[..., Any] = linear_fused._forward
+    back: Callable[..., Any] = linear_fused._backward
+    for save in (False, True) if case.get("timed") else (True,):
+        out = ahead(*given, *how, save)
+    ends = (None, None) if case.get("timed") else (torch.empty_like(out[1]), torch.empty_like(out[2]))
+    back(torch.empty_like(out[0]), *ends, *given, *out, *how)
+
+
+def override(case: Case, kernel: str, parameters: tuple[Any, ...]) -> None:
+    from subquad.ops import linear_triton
+
+    for name in (kernel, f"{kernel} many"):
+        linear_triton.TUNED[(name, case["causal"], case["k"], case["v"], 2)] = linear_triton.Config(*parameters)
+
+
+def name_of(kernel: Any, key: tuple[Any, ...]) -> str:
+    """backward_kv is also launched as backward_k and backward_v."""
+    return str(key[1] if kernel.__name__ == "backward_kv" else kernel.__name__)
+
+
+def compile_all(jobs: list[tuple[Case, str | None, tuple[Any, ...]]]) -> list[bool]:
+    """Whether each could be compiled. Forked before the GPU is first used: a child starts at once, without one."""
+    if SMALL or not torch.cuda.is_available():
+        return [True] * len(jobs)
+    start = time.time()
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("fork")) as pool:
+        done = [pool.submit(compile_ahead, job) for job in jobs]
+        problems = [x.exception() for x in done]
+    for (case, only, parameters), problem in zip(jobs, problems, strict=True):
+        if problem is not None:
+            print(f"does not compile: {only or case} {parameters} {type(problem).__name__} {str(problem)[:80]}")
+    print(f"compiled for {len(jobs)} calls in {time.time() - start:.0f} s", flush=True)
+    return [problem is None for problem in problems]
+
+
+def timed_case(t: int, k: int, v: int, causal: bool) -> Case:
+    shape = {"b": TOKENS // t, "t": t, "h": HEADS, "k": k, "v": v}
+    return shape | {"dtype": "bfloat16", "map": "elu+1", "causal": causal, "timed": True}
+
+
 def attempt(job: Any) -> Case:
     try:
         return special(job) if isinstance(job, str) else check(job)
@@ -368,8 +459,8 @@ def attempt(job: Any) -> Case:
 
 
 def pool_map(fn: Callable[[Any], Any], jobs: list[Any]) -> list[Any]:
-    """In parallel, because compiling kernels takes longer than running them."""
-    workers = min(12, os.cpu_count() or 1, len(jobs))
+    """In parallel, because a case takes the host longer than the GPU."""
+    workers = min(16, os.cpu_count() or 1, len(jobs))
     if SMALL or workers < 2:
         return [fn(j) for j in jobs]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -528,7 +619,7 @@ def speed(candidates: list[int]) -> Case:
                 replay(partial(forward, x, causal)),
                 replay(partial(forward_backward, x, causal)),
             )
-    for k, v in ((32, 32), (128, 128), (256, 64)):
+    for k, v in WIDTHS:
         for t in (1024, 65536):
             for name, causal in (("causal", True), ("bidirectional", False)):
                 try:
@@ -588,64 +679,57 @@ def forward_backward(x: list[Tensor], causal: bool) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, x, out.detach())
 
 
-def tune_time(job: tuple[str, bool, int, int, tuple[Any, ...] | None, bool]) -> float:
-    """Milliseconds of the whole pass with one kernel's parameters replaced (both one segment and many)."""
+def launches(x: list[Tensor], causal: bool) -> list[tuple[str, Callable[[], None]]]:
+    """The kernels of one forward and backward by name, to be run again one by one."""
     from subquad.ops import linear_triton
 
-    kernel, causal, k, v, values, quick = job
-    if values is not None:
-        linear_triton.TUNED[(kernel, causal, k, v, 2)] = linear_triton.Config(*values)
-    total = 0.0
+    found: list[tuple[str, Callable[[], None]]] = []
+    run = linear_triton._run
+
+    def visit(key: Any, kernel: Any, tensors: Any, launch: Any) -> None:
+        run(key, kernel, tensors, launch)
+        found.append((name_of(kernel, key), partial(run, key, kernel, tensors, launch)))
+
+    linear_triton._run = visit
     try:
-        for t in (1024, 65536):
-            x = inputs(t, k, v, grad=True)
-            fn = partial(forward_backward if kernel.startswith("backward") else forward, x, causal)
-            fn()
-            total += 0.0 if quick else median(fn, 12)
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"  {kernel} {values}: {type(error).__name__} {str(error)[:80]}", file=sys.stderr)
-        return float("inf")
-    return total
-
-
-def precompile(job: Any) -> float:
-    return tune_time((*job, True))
+        forward_backward(x, causal)
+    finally:
+        linear_triton._run = run
+    return found
 
 
 def tune(widths: list[tuple[int, int]]) -> Case:
+    """Milliseconds of every kernel with every set of launch parameters, at two lengths, the best first."""
     from subquad.ops import linear_triton
 
-    best: Case = {}
-    for (k, v), causal in itertools.product(widths, (True, False)):
-        kernels = ("states", "forward", "backward_q", "backward_v", "backward_k")
-        jobs = [(name, causal, k, v, values) for name in kernels for values in grid(name, k, v)]
-        start = time.time()
-        usable = pool_map(precompile, jobs)  # a crash or a refusal costs a worker's try, and fills the disk cache
-        print(f"K={k} V={v} causal={causal}: {len(jobs)} variants compiled in {time.time() - start:.0f} s")
-        for name in kernels:
-            key = (name, causal, k, v, 2)
-            known = linear_triton.TUNED.get(key)
-            before = tune_time((*key[:4], None, False))
-            scored = []
-            for job, fine in zip(jobs, usable, strict=True):
-                if job[0] == name and fine == 0.0:
-                    scored.append((tune_time((*job, False)), job[4]))
-            scored.sort(key=lambda s: s[0])
-            print(f"{name:12s} default {before:.3f}; best " + ", ".join(f"{ms:.3f} {cfg}" for ms, cfg in scored[:5]))
-            linear_triton.TUNED.pop(key, None)
-            if scored and scored[0][0] < before:
-                linear_triton.TUNED[key] = linear_triton.Config(*scored[0][1])
-                print(f"    {key}: Config{scored[0][1]},")
-            elif known:
-                linear_triton.TUNED[key] = known
-            best[f"{name} {k}x{v} causal={causal}"] = scored[:8]
-        for programs in (264, 396, 528, 792, 1056, 2112):
-            linear_fused.PROGRAMS = programs
-            row = [times(ours(causal), t, k, v) for t in LENGTHS]
-            print(f"PROGRAMS={programs}: " + "  ".join(f"{a:.3f}/{b:.3f}" for a, b in row))
-            best[f"programs {programs} {k}x{v} causal={causal}"] = row
-    return best
+    kernels = ("states", "forward", "backward_q", "backward_kv", "backward_v", "backward_k")
+    trials: list[tuple[Case, str | None, tuple[Any, ...]]] = [
+        (timed_case(t, k, v, causal), name, values)
+        for (k, v), causal, name in itertools.product(widths, (True, False), kernels)
+        for values in grid(name, k, v)
+        for t in (1024, 65536)
+    ]
+    rows: dict[str, list[Any]] = {}
+    for (case, name, values), fine in zip(trials, compile_all(trials), strict=True):
+        if not fine or name is None:
+            continue
+        known = dict(linear_triton.TUNED)
+        override(case, name, values)
+        linear_triton._READY.clear()
+        try:
+            found = launches(inputs(case["t"], case["k"], case["v"], grad=True), case["causal"])
+            for ms in [median(work, 10) for one, work in found if one == name]:
+                rows.setdefault(f"{name} {case['k']}x{case['v']} causal={case['causal']} T={case['t']}", []).append(
+                    [ms, *values]
+                )
+        except Exception as error:  # parameters that do not fit are no candidates
+            print(f"{name} {values}: {type(error).__name__} {str(error)[:80]}")
+        linear_triton.TUNED.clear()
+        linear_triton.TUNED.update(known)
+    for name, row in rows.items():
+        row.sort()
+        print(f"{name}: " + ", ".join(f"{ms:.3f} {values}" for ms, *values in row[:5]))
+    return rows
 
 
 def facts(commit: str | None) -> Case:
@@ -680,6 +764,11 @@ def main() -> None:
     if args.tune:
         report["tune"] = tune([(int(k), int(v)) for k, v in (w.split("x") for w in args.widths.split(","))])
     else:
+        shapes = [(64, 64, t) for t in LENGTHS] + [(k, v, t) for k, v in WIDTHS for t in (1024, 65536)]
+        timed = [] if args.check else [timed_case(t, k, v, c) for k, v, t in shapes for c in (True, False)]
+        # the widest take longest
+        needed = sorted((*timed, *cases()), key=lambda case: -case["k"] * case["v"])
+        compile_all([(case, None, ()) for case in needed])
         report["checks"] = check_all()
         passed = all(r["ok"] for r in report["checks"])
         print(f"checks took {time.time() - start:.0f} s", flush=True)

@@ -158,6 +158,7 @@ def compare(
         {"t": 40, "feature_map": "relu", "normalize": False, "gate": True},
         {"t": 40, "feature_map": "exp", "normalize": False},
         {"t": 40, "k": 80, "v": 48, "gate": True, "init": True},  # blocks of K and of V
+        {"t": 40, "k": 80, "v": 48},
         {"t": 40, "k": 48, "v": 80, "causal": False},
     ],
     ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()),
@@ -342,9 +343,10 @@ def test_unknown_feature_map_is_refused() -> None:
         ("states", True),
         ("scan", True),
         ("step", True),
-        ("backward_v", False),
         ("backward_q", False),
-        ("backward_k", True),
+        ("backward_q", True),
+        ("backward_kv", False),
+        ("backward_kv", True),
     ]
     + [("forward", gated) for gated in (False, True)],
 )
@@ -359,13 +361,13 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
 
     fn = getattr(linear_triton, kernel)
     cfg = linear_triton.config(kernel, True, 64, 64, 2)
-    half = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "y"}
+    half = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
     numbers = {"eps": "fp32"} | dict.fromkeys(("cu", "owner", "lengths"), "*i32")
     constants = {
         "K": 64, "V": 64, "C": cfg.chunk, "BK": 64, "BV": 64, "MAP": "elu+1", "CAUSAL": True, "SIGNED": False,
         "NORM": True, "GATED": gated, "PACKED": gated, "LENGTHS": False, "INIT": True, "SPLIT": True, "SAVE": True,
-        "FINAL": True, "START": False, "GRAD": gated, "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128,
-        "INPLACE": True,
+        "FINAL": True, "START": False, "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
+        "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "DK": True, "DV": True,
         "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
     }  # fmt: skip
     scalars = {"T", "L", "NS", "H", "TOKENS"}
@@ -376,7 +378,7 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
             constexprs[(i,)] = constants[name]
         elif name in numbers:
             signature[name] = numbers[name]
-        elif name in scalars or (len(name) == 2 and name[1] in "bth" and name[0] in "qkvgoszxy"):
+        elif name in scalars or (len(name) == 2 and name[1] in "bth" and name[0] in "qkvgosz"):
             signature[name] = "i32"
         else:
             signature[name] = "*bf16" if name in half else "*fp32"

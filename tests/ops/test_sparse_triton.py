@@ -135,7 +135,7 @@ def test_interpreted_unions(pattern: Pattern, T: int, S: int, causal: bool) -> N
 @pytest.mark.parametrize("pattern", [Block(8) | Summary(8, 2), Block(6) | Summary(6, 3, 1)], ids=repr)
 @pytest.mark.parametrize("T", [5, 50])
 def test_interpreted_far_part_of_a_summary(pattern: Pattern, T: int) -> None:
-    assert passes(pattern.to_json(), True, True).far
+    assert passes(pattern.to_json(), True, True).far == 1
     agree(pattern, True, T, T, (1, 1), ragged=False, with_lse=False)
 
 
@@ -160,8 +160,8 @@ def test_interpreted_padding_may_hold_anything() -> None:
 
 
 POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "dlse", "norm", "delta"), "*fp32"),
+    **dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "far", "far_k", "far_v"), "*bf16"),
+    **dict.fromkeys(("lse", "dlse", "stats"), "*fp32"),
     **dict.fromkeys(("table", "starts", "readers"), "*i32"),
     **dict.fromkeys(("lengths", "key_lengths"), "*i64"),
 }
@@ -181,6 +181,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> 
         "STEP": 1,
         "CONTINUE": False,
         "SPLITS": False,
+        "FAR": -1,
         "LENGTHS": False,
         "DLSE": False,
         "H": 16,
@@ -191,6 +192,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> 
         "BM": config.queries,
         "BN": config.keys,
         "PRECISION": "tf32",
+        **dict.fromkeys(("q_stride", "k_stride", "v_stride", "do_stride"), 1024),
     }
     names = [p.name for p in kernel.params]
     signature = {
@@ -199,7 +201,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> 
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, n in enumerate(names)
-        if n in POINTERS or n.endswith(("_batch", "_stride", "_head", "_piece"))
+        if n in POINTERS or n.endswith(("_batch", "_head", "_piece"))
     }
     source = ASTSource(
         kernel, signature, {(names.index(n),): value for n, value in constants.items() if n in names}, aligned
@@ -218,7 +220,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_compiled_depends_on_the_length() -> None:
     # strides of tokens and heads keep their divisor at any length; all else that is an integer is not looked at
-    for kernel in (sparse_triton._forward, sparse_triton._dq, sparse_triton._dkv):
+    for kernel in (sparse_triton._forward, sparse_triton._dq, sparse_triton._dkv, sparse_triton._far):
         for p in kernel.params:
             if not (p.is_constexpr or p.name in POINTERS or p.name.startswith("scale") or p.do_not_specialize):
                 assert p.name.split("_")[0] in ("q", "k", "v", "o", "do", "dq", "dk")
@@ -228,9 +230,9 @@ def test_passes_of_the_named_patterns() -> None:
     strided = passes((Local(128, 0) | Strided(128)).to_json(), True, True)
     assert (strided.queries, strided.keys, strided.lattices) == ((0,), (0,), ((1, 128),))
     fixed = passes((Block(128) | Summary(128, 32)).to_json(), True, True)
-    assert (fixed.far, fixed.queries, fixed.keys, fixed.summaries) == ((128, 32, 96), (0, 1), (0, 1), ())
+    assert (fixed.far, fixed.queries, fixed.keys, fixed.summaries) == (1, (0, 1), (0, 1), ())
     both_ways = passes((Block(128) | Summary(128, 32)).to_json(), False, True)
-    assert both_ways.far is None
+    assert both_ways.far == -1
     longformer = passes((Local(256) | Global(64)).to_json(), False, True)
     assert (longformer.rows, longformer.columns, longformer.queries) == (64, 64, (0, 1))
     assert passes((Local(256) | Global(64)).to_json(), True, True).rows == 0

@@ -5,7 +5,7 @@ Registering costs nothing: triton is imported when an operator first runs. Shape
 what is allocated, so nothing here waits for the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,29 +137,37 @@ def _slots(x: Tensor, segment: int, cu_seqlens: Tensor | None) -> int:
     return x.shape[0] * -(-x.shape[1] // segment)
 
 
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
 def _outputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_gate: Tensor | None,
     cu_seqlens: Tensor | None,
     causal: bool,
     normalize: bool,
     save: bool,
-) -> tuple[Tensor, ...]:
-    """o, s, z, one over each denominator, and the state before each segment, z after s (empty where not needed)."""
+    segment: int,
+) -> Outputs:
+    """o, s, z, one over each denominator, and the state before each segment, z after s (None where not needed)."""
     h, width_k, width_v = k.shape[2], k.shape[3], v.shape[3]
     n, state = _sequences(q, cu_seqlens), _state_type(q)
-    segment = _segment(q, k, log_gate, causal)
     shape = (q.shape[0], q.shape[1], h, width_v)
     # packed: tokens after the last sequence belong to nobody and stay zero
     o = q.new_empty(shape) if cu_seqlens is None else q.new_zeros(shape)
     s = q.new_empty((n, h, width_k, width_v), dtype=state)
     z = q.new_empty((n, h, width_k), dtype=state)
-    inv = q.new_empty(shape[:3] if save and normalize else (0,), dtype=state)
-    cut = cu_seqlens is not None or k.shape[1] > segment
-    slots = _slots(k, segment, cu_seqlens) if save and causal and cut else 0
-    return o, s, z, inv, q.new_empty((slots, h, width_k * (width_v + 1)), dtype=state)
+    inv = q.new_empty(shape[:3], dtype=state) if save and normalize else None
+    rows = None
+    if save and causal and (cu_seqlens is not None or k.shape[1] > segment):
+        rows = q.new_empty((_slots(k, segment, cu_seqlens), h, width_k * (width_v + 1)), dtype=state)
+    return o, s, z, inv, rows
+
+
+def _filled(q: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: empty ones for None."""
+    return tuple(q.new_empty((0,), dtype=_state_type(q)) if x is None else x for x in tensors)
 
 
 torch.library.define(
@@ -183,24 +191,24 @@ def _forward(
     normalize: bool,
     eps: float,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> Outputs:
     from subquad.ops import linear_triton
 
-    outputs = _outputs(q, k, v, log_gate, cu_seqlens, causal, normalize, save)
-    o, s, z, inv, rows = outputs
     segment = _segment(q, k, log_gate, causal)
-    cut = cu_seqlens is not None or k.shape[1] > segment
-    if cut and not len(rows):
-        rows = s.new_empty((_slots(k, segment, cu_seqlens), *rows.shape[1:]))
+    outputs = o, s, z, inv, rows = _outputs(q, k, v, cu_seqlens, causal, normalize, save, segment)
+    if rows is None and (cu_seqlens is not None or k.shape[1] > segment):
+        rows = s.new_empty((_slots(k, segment, cu_seqlens), k.shape[2], k.shape[3] * (v.shape[3] + 1)))
     call = linear_triton.Call(
         q, k, v, log_gate, lengths, cu_seqlens, causal, feature_map, signed, normalize, eps, segment
     )
     init = None if s0 is None or z0 is None else (s0, z0)
-    linear_triton.launch_forward(call, init, o, s, z, inv if len(inv) else None, rows if cut else None)
+    linear_triton.launch_forward(call, init, o, s, z, inv, rows)
     return outputs
 
 
-torch.library.impl("subquad::linear_attention", "CompositeExplicitAutograd", _forward)
+@torch.library.impl("subquad::linear_attention", "CompositeExplicitAutograd")
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _filled(q, _forward(q, *rest))
 
 
 @torch.library.register_fake("subquad::linear_attention")
@@ -220,7 +228,8 @@ def _(
     eps: float,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    return _outputs(q, k, v, log_gate, cu_seqlens, causal, normalize, save)
+    segment = _segment(q, k, log_gate, causal)
+    return _filled(q, _outputs(q, k, v, cu_seqlens, causal, normalize, save, segment))
 
 
 torch.library.define(
@@ -245,17 +254,18 @@ def _backward(
     o: Tensor,
     s: Tensor,
     z: Tensor,
-    inv: Tensor,
-    rows: Tensor,
+    inv: Tensor | None,
+    rows: Tensor | None,
     causal: bool,
     feature_map: str,
     signed: bool,
     normalize: bool,
     eps: float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     from subquad.ops import linear_triton
 
-    dq, dk, dv, dg, ds0, dz0 = _gradients(q, k, v, log_gate, cu_seqlens, s0, z0)
+    dq, dk, dv = (x.new_empty(x.shape) if cu_seqlens is None else x.new_zeros(x.shape) for x in (q, k, v))
+    ds0, dz0 = (None if x is None else x.new_empty(x.shape) for x in (s0, z0))
     if ds is None and dz is not None:
         ds = dz.new_zeros((*dz.shape, v.shape[3]))
     if dz is None and ds is not None:
@@ -267,42 +277,27 @@ def _backward(
     init = None if s0 is None or z0 is None else (s0, z0)
     if not causal:
         init = s, z
-    elif len(rows):
+    elif rows is not None and len(rows):
         init = rows, rows
-    gate = linear_triton.launch_backward(
+    dg = linear_triton.launch_backward(
         call,
         do if do.stride(-1) == 1 else do.contiguous(),
         None if ds is None or dz is None else (ds.contiguous(), dz.contiguous()),
         o,
         (s, z),
-        inv,
+        s.new_empty((0,)) if inv is None else inv,
         init,
         dq,
         dk,
         dv,
-        None if s0 is None else (ds0, dz0),
+        None if ds0 is None or dz0 is None else (ds0, dz0),
     )
-    if gate is not None:
-        dg.copy_(gate)
-    return dq, dk, dv, dg, ds0, dz0
+    return dq, dk, dv, None if dg is None or log_gate is None else dg.to(log_gate.dtype), ds0, dz0
 
 
-def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    cu_seqlens: Tensor | None,
-    s0: Tensor | None,
-    z0: Tensor | None,
-) -> tuple[Tensor, ...]:
-    dq, dk, dv = (x.new_empty(x.shape) if cu_seqlens is None else x.new_zeros(x.shape) for x in (q, k, v))
-    none = q.new_empty((0,), dtype=_state_type(q))
-    dg, ds0, dz0 = (none.clone() if x is None else x.new_empty(x.shape) for x in (log_gate, s0, z0))
-    return dq, dk, dv, dg, ds0, dz0
-
-
-torch.library.impl("subquad::linear_attention_backward", "CompositeExplicitAutograd", _backward)
+@torch.library.impl("subquad::linear_attention_backward", "CompositeExplicitAutograd")
+def _(do: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _filled(do, _backward(do, *rest))
 
 
 @torch.library.register_fake("subquad::linear_attention_backward")
@@ -318,18 +313,9 @@ def _(
     cu_seqlens: Tensor | None,
     s0: Tensor | None,
     z0: Tensor | None,
-    o: Tensor,
-    s: Tensor,
-    z: Tensor,
-    inv: Tensor,
-    rows: Tensor,
-    causal: bool,
-    feature_map: str,
-    signed: bool,
-    normalize: bool,
-    eps: float,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return _gradients(q, k, v, log_gate, cu_seqlens, s0, z0)
+    return _filled(do, [None if x is None else x.new_empty(x.shape) for x in (q, k, v, log_gate, s0, z0)])
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -345,12 +331,15 @@ def _gradient(ctx, do, ds, dz, *unused):  # type: ignore[no-untyped-def]
     if not ctx.saved:
         raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
     tensors = ctx.saved_tensors
-    log_gate, s0, z0 = tensors[3], tensors[6], tensors[7]
     if do is None:
         do = torch.zeros_like(tensors[8])
-    work = _backward if _eager(do) else torch.ops.subquad.linear_attention_backward
-    dq, dk, dv, dg, ds0, dz0 = work(do, ds, dz, *tensors, *ctx.options)
-    dg, ds0, dz0 = (None if x is None else d for x, d in ((log_gate, dg), (s0, ds0), (z0, dz0)))
+    if _eager(do):
+        dq, dk, dv, dg, ds0, dz0 = _backward(do, ds, dz, *tensors, *ctx.options)
+    else:
+        kept = _filled(do, tensors[8:])
+        grads = torch.ops.subquad.linear_attention_backward(do, ds, dz, *tensors[:8], *kept, *ctx.options)
+        of = (*tensors[:4], *tensors[6:8])
+        dq, dk, dv, dg, ds0, dz0 = (None if x is None else d for x, d in zip(of, grads, strict=True))
     return dq, dk, dv, dg, None, None, ds0, dz0, None, None, None, None, None, None
 
 

@@ -6,20 +6,23 @@ segment in chunks of C, with the state S = Σ φ(k)vᵀ and z = Σ φ(k) in regi
 first sums each segment and `scan` turns the sums into the state before each segment: this costs a second read of k, v.
 
     forward        o, and the denominators d if they will be needed    walks on from the state before the segment
-    backward_q     dq                                                  the same walk
-    backward_v     dv                                                  walks back, carrying R = dL/dS and r = dL/dz
-    backward_k     dk, d log_gate                                      walks back as well
+    backward_q     dq, and what each segment adds to R and r           the same walk
+    backward_kv    dk, dv, d log_gate                                  walks back, carrying R = dL/dS and r = dL/dz
 
-R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d, with the pull p = -do·o of the denominator, are sums like S and z: `states` and
-`scan` make them for each segment too. Without the causal mask the same kernels run with the full sum in place of the
-running one, and backward_q collects R and r on its way. States are transposed in registers: the operand that φ was
-applied to is then always the second one of a dot, which is read from shared memory, and is not computed twice.
+R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d, with the pull p = -do·o of the denominator, are sums like S and z, and `scan` makes
+those after each segment of them. Without the causal mask the same kernels run with the full sum in place of the running
+one. A state that is too large for one program is cut into blocks of columns, and then dk and dv are two launches, since
+dk needs all of V and dv all of K. States are transposed in registers: the operand that φ was applied to is then always
+the second one of a dot, which is read from shared memory, and is not computed twice.
 Every dot product takes operands of the input's type and adds in float32. Gates enter as exponentials of sums of
-log_gate between two positions of one chunk, so nothing overflows.
+log_gate between two positions of one chunk, so nothing overflows. The strides from token to token are compile-time
+constants: addresses then take few registers, and twice as many programs share a multiprocessor.
 
 Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +86,15 @@ def _fit(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _times(a, x, ROWS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr):
-    """Matrix times vector, on the matrix units, which take no fewer than 16 columns."""
-    tile, scale = _fit((x * 0.0625)[:, None] + tl.zeros([ROWS, 16], ACC), DOT)
-    return tl.sum(tl.dot(a, tile, input_precision=PREC, out_dtype=ACC), 1) * scale
+def _columns(x, ROWS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr):
+    """A vector as 16 columns that sum up to it, for the matrix units, which take no fewer."""
+    return _fit((x * 0.0625)[:, None] + tl.zeros([ROWS, 16], ACC), DOT)
+
+
+@triton.jit
+def _rows(x, COLS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr):
+    """A vector as 16 equal rows: columns of a times rows of b is their outer product."""
+    return _fit(x[None, :] + tl.zeros([16, COLS], ACC), DOT)
 
 
 @triton.jit
@@ -99,8 +107,9 @@ def _mask(left, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _load(
-    ptr, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, other=0.0
-):
+    ptr, t, left, stride: tl.constexpr, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr, other=0.0,
+):  # fmt: skip
     """Rows t .. t + ROWS of a [T, D] array, `other` from `left` rows on. EVEN: there is nothing to mask."""
     ptr += tl.cast(t, tl.int64) * stride
     p = ptr + tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
@@ -113,7 +122,7 @@ def _load(
 
 @triton.jit
 def _features(
-    ptr, t, left, stride, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ptr, t, left, stride: tl.constexpr, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """φ of rows t .. t + ROWS, and zeros where there is no token: what is loaded there is where φ vanishes."""
@@ -125,7 +134,10 @@ def _features(
 
 
 @triton.jit
-def _store(ptr, x, t, left, stride, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+def _store(
+    ptr, x, t, left, stride: tl.constexpr, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
     ptr += tl.cast(t, tl.int64) * stride
     if ptr.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)  # large but finite: an infinity would turn gradients into NaN
@@ -215,17 +227,15 @@ def _decay_add(f0, x0, f1, x1):
 
 @triton.jit
 def states(
-    x, y, g, o, inv, pull, rows, zrows, init, zinit, grows, cu, owner, lengths,
-    eps, T, L, NS, H, xb, xt, xh, yb, yt, yh, gb, gt, gh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, GRAD: tl.constexpr,
+    k, v, g, rows, zrows, init, zinit, grows, cu, owner, lengths,
+    eps, T, L, NS, TOKENS, gb, gt, gh, kb, kh, vb, vh,
+    KT: tl.constexpr, VT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Σ φ(x)yᵀ and Σ φ(x) of one segment: of k and v, decayed to its end; causal: into the row of the segment after it.
-
-    GRAD: R and r, from q and do, decayed from its start, into the row of the segment before it; and the pull.
-    """
+    """Σ φ(k)vᵀ and Σ φ(k) of one segment, decayed to its end; causal: into the row of the segment after it."""
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     slot = pid // (NK * H)
@@ -234,15 +244,12 @@ def states(
     n, j, first, _, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    if CAUSAL and not GRAD:
+    if CAUSAL:
         if j == segments - 1:
             return
-    x += _head(n, h, first, xb, xt, xh, PACKED)
-    y += _head(n, h, first, yb, yt, yh, PACKED)
+    k += _head(n, h, first, kb, KT, kh, PACKED)
+    v += _head(n, h, first, vb, VT, vh, PACKED)
     g += _head(n, h, first, gb, gt, gh, PACKED)
-    o += (first * H + h) * V
-    inv += first * H + h
-    pull += first * H + h
     dk = k0 + tl.arange(0, BK)
     dv = tl.arange(0, BV)
     tile = dk[:, None] * V + dv[None, :]
@@ -254,55 +261,33 @@ def states(
         s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
         z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     total = 0.0
-    i = tl.arange(0, C)
     start = j * L
     stop = tl.minimum(start + L, real)
     for t in range(start, stop, C):
         left = real - t
-        f = _features(x, t, left, xt, k0, MAP, K, C, BK, EVEN, ACC)
-        yx = _load(y, t, left, yt, 0, V, C, BV, EVEN)
+        f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+        vx = _load(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
         if GATED:
             gate = _gate(g, t, left, gt, C, ACC)
-            age = tl.cumsum(gate, 0)
             whole = tl.sum(gate, 0)
-            if GRAD:
-                f = f * tl.exp(total + age)[:, None]
-            else:
-                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
-                s = s * tl.exp(whole)
-                z = z * tl.exp(whole)
+            f = f * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
+            s = s * tl.exp(whole)
+            z = z * tl.exp(whole)
             total += whole
-        if GRAD and NORM:
-            w = _column(inv, t, left, H, C, ACC, 0.0)
-            p = _pull(yx, _load(o, t, left, H * V, 0, V, C, BV, EVEN), w, eps, SIGNED)
-            if k0 == 0:
-                tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
-            f = f * w[:, None]
-            z += tl.sum(f * p[:, None], 0)
-        if GRAD:
-            fx, scale = _fit(f, DOT)
-        else:
-            fx = f.to(DOT)
-            scale = 1.0
-            z += tl.sum(f, 0)
-        s += tl.dot(tl.trans(yx.to(DOT)), fx, input_precision=PREC, out_dtype=ACC) * scale
+        z += tl.sum(f, 0)
+        s += tl.dot(tl.trans(vx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
 
     row = n
-    wanted = 1
     if SPLIT:
         row = slot
-    if CAUSAL and GRAD:
-        row = slot - 1
-        wanted = j
-    elif CAUSAL:
+    if CAUSAL:
         row = slot + 1
     after, zafter = _state(rows, zrows, row, h, H, K, V, SPLIT)
-    if wanted != 0:
-        tl.store(after + tile, tl.trans(s), mask=inside)
-        tl.store(zafter + dk, z, mask=dk < K)
-        if GATED:
-            if k0 == 0:
-                tl.store(grows + row.to(tl.int64) * H + h, total)
+    tl.store(after + tile, tl.trans(s), mask=inside)
+    tl.store(zafter + dk, z, mask=dk < K)
+    if GATED:
+        if k0 == 0:
+            tl.store(grows + row.to(tl.int64) * H + h, total)
 
 
 @triton.jit
@@ -365,10 +350,12 @@ def scan(
 @triton.jit
 def forward(
     q, k, v, g, o, inv, init, zinit, fin, zfin, cu, owner, lengths,
-    eps, T, L, NS, H, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
+    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
+    SIGNED: tl.constexpr, SAVE: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one segment. SPLIT: the state before it is in row `slot` of `init`, else in row n (if INIT)."""
@@ -380,9 +367,9 @@ def forward(
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, qt, qh, PACKED)
-    k += _head(n, h, first, kb, kt, kh, PACKED)
-    v += _head(n, h, first, vb, vt, vh, PACKED)
+    q += _head(n, h, first, qb, QT, qh, PACKED)
+    k += _head(n, h, first, kb, KT, kh, PACKED)
+    v += _head(n, h, first, vb, VT, vh, PACKED)
     g += _head(n, h, first, gb, gt, gh, PACKED)
     o += (first * H + h) * V
     inv += first * H + h
@@ -407,14 +394,15 @@ def forward(
     stop = tl.minimum(start + L, size)
     for t in range(start, stop, C):
         left = real - t
-        qx = _features(q, t, left, qt, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        qx = _features(q, t, left, QT, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
         if SIGNED:
             d = tl.sum(qx.to(ACC) * z[None, :], 1)  # terms cancel, so rounding z is not an option
         else:
-            d = _times(qx, z, BK, DOT, ACC, PREC)
+            zx, zscale = _columns(z, BK, DOT, ACC)
+            d = tl.sum(tl.dot(qx, zx, input_precision=PREC, out_dtype=ACC), 1) * zscale
         if CAUSAL:
-            f = _features(k, t, left, kt, 0, MAP, K, C, BK, EVEN, ACC)
-            vx = _load(v, t, left, vt, v0, V, C, BV, EVEN).to(DOT)
+            f = _features(k, t, left, KT, 0, MAP, K, C, BK, EVEN, ACC)
+            vx = _load(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
             if not GATED:
                 z += tl.sum(f, 0)
@@ -463,18 +451,22 @@ def forward(
 
 @triton.jit
 def backward_q(
-    q, k, v, g, o, inv, do, pull, dq, qdq, init, zinit, start, zstart, sums, zsums, cu, owner, lengths,
-    eps, T, L, NS, H, TOKENS, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, START: tl.constexpr,
+    q, k, v, g, o, inv, do, pull, dq, qdq, init, zinit, start, zstart, sums, zsums, gsums, cu, owner, lengths,
+    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
+    SIGNED: tl.constexpr, START: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq of one segment; the pull, where `states` has not made it; not causal: also the segment's R and r, into `sums`.
+    """dq and the pull of one segment, and what it adds to R and r, decayed to its start.
 
+    Causal, those go to the row of the segment before it, and are needed only where sequences are cut.
     Gated: also q·dq, which d log_gate needs, for each block of K.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
+    SUMS: tl.constexpr = SPLIT or not CAUSAL
     pid = tl.program_id(0)
     slot = pid // (NK * H)
     h = (pid // NK) % H
@@ -482,11 +474,11 @@ def backward_q(
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, qt, qh, PACKED)
-    k += _head(n, h, first, kb, kt, kh, PACKED)
-    v += _head(n, h, first, vb, vt, vh, PACKED)
+    q += _head(n, h, first, qb, QT, qh, PACKED)
+    k += _head(n, h, first, kb, KT, kh, PACKED)
+    v += _head(n, h, first, vb, VT, vh, PACKED)
     g += _head(n, h, first, gb, gt, gh, PACKED)
-    do += _head(n, h, first, ob, ot, oh, PACKED)
+    do += _head(n, h, first, ob, OT, oh, PACKED)
     o += (first * H + h) * V
     dq += (first * H + h) * K
     inv += first * H + h
@@ -508,8 +500,10 @@ def backward_q(
         z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     if not CAUSAL:
         sx, sscale = _fit(s, DOT)
+    if SUMS:
         rs = tl.zeros([BV, BK], ACC)
         rz = tl.zeros([BK], ACC)
+        total = 0.0
         if START:
             before, zbefore = _state(start, zstart, n, h, H, K, V, False)
             rs += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
@@ -517,26 +511,31 @@ def backward_q(
     i = tl.arange(0, C)
     begin = j * L
     stop = tl.minimum(begin + L, size)
+    if NORM:  # Triton loads ahead what a dot takes, and that is not o
+        ox = _load(o, begin, real - begin, H * V, 0, V, C, BV, EVEN)
     for t in range(begin, stop, C):
         left = real - t
-        dox = _load(do, t, left, ot, 0, V, C, BV, EVEN)
+        dox = _load(do, t, left, OT, 0, V, C, BV, EVEN)
         if NORM:
             w = _column(inv, t, left, H, C, ACC, 0.0)
-            if SPLIT and CAUSAL:
-                p = _column(pull, t, left, H, C, ACC, 0.0)
-            else:
-                p = _pull(dox, _load(o, t, left, H * V, 0, V, C, BV, EVEN), w, eps, SIGNED)
-                if k0 == 0:
-                    tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
+            p = _pull(dox, ox, w, eps, SIGNED)
+            ahead = tl.minimum(t + C, stop - C) if EVEN else t + C
+            ox = _load(o, ahead, real - ahead, H * V, 0, V, C, BV, EVEN)
+            if k0 == 0:
+                tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
         dox = dox.to(DOT)
         if CAUSAL:
             sx, sscale = _fit(s, DOT)
         back = tl.dot(dox, sx, input_precision=PREC, out_dtype=ACC) * sscale
-        if NORM:
+        if NORM and (SIGNED or GATED):  # d log_gate is a sum of differences, which rounding would spoil
             back += p[:, None] * z[None, :]
+        elif NORM:
+            zx, zscale = _rows(z, BK, DOT, ACC)
+            px, pscale = _columns(p, C, DOT, ACC)
+            back += tl.dot(px, zx, input_precision=PREC, out_dtype=ACC) * (pscale * zscale)
         if CAUSAL:
-            f = _features(k, t, left, kt, k0, MAP, K, C, BK, EVEN, ACC)
-            vx = _load(v, t, left, vt, 0, V, C, BV, EVEN).to(DOT)
+            f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+            vx = _load(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
             if not GATED:
                 z += tl.sum(f, 0)
@@ -558,135 +557,81 @@ def backward_q(
                 s = s * tl.exp(whole)
                 z = z * tl.exp(whole) + tl.sum(f, 0)
             s += tl.dot(tl.trans(vx), kx, input_precision=PREC, out_dtype=ACC)
-        f = _features(q, t, left, qt, k0, MAP, K, C, BK, EVEN, ACC)
+        f = _features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
         if NORM:
             back = back * w[:, None]
         if GATED:
             tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, tl.sum(f * back, 1), mask=i < size - t)
         _store(dq, _phi_grad(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
-        if not CAUSAL:
+        if SUMS:
             if NORM:
                 f = f * w[:, None]
+            if GATED:
+                f = f * tl.exp(total + age)[:, None]
+                total += whole
+            if NORM:
                 rz += tl.sum(f * p[:, None], 0)
             fx, scale = _fit(f, DOT)
             rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * scale
 
-    if not CAUSAL:
+    if SUMS:
         row = n
+        wanted = 1
         if SPLIT:
             row = slot
-        after, zafter = _state(sums, zsums, row, h, H, K, V, SPLIT)
-        tl.store(after + tile, tl.trans(rs), mask=inside)
-        tl.store(zafter + dk, rz, mask=dk < K)
-
-
-@triton.jit
-def backward_v(
-    q, k, g, inv, do, dv, init, cu, owner, lengths,
-    T, L, NS, H, qb, qt, qh, kb, kt, kh, gb, gt, gh, ob, ot, oh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """dv of one segment, last chunk first, from R after it."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    slot = pid // (NV * H)
-    h = (pid // NV) % H
-    v0 = (pid % NV) * BV
-    n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
-    if j >= segments:
-        return
-    q += _head(n, h, first, qb, qt, qh, PACKED)
-    k += _head(n, h, first, kb, kt, kh, PACKED)
-    g += _head(n, h, first, gb, gt, gh, PACKED)
-    do += _head(n, h, first, ob, ot, oh, PACKED)
-    dv += (first * H + h) * V
-    inv += first * H + h
-
-    ck = tl.arange(0, BK)
-    cv = v0 + tl.arange(0, BV)
-    tile = ck[:, None] * V + cv[None, :]
-    inside = (ck < K)[:, None] & (cv < V)[None, :]
-    rs = tl.zeros([BV, BK], ACC)
-    if INIT:
-        row = n
-        if SPLIT and CAUSAL:
-            row = slot
-        after, _ = _state(init, init, row, h, H, K, V, SPLIT and CAUSAL)
-        rs += tl.trans(tl.load(after + tile, mask=inside, other=0.0))
-    if not CAUSAL:
-        rx, rscale = _fit(rs, DOT)
-    i = tl.arange(0, C)
-    start = j * L
-    stop = tl.minimum(start + L, size)
-    chunks = (stop - start + C - 1) // C
-    for c in range(chunks):
-        t = start + (chunks - 1 - c) * C
-        left = real - t
-        kx = _features(k, t, left, kt, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
         if CAUSAL:
-            rx, rscale = _fit(rs, DOT)
-        gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
-        if CAUSAL:
-            f = _features(q, t, left, qt, 0, MAP, K, C, BK, EVEN, ACC)
-            if NORM:
-                f = f * _column(inv, t, left, H, C, ACC, 0.0)[:, None]
-            fx, fscale = _fit(f, DOT)
-            dox = _load(do, t, left, ot, v0, V, C, BV, EVEN).to(DOT)
-            a = tl.dot(kx, tl.trans(fx), input_precision=PREC, out_dtype=ACC) * fscale
-            a = tl.where(i[:, None] <= i[None, :], a, 0.0)  # [C keys, C queries]
+            row = slot - 1
+            wanted = j
+        if wanted != 0:
+            after, zafter = _state(sums, zsums, row, h, H, K, V, SPLIT)
+            tl.store(after + tile, tl.trans(rs), mask=inside)
+            tl.store(zafter + dk, rz, mask=dk < K)
             if GATED:
-                gate = _gate(g, t, left, gt, C, ACC)
-                age = tl.cumsum(gate, 0)
-                whole = tl.sum(gate, 0)
-                a = a * tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))
-                gv = gv * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
-                fx, fscale = _fit(f * tl.exp(age)[:, None], DOT)
-                rs = rs * tl.exp(whole)
-            ax, ascale = _fit(a, DOT)
-            gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
-            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
-        _store(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
+                if k0 == 0:
+                    tl.store(gsums + row.to(tl.int64) * H + h, total)
 
 
 @triton.jit
-def backward_k(
-    q, k, v, g, inv, do, pull, qdq, dk, dg, init, zinit, ahead, end, zend, fin, zfin, cu, owner, lengths,
-    T, L, NS, H, TOKENS, qb, qt, qh, kb, kt, kh, vb, vt, vh, gb, gt, gh, ob, ot, oh,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+def backward_kv(
+    q, k, v, g, inv, do, pull, qdq, dk, dv, dg, init, zinit, ahead, end, zend, fin, zfin, cu, owner, lengths,
+    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, FINAL: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk and d log_gate of one segment, last chunk first, from R and r after it; those before a sequence to `fin`.
+    """dk and d log_gate (DK), dv (DV) of one segment, last chunk first, from R and r after it; those before to `fin`.
 
     Each score and each state at the end holds exp of a sum of log_gates, so d log_gateₜ = ⟨R, S⟩ + ⟨r, z⟩ at the
     segment's end + Σ q·dq - k·dk over the tokens from t to there. S is in the row `ahead`, or after the last in `end`.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    slot = pid // (NK * H)
-    h = (pid // NK) % H
-    k0 = (pid % NK) * BK
+    slot = pid // (NK * NV * H)
+    h = (pid // (NK * NV)) % H
+    k0 = (pid // NV % NK) * BK
+    v0 = (pid % NV) * BV
     n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, qt, qh, PACKED)
-    k += _head(n, h, first, kb, kt, kh, PACKED)
-    v += _head(n, h, first, vb, vt, vh, PACKED)
+    q += _head(n, h, first, qb, QT, qh, PACKED)
+    k += _head(n, h, first, kb, KT, kh, PACKED)
+    v += _head(n, h, first, vb, VT, vh, PACKED)
     g += _head(n, h, first, gb, gt, gh, PACKED)
-    do += _head(n, h, first, ob, ot, oh, PACKED)
+    do += _head(n, h, first, ob, OT, oh, PACKED)
     dk += (first * H + h) * K
+    dv += (first * H + h) * V
     inv += first * H + h
     pull += first * H + h
-    part = (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
-    qdq += part
-    dg += part
+    at = (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
+    qdq += at
+    dg += at
 
     ck = k0 + tl.arange(0, BK)
-    cv = tl.arange(0, BV)
+    cv = v0 + tl.arange(0, BV)
     tile = ck[:, None] * V + cv[None, :]
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     rs = tl.zeros([BV, BK], ACC)
@@ -697,16 +642,18 @@ def backward_k(
             row = slot
         after, zafter = _state(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
         rs += tl.trans(tl.load(after + tile, mask=inside, other=0.0))
-        rz += tl.load(zafter + ck, mask=ck < K, other=0.0)
+        if DK:
+            rz += tl.load(zafter + ck, mask=ck < K, other=0.0)
     if not CAUSAL:
         rx, rscale = _fit(rs, DOT)
-    if GATED:
+    if GATED and DK:
         if j == segments - 1:
             last, zlast = _state(end, zend, n, h, H, K, V, False)
         else:
             last, zlast = _state(ahead, ahead, slot + 1, h, H, K, V, True)
         held = tl.load(last + tile, mask=inside, other=0.0) * tl.trans(rs)
         carried = tl.sum(tl.sum(held, 1) + tl.load(zlast + ck, mask=ck < K, other=0.0) * rz, 0)
+    ones = tl.full([C, 16], 0.0625, DOT)
     i = tl.arange(0, C)
     start = j * L
     stop = tl.minimum(start + L, size)
@@ -714,56 +661,84 @@ def backward_k(
     for c in range(chunks):
         t = start + (chunks - 1 - c) * C
         left = real - t
-        vx = _load(v, t, left, vt, 0, V, C, BV, EVEN).to(DOT)
+        if GATED:  # d log_gate is a sum of differences, which rounding would spoil
+            after_z = rz
+        else:
+            zx, zscale = _rows(rz, BK, DOT, ACC)
         if CAUSAL:
             rx, rscale = _fit(rs, DOT)
-        gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale + rz[None, :]
-        if CAUSAL:
-            f = _features(q, t, left, qt, k0, MAP, K, C, BK, EVEN, ACC)
+            dox = _load(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
+            f = _features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
             if NORM:
                 f = f * _column(inv, t, left, H, C, ACC, 0.0)[:, None]
             fx, fscale = _fit(f, DOT)
-            if NORM:
+            if NORM and DK:
                 p = _column(pull, t, left, H, C, ACC, 0.0)
                 if not GATED:
-                    rz += tl.sum(f * p[:, None], 0)
-            dox = _load(do, t, left, ot, 0, V, C, BV, EVEN).to(DOT)
-            da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
-            if NORM:
-                da += p[None, :]
-            da = tl.where(i[:, None] <= i[None, :], da, 0.0)  # [C keys, C queries]
+                    px, pscale = _rows(p, C, DOT, ACC)
             if GATED:
                 gate = _gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
-                da = da * tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))
-                gk = gk * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
-            dax, dascale = _fit(da, DOT)
-            gk += tl.dot(dax, fx, input_precision=PREC, out_dtype=ACC) * (dascale * fscale)
-            if GATED:
+                rest = tl.exp(tl.minimum(whole - age, 0.0))
+                fade = tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))  # [C keys, C queries]
                 f = f * tl.exp(age)[:, None]
-                fx, fscale = _fit(f, DOT)
                 rs = rs * tl.exp(whole)
                 rz = rz * tl.exp(whole)
-                if NORM:
-                    rz += tl.sum(f * p[:, None], 0)
-            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
-        f = _features(k, t, left, kt, k0, MAP, K, C, BK, EVEN, ACC)
-        if GATED:
-            push = _column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f * gk, 1)
-            here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
-            tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
-            carried += tl.sum(push, 0)
-        gk = _phi_grad(gk, f, MAP)
-        if not EVEN:
-            gk = tl.where((i < left)[:, None], gk, 0.0)
-        _store(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
+            if NORM and DK:
+                rz += tl.sum(f * p[:, None], 0)
+            gx, gscale = fx, fscale
+            if GATED:
+                gx, gscale = _fit(f, DOT)
+            rs += tl.dot(tl.trans(dox), gx, input_precision=PREC, out_dtype=ACC) * gscale
+        kx = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        if DV:
+            gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
+            if CAUSAL:
+                a = tl.dot(kx, tl.trans(fx), input_precision=PREC, out_dtype=ACC) * fscale
+                a = tl.where(i[:, None] <= i[None, :], a, 0.0)  # [C keys, C queries]
+                if GATED:
+                    a = a * fade
+                    gv = gv * rest[:, None]
+                ax, ascale = _fit(a, DOT)
+                gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
+            _store(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
+        if DK:
+            vx = _load(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
+            gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
+            if GATED:
+                gk += after_z[None, :]
+                f_k = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+            else:
+                gk += tl.dot(ones, zx, input_precision=PREC, out_dtype=ACC) * zscale
+                f_k = kx.to(ACC)
+            if CAUSAL:
+                da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
+                if NORM and GATED:
+                    da += p[None, :]
+                elif NORM:
+                    da += tl.dot(ones, px, input_precision=PREC, out_dtype=ACC) * pscale
+                da = tl.where(i[:, None] <= i[None, :], da, 0.0)
+                if GATED:
+                    da = da * fade
+                    gk = gk * rest[:, None]
+                dax, dascale = _fit(da, DOT)
+                gk += tl.dot(dax, fx, input_precision=PREC, out_dtype=ACC) * (dascale * fscale)
+            if GATED:
+                push = _column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f_k * gk, 1)
+                here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
+                tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
+                carried += tl.sum(push, 0)
+            gk = _phi_grad(gk, f_k, MAP)
+            if not EVEN:
+                gk = tl.where((i < left)[:, None], gk, 0.0)
+            _store(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
 
-    if FINAL:
+    if FINAL and DK:
         if j == 0:
-            before, zbefore = _state(fin, zfin, n, h, H, K, V, False)
-            tl.store(before + tile, tl.trans(rs), mask=inside)
-            tl.store(zbefore + ck, rz, mask=ck < K)
+            earlier, zearlier = _state(fin, zfin, n, h, H, K, V, False)
+            tl.store(earlier + tile, tl.trans(rs), mask=inside)
+            tl.store(zearlier + ck, rz, mask=ck < K)
 
 
 @triton.jit
@@ -832,20 +807,29 @@ class Config(NamedTuple):
     )
 
 
-# (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`
+# (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`. "many":
+# whole sequences, more than two for each multiprocessor
 TUNED: dict[tuple[str, bool, int, int, int], Config] = {
     ("states", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
     ("states", False, 64, 64, 2): Config(128, 64, 4, 2, 168),
-    ("backward_q", False, 64, 64, 2): Config(64, 64, 4, 1, 128),
+    ("forward many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
+    ("backward_q many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
+    ("backward_kv many", True, 64, 64, 2): Config(64, 64, 4, 2, 255),
+    ("backward_kv", False, 64, 64, 2): Config(64, 64, 4, 2, 168),
     ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
     ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
 }
 
 
-def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int) -> Config:
-    """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap."""
+def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int, many: bool = False) -> Config:
+    """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap.
+
+    backward_kv is launched as backward_k and backward_v, one after the other, where no program can hold a whole state.
+    """
     k, v = _power(width_k), _power(width_v)
     tuned = TUNED.get((kernel, causal, k, v, itemsize))
+    if many:
+        tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
     if tuned:
         return tuned
     across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
@@ -893,6 +877,18 @@ class Call(NamedTuple):
         segments = _parts(tokens, self.segment)
         return self.q.shape[0] * segments, segments, segments > 1
 
+    def kind(self, do: Tensor | None) -> tuple[Any, ...]:
+        """Everything but the numbers in the tensors: calls of one kind launch the same kernels in the same way."""
+        q, k, v, g, lengths, cu = self[:6]
+        return (
+            q.device.index, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), self[6:],
+            None if g is None else (g.dtype, g.stride()),
+            None if lengths is None else lengths.dtype,
+            None if cu is None else (cu.dtype, cu.shape),
+            None if do is None else do.stride(),
+            torch.backends.cuda.matmul.allow_tf32,
+        )  # fmt: skip
+
 
 def _owner(call: Call) -> Tensor:
     """Packed: the sequence of each slot. Sequence n has slots from cu[n] // L + n on, enough for any length."""
@@ -903,7 +899,47 @@ def _owner(call: Call) -> Tensor:
     return (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
 
 
-_READY: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+class Launch(NamedTuple):
+    """How a kernel is started, but for its tensors: its parameters are tensors, numbers and constants in this order."""
+
+    grid: int
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    cfg: Config
+
+
+_READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_KINDS: dict[tuple[Any, ...], int] = {}
+
+
+def _run(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...], launch: Callable[[], Launch]) -> None:
+    """Launch a kernel. `key` says how, except for the alignment of the tensors.
+
+    Triton looks at every argument of every call, longer than a short kernel runs; what it found is remembered here, so
+    `launch` is asked once.
+    """
+    if INTERPRETED:
+        grid, numbers, constants, cfg = launch()
+        kernel[(grid,)](*tensors, *numbers, **constants)
+        return
+    pointers = [x.data_ptr() for x in tensors]
+    together = 0
+    for p in pointers:
+        together |= p
+    key = (kernel, *key, 0 if together % 16 == 0 else tuple(p % 16 == 0 for p in pointers))
+    ready = _READY.get(key)
+    if ready is not None:
+        run, grid, function, metadata, rest = ready
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        run(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *rest)
+        return
+    grid, numbers, constants, cfg = launch()
+    options = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
+    compiled = kernel[(grid,)](*tensors, *numbers, **constants, **options)
+    if len(_READY) > 4096:
+        _READY.clear()
+    rest = (*numbers, *[None] * len(constants))
+    _READY[key] = compiled.run, grid, compiled.function, compiled.packed_metadata, rest
 
 
 def _start(
@@ -914,35 +950,26 @@ def _start(
     constants: dict[str, Any],
     cfg: Config,
 ) -> None:
-    """Launch kernel(*tensors, *numbers, **constants), its parameters in this order.
+    """Launch kernel(*tensors, *numbers, **constants), its parameters in this order."""
+    where = tensors[0].device.index
+    key = (where, grid, cfg, numbers, *constants.values(), *(x.dtype for x in tensors))
+    with _device(tensors[0]):
+        _run(key, kernel, tensors, lambda: Launch(grid, numbers, constants, cfg))
 
-    Triton looks at every argument of every call, longer than a short kernel runs; what it found is remembered here.
-    """
-    if INTERPRETED:
-        kernel[(grid,)](*tensors, *numbers, **constants)
-        return
-    device = tensors[0].device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _start(kernel, grid, tensors, numbers, constants, cfg)
-        return
-    pointers = [x.data_ptr() for x in tensors]
-    key = (
-        kernel, device, cfg, numbers, *constants.values(), *(x.dtype for x in tensors), *(p % 16 == 0 for p in pointers)
-    )  # fmt: skip
-    ready = _READY.get(key)
-    if ready is not None:
-        ready[0][(grid, 1, 1)](*pointers, *numbers, *ready[1])
-        return
-    launch = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
-    compiled = kernel[(grid,)](*tensors, *numbers, **constants, **launch)
-    if len(_READY) > 4096:
+
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current device."""
+    if INTERPRETED or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def _remember(kind: tuple[Any, ...]) -> int:
+    """A short name of a kind of call."""
+    if len(_KINDS) > 1024:
+        _KINDS.clear()
         _READY.clear()
-    _READY[key] = compiled, [None] * len(constants)
-
-
-def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(d for x in tensors for d in ((0, 0, 0) if x is None else x.stride()[:3]))
+    return _KINDS.setdefault(kind, len(_KINDS))
 
 
 _DOT = {
@@ -953,40 +980,14 @@ _DOT = {
 }
 
 
-def _constants(call: Call, x: Tensor, cfg: Config, block_k: int, block_v: int, **more: Any) -> dict[str, Any]:
-    """The compile-time parameters of every kernel that walks over the tokens of x."""
-    width_k, width_v = call.k.shape[3], call.v.shape[3]
-    lengths = call.lengths is not None and x.shape[1] == call.k.shape[1]  # else queries, which are never padded
-    whole = width_k % block_k == 0 and width_v % block_v == 0 and x.shape[1] % cfg.chunk == 0
-    dot = _DOT[call.q.dtype]
-    if call.q.dtype is torch.bfloat16 and INTERPRETED:
-        dot = tl.float32  # the interpreter has no bfloat16 dot
-    return {
-        "K": width_k,
-        "V": width_v,
-        "C": cfg.chunk,
-        "BK": block_k,
-        "BV": block_v,
-        "EVEN": whole and not lengths and call.cu_seqlens is None,
-        "MAP": call.feature_map,
-        "CAUSAL": call.causal,
-        "NORM": call.normalize,
-        "GATED": call.log_gate is not None,
-        "PACKED": call.cu_seqlens is not None,
-        "LENGTHS": lengths,
-        **more,
-        "DOT": dot,
-        "ACC": tl.float64 if call.q.dtype is torch.float64 else tl.float32,
-        "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-    }
-
-
 class _Launcher:
     """Starts the kernels of one call; a tensor that is not there is replaced by one that is, and never read."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, do: Tensor | None = None) -> None:
         self.call = call
-        g, q = call.log_gate, call.q
+        self.do = call.q if do is None else do
+        q, g = call.q, call.log_gate
+        self.kind = _remember(call.kind(do))
         self.gate = q if g is None else g
         self.where = (
             q if call.cu_seqlens is None else call.cu_seqlens,
@@ -997,26 +998,69 @@ class _Launcher:
 
     def config(self, kernel: str) -> Config:
         call = self.call
-        return config(kernel, call.causal, self.width_k, self.width_v, call.q.element_size())
+        slots, _, split = call.cut(call.q.shape[1])
+        many = not split and slots * self.heads > 264
+        return config(kernel, call.causal, self.width_k, self.width_v, call.q.element_size(), many)
+
+    def merged(self) -> bool:
+        """Whether one program of backward_kv holds a whole state."""
+        k, v = _power(self.width_k), _power(self.width_v)
+        return k * v <= 4096 and self.config("backward_k").block == k and self.config("backward_v").block == v
+
+    def launch(
+        self, cfg: Config, tokens: int, block_k: int, block_v: int, inputs: dict[str, Tensor], **more: bool
+    ) -> Launch:  # fmt: skip
+        """How to start a kernel that walks over this many tokens, by blocks of K and of V; `inputs` by their letter."""
+        call = self.call
+        slots, segments, _ = call.cut(tokens)
+        programs = slots * self.heads * _parts(self.width_k, block_k) * _parts(self.width_v, block_v)
+        lengths = call.lengths is not None and tokens == call.k.shape[1]  # else queries, which are never padded
+        whole = self.width_k % block_k == 0 and self.width_v % block_v == 0 and tokens % cfg.chunk == 0
+        dot = _DOT[call.q.dtype]
+        if call.q.dtype is torch.bfloat16 and INTERPRETED:
+            dot = tl.float32  # the interpreter has no bfloat16 dot
+        gate = (0, 0, 0) if call.log_gate is None else call.log_gate.stride()
+        apart = (d for x in inputs.values() for d in (x.stride(0), x.stride(2)))
+        constants = {
+            **{f"{letter}T": x.stride(1) for letter, x in inputs.items()},
+            "K": self.width_k,
+            "V": self.width_v,
+            "H": self.heads,
+            "C": cfg.chunk,
+            "BK": block_k,
+            "BV": block_v,
+            "EVEN": whole and not lengths and call.cu_seqlens is None,
+            "MAP": call.feature_map,
+            "CAUSAL": call.causal,
+            "NORM": call.normalize,
+            "GATED": call.log_gate is not None,
+            "PACKED": call.cu_seqlens is not None,
+            "LENGTHS": lengths,
+            **more,
+            "DOT": dot,
+            "ACC": tl.float64 if call.q.dtype is torch.float64 else tl.float32,
+            "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        }
+        numbers = (call.eps, tokens, call.segment, segments, call.q.shape[0] * tokens, *gate, *apart)
+        return Launch(programs, numbers, constants, cfg)
 
     def states(
-        self, x: Tensor, y: Tensor, rows: Tensor, zrows: Tensor | None, init: tuple[Tensor, Tensor] | None,
-        grows: Tensor | None, grad: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, rows: Tensor, zrows: Tensor | None, init: tuple[Tensor, Tensor] | None, grows: Tensor | None
     ) -> None:  # fmt: skip
-        """Sums of x and y by segment; zrows: there is one segment, and its sums are the result. grad: o, inv, pull."""
-        call = self.call
-        cfg = self.config("states")
-        slots, segments, _ = call.cut(x.shape[1])
-        constants = _constants(
-            call, x, cfg, cfg.block, _power(self.width_v), SIGNED=call.signed,
-            SPLIT=zrows is None, INIT=init is not None, GRAD=grad is not None,
-        )  # fmt: skip
-        _start(
-            states, slots * self.heads * _parts(self.width_k, cfg.block),
-            (x, y, self.gate, *(grad or (y, rows, rows)), rows, rows if zrows is None else zrows,
-             *(init or (rows, rows)), rows if grows is None else grows, *self.where),
-            (call.eps, x.shape[1], call.segment, segments, self.heads, *_strides(x, y, call.log_gate)),
-            constants, cfg,
+        """Sums of k and v by segment; zrows: there is one segment, and its sums are the result."""
+        k, v = self.call.k, self.call.v
+        split, some = zrows is None, init is not None
+
+        def launch() -> Launch:
+            cfg = self.config("states")
+            inputs = {"K": k, "V": v}
+            return self.launch(cfg, k.shape[1], cfg.block, _power(self.width_v), inputs, SPLIT=split, INIT=some)
+
+        _run(
+            (self.kind, split, some), states,
+            (k, v, self.gate, rows, rows if zrows is None else zrows, *(init or (rows, rows)),
+             rows if grows is None else grows, *self.where),
+            launch,
         )  # fmt: skip
 
     def scan(
@@ -1025,20 +1069,25 @@ class _Launcher:
     ) -> None:  # fmt: skip
         """Scan the rows of every sequence of x, in place (causal), and put the last sums into `final`."""
         call = self.call
-        elements = rows.shape[2]
-        segments = call.cut(x.shape[1])[1]
-        unroll = 16 if call.cu_seqlens is not None else min(16, 1 << (segments - 1).bit_length())
-        block = min(2048 // unroll, 512, _power(elements))
-        constants = {
-            "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
-            "GATED": grows is not None, "PACKED": call.cu_seqlens is not None, "INIT": init is not None,
-            "FINAL": final is not None, "U": unroll, "BE": block,
-            "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
-        }  # fmt: skip
-        _start(
-            scan, call.sequences * self.heads * _parts(elements, block),
+        packed = call.cu_seqlens is not None
+
+        def launch() -> Launch:
+            elements = rows.shape[2]
+            segments = call.cut(x.shape[1])[1]
+            unroll = 16 if packed else min(16, 1 << (segments - 1).bit_length())
+            block = min(2048 // unroll, 512, _power(elements))
+            constants = {
+                "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
+                "GATED": grows is not None, "PACKED": packed, "INIT": init is not None, "FINAL": final is not None,
+                "U": unroll, "BE": block, "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
+            }  # fmt: skip
+            programs = call.sequences * self.heads * _parts(elements, block)
+            return Launch(programs, (call.segment, segments, self.heads), constants, Config(0, 0, 4, 1))
+
+        _run(
+            (self.kind, reverse, init is not None, final is not None), scan,
             (rows, rows if grows is None else grows, *(init or (rows, rows)), *(final or (rows, rows)), self.where[0]),
-            (call.segment, segments, self.heads), constants, Config(0, 0, 4, 1),
+            launch,
         )  # fmt: skip
 
     def forward(
@@ -1046,80 +1095,76 @@ class _Launcher:
         split: bool,
     ) -> None:  # fmt: skip
         call = self.call
-        cfg = self.config("forward")
-        slots, segments, _ = call.cut(call.q.shape[1])
-        constants = _constants(
-            call, call.q, cfg, _power(self.width_k), cfg.block, SIGNED=call.signed,
-            SPLIT=split, INIT=init is not None, SAVE=inv is not None,
-        )  # fmt: skip
-        _start(
-            forward, slots * self.heads * _parts(self.width_v, cfg.block),
+        some, save = init is not None, inv is not None
+
+        def launch() -> Launch:
+            cfg = self.config("forward")
+            return self.launch(
+                cfg, call.q.shape[1], _power(self.width_k), cfg.block, {"Q": call.q, "K": call.k, "V": call.v},
+                SPLIT=split, INIT=some, SIGNED=call.signed, SAVE=save,
+            )  # fmt: skip
+
+        _run(
+            (self.kind, split, some, save), forward,
             (call.q, call.k, call.v, self.gate, o, o if inv is None else inv, *(init or final), *final, *self.where),
-            (call.eps, call.q.shape[1], call.segment, segments, self.heads,
-             *_strides(call.q, call.k, call.v, call.log_gate)),
-            constants, cfg,
+            launch,
         )  # fmt: skip
 
     def backward_q(
-        self, o: Tensor, inv: Tensor, do: Tensor, pull: Tensor, dq: Tensor, qdq: Tensor | None,
+        self, o: Tensor, inv: Tensor, pull: Tensor, dq: Tensor, qdq: Tensor | None,
         init: tuple[Tensor, Tensor] | None, start: tuple[Tensor, Tensor] | None, sums: tuple[Tensor, Tensor] | None,
-        split: bool,
+        gsums: Tensor | None, split: bool,
     ) -> None:  # fmt: skip
-        call = self.call
-        cfg = self.config("backward_q")
-        if call.log_gate is not None:
-            cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
-        slots, segments, _ = call.cut(call.q.shape[1])
-        constants = _constants(
-            call, call.q, cfg, cfg.block, _power(self.width_v), SIGNED=call.signed,
-            SPLIT=split, INIT=init is not None, START=start is not None,
-        )  # fmt: skip
-        _start(
-            backward_q, slots * self.heads * _parts(self.width_k, cfg.block),
+        call, do = self.call, self.do
+        some, started = init is not None, start is not None
+
+        def launch() -> Launch:
+            cfg = self.config("backward_q")
+            if call.log_gate is not None:
+                cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
+            inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
+            return self.launch(
+                cfg, call.q.shape[1], cfg.block, _power(self.width_v), inputs,
+                SPLIT=split, INIT=some, SIGNED=call.signed, START=started,
+            )  # fmt: skip
+
+        none = inv, inv
+        _run(
+            (self.kind, split, some, started), backward_q,
             (call.q, call.k, call.v, self.gate, o, inv, do, pull, dq, inv if qdq is None else qdq,
-             *(init or (inv, inv)), *(start or (inv, inv)), *(sums or (inv, inv)), *self.where),
-            (call.eps, call.q.shape[1], call.segment, segments, self.heads, call.q.shape[0] * call.q.shape[1],
-             *_strides(call.q, call.k, call.v, call.log_gate, do)),
-            constants, cfg,
+             *(init or none), *(start or none), *(sums or none), inv if gsums is None else gsums, *self.where),
+            launch,
         )  # fmt: skip
 
-    def backward_v(
-        self, inv: Tensor, do: Tensor, dv: Tensor, init: tuple[Tensor, Tensor] | None, split: bool
-    ) -> None:  # fmt: skip
-        call = self.call
-        cfg = self.config("backward_v")
-        slots, segments, _ = call.cut(call.k.shape[1])
-        constants = _constants(
-            call, call.k, cfg, _power(self.width_k), cfg.block, SPLIT=split, INIT=init is not None
-        )  # fmt: skip
-        _start(
-            backward_v, slots * self.heads * _parts(self.width_v, cfg.block),
-            (call.q, call.k, self.gate, inv, do, dv, inv if init is None else init[0], *self.where),
-            (call.k.shape[1], call.segment, segments, self.heads, *_strides(call.q, call.k, call.log_gate, do)),
-            constants, cfg,
-        )  # fmt: skip
-
-    def backward_k(
-        self, inv: Tensor, do: Tensor, pull: Tensor, dk: Tensor, gates: tuple[Tensor, Tensor] | None,
+    def backward_kv(
+        self, inv: Tensor, pull: Tensor, dk: Tensor, dv: Tensor, gates: tuple[Tensor, Tensor] | None,
         init: tuple[Tensor, Tensor] | None, ahead: Tensor | None, end: tuple[Tensor, Tensor],
         final: tuple[Tensor, Tensor] | None, split: bool,
     ) -> None:  # fmt: skip
         """gates: q·dq and d log_gate, by block of K."""
-        call = self.call
-        cfg = self.config("backward_k")
-        slots, segments, _ = call.cut(call.k.shape[1])
-        constants = _constants(
-            call, call.k, cfg, cfg.block, _power(self.width_v),
-            SPLIT=split, INIT=init is not None, FINAL=final is not None,
+        call, do = self.call, self.do
+        some, last = init is not None, final is not None
+        none = inv, inv
+        tensors = (
+            call.q, call.k, call.v, self.gate, inv, do, pull, (gates or none)[0], dk, dv, (gates or none)[1],
+            *(init or none), inv if ahead is None else ahead, *end, *(final or none), *self.where,
         )  # fmt: skip
-        _start(
-            backward_k, slots * self.heads * _parts(self.width_k, cfg.block),
-            (call.q, call.k, call.v, self.gate, inv, do, pull, (gates or (inv, inv))[0], dk, (gates or (inv, inv))[1],
-             *(init or (inv, inv)), inv if ahead is None else ahead, *end, *(final or (inv, inv)), *self.where),
-            (call.k.shape[1], call.segment, segments, self.heads, call.k.shape[0] * call.k.shape[1],
-             *_strides(call.q, call.k, call.v, call.log_gate, do)),
-            constants, cfg,
-        )  # fmt: skip
+        for name in ("backward_kv",) if self.merged() else ("backward_v", "backward_k"):
+
+            def launch(name: str = name) -> Launch:
+                cfg = self.config(name)
+                block_k, block_v = _power(self.width_k), _power(self.width_v)
+                if name == "backward_v":
+                    block_v = cfg.block
+                elif name == "backward_k":
+                    block_k = cfg.block
+                inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
+                return self.launch(
+                    cfg, call.k.shape[1], block_k, block_v, inputs,
+                    SPLIT=split, INIT=some, DK=name != "backward_v", DV=name != "backward_k", FINAL=last,
+                )  # fmt: skip
+
+            _run((self.kind, name, split, some, last), backward_kv, tensors, launch)
 
 
 def launch_forward(
@@ -1131,17 +1176,18 @@ def launch_forward(
     rows [slots, H, K·V + K], given where sequences are cut, end up (causal) with the state before each segment.
     """
     run = _Launcher(call)
-    if rows is not None:
-        grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
-        run.states(call.k, call.v, rows, None, None, grows)
-        run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
-    elif not call.causal:
-        run.states(call.k, call.v, s, z, init, None)
-    if not call.causal:
-        init = s, z
-    elif rows is not None:
-        init = rows, rows
-    run.forward(o, inv, init, (s, z), call.causal and rows is not None)
+    with _device(call.q):
+        if rows is not None:
+            grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
+            run.states(rows, None, None, grows)
+            run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
+        elif not call.causal:
+            run.states(s, z, init, None)
+        if not call.causal:
+            init = s, z
+        elif rows is not None:
+            init = rows, rows
+        run.forward(o, inv, init, (s, z), call.causal and rows is not None)
 
 
 def launch_backward(
@@ -1153,35 +1199,32 @@ def launch_backward(
     init: the states before each segment, before each sequence (one segment), or the full sums (not causal).
     end: the states after each sequence; dend: the gradients of those.
     """
-    run = _Launcher(call)
+    run = _Launcher(call, do)
     slots, _, split = call.cut(call.q.shape[1])
     pull = torch.empty_like(inv)
-    grows = gates = after = None
+    grows = gates = sums = None
+    after, first = dend, dinit
     if split:
         rows = inv.new_empty((slots, run.heads, run.width_k * (run.width_v + 1)))
+        sums = rows, rows
     if call.log_gate is not None:
         parts = _parts(run.width_k, run.config("backward_k").block)
         gates = inv.new_empty((parts, *call.log_gate.shape)), inv.new_empty((parts, *call.log_gate.shape))
         grows = inv.new_empty((slots, run.heads))
-    qdq = None if gates is None else gates[0]
-    if call.causal:
-        if split:
-            run.states(call.q, do, rows, None, None, grows, (o, inv, pull))
-            run.scan(call.q, rows, grows, dend, None, True)
-            after = rows, rows
-        else:
-            after = dend
-        run.backward_q(o, inv, do, pull, dq, qdq, init, None, None, split)
-    else:
+    if not call.causal:  # R and r are the same after every token, and before
         after = dinit or (torch.empty_like(end[0]), torch.empty_like(end[1]))
+        sums = sums or after
+        first = None
+    with _device(call.q):
         run.backward_q(
-            o, inv, do, pull, dq, None, init, None if split else dend, (rows, rows) if split else after, split
+            o, inv, pull, dq, None if gates is None else gates[0], init, None if split or call.causal else dend, sums,
+            grows, split,
         )  # fmt: skip
         if split:
-            run.scan(call.q, rows, None, dend, after, True)
-        dinit = None
-    run.backward_v(inv, do, dv, after, split)
-    run.backward_k(inv, do, pull, dk, gates, after, None if init is None else init[0], end, dinit, split)
+            run.scan(call.q, rows, grows, dend, None if call.causal else after, True)
+        if split and call.causal:
+            after = sums
+        run.backward_kv(inv, pull, dk, dv, gates, after, None if init is None else init[0], end, first, split)
     return None if gates is None else gates[1].sum(0)
 
 

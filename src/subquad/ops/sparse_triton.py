@@ -61,15 +61,15 @@ CONFIGS: dict[tuple[str, int], Config] = {
     ("dq", 128): Config(64, 32, 4, 3),
     ("dq", 256): Config(64, 64, 4, 2),
     ("dq", 512): Config(64, 32, 4, 1),
-    ("dkv", 128): Config(64, 64, 4, 2),
+    ("dkv", 128): Config(64, 64, 4, 3),
     ("dkv", 256): Config(32, 128, 8, 2),
     ("dkv", 512): Config(32, 32, 4, 1),
-    ("dkv_columns", 128): Config(64, 64, 4, 3),
+    ("dkv_lattice", 128): Config(64, 64, 4, 2),
 }
 # arguments that change with the length: a value that is 1, or a multiple of 16, must not make another kernel
 CHANGING = [
     "T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows",
-    "lse_piece", "lse_head", "table_batch", "table_head",
+    "lse_piece", "lse_head", "table_batch", "table_head", "far_batch",
     "starts_batch", "starts_head", "readers_batch", "readers_head",
 ]  # fmt: skip
 SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
@@ -304,7 +304,7 @@ def _query_range(
 
 
 @triton.jit
-def _rows(x, at, ok, stride, D: tl.constexpr, BD: tl.constexpr):
+def _rows(x, at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """Rows of a head at positions `at`, zeros where not ok."""
     d = tl.arange(0, BD)
     ok = ok[:, None]
@@ -330,7 +330,8 @@ def _keys(s0, hi, klen, pad, shift, low, A: tl.constexpr, n: tl.constexpr, STEP:
 
 @triton.jit
 def _forward_tile(
-    acc, m, z, q, i, i0, i1, s0, hi, klen, own, k, v, k_stride, v_stride, scale, pad, shift, low,
+    acc, m, z, q, i, i0, i1, s0, hi, klen, own, k, v,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low,
     A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +358,8 @@ def _forward_tile(
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
     q, k, v, o, lse, lengths, key_lengths, table,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
+    q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
+    v_batch, v_stride: tl.constexpr, v_head,
     o_piece, o_batch, lse_piece, lse_head, table_batch, table_head,
     scale, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
@@ -428,7 +430,7 @@ def _forward(
 
 
 @triton.jit
-def _store(x, at, ok, rows, stride, D: tl.constexpr, BD: tl.constexpr):
+def _store(x, at, ok, rows, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     d = tl.arange(0, BD)
     ok = ok[:, None]
     if D != BD:
@@ -438,7 +440,8 @@ def _store(x, at, ok, rows, stride, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _dq_tile(
-    dq, q, do, norm, delta, i, i0, i1, s0, hi, klen, own, k, v, k_stride, v_stride, scale, pad, shift, low,
+    dq, q, do, norm, delta, i, i0, i1, s0, hi, klen, own, k, v,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low,
     A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -459,16 +462,18 @@ def _dq_tile(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dq(
-    q, k, v, o, do, lse, dlse, norm, delta, dq, lengths, key_lengths, table,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    do_batch, do_stride, do_head, dq_piece, dq_batch, table_batch, table_head,
+    q, k, v, o, do, lse, dlse, stats, dq, far, lengths, key_lengths, table,
+    q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
+    v_batch, v_stride: tl.constexpr, v_head,
+    do_batch, do_stride: tl.constexpr, do_head, dq_piece, dq_batch, far_batch, table_batch, table_head,
     scale, scale_log2, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
-    SPLITS: tl.constexpr, LENGTHS: tl.constexpr, DLSE: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, DLSE: tl.constexpr, H: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries. The first pass leaves, for all others, what a score is compared with:
-    norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp."""
+    norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp, side by side.
+    FAR: the atom whose far part has been computed apart, its gradients in `far`."""
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % H
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
@@ -479,8 +484,7 @@ def _dq(
     o += b * T * (H * D) + h * D
     do += b * do_batch + h * do_head
     dq += piece * dq_piece + b * dq_batch + h * D
-    norm += (b * H + h) * T
-    delta += (b * H + h) * T
+    stats += (b * H + h) * T * 2
     klen = S
     end = T
     if LENGTHS:
@@ -498,8 +502,8 @@ def _dq(
     qt = _rows(q, i, alive, q_stride, D, BD)
     dot = _rows(do, i, alive, do_stride, D, BD)
     if CONTINUE:
-        e = tl.load(norm + i, mask=alive, other=float("inf"))
-        d = tl.load(delta + i, mask=alive, other=0.0)
+        e = tl.load(stats + 2 * i, mask=alive, other=float("inf"))
+        d = tl.load(stats + 2 * i + 1, mask=alive, other=0.0)
     else:
         e = tl.load(lse + (b * H + h) * T + i, mask=alive, other=float("inf"))
         # a row that sees nothing has -inf: its probabilities must be 0, not exp(-inf + inf)
@@ -507,8 +511,8 @@ def _dq(
         d = tl.sum(_rows(o, i, alive, H * D, D, BD).to(tl.float32) * dot.to(tl.float32), 1)
         if DLSE:
             d -= tl.load(dlse + (b * H + h) * T + i, mask=alive, other=0.0)
-        tl.store(norm + i, e, mask=here)
-        tl.store(delta + i, d, mask=here)
+        tl.store(stats + 2 * i, e, mask=here)
+        tl.store(stats + 2 * i + 1, d, mask=here)
     grad = tl.zeros([BM, BD], tl.float32)
     for part in tl.static_range(len(PARTS)):
         if A[4 * PARTS[part]] == RANDOM:
@@ -537,12 +541,16 @@ def _dq(
     grad *= scale
     if CONTINUE:
         grad += _rows(dq, i, here, H * D, D, BD).to(tl.float32)
+    if FAR >= 0:  # rows after the first block
+        far += b * far_batch + h * D
+        grad += _rows(far, i - A[4 * FAR + 1], here & (i >= A[4 * FAR + 1]), H * D, D, BD).to(tl.float32)
     _store(dq, i, here, grad, H * D, D, BD)
 
 
 @triton.jit
 def _dkv_tile(
-    dk, dv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, q, do, norm, delta, q_stride, do_stride, scale,
+    dk, dv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, q, do, stats,
+    q_stride: tl.constexpr, do_stride: tl.constexpr, scale,
     pad, shift, low, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -553,8 +561,8 @@ def _dkv_tile(
     alive = (s0 + a < hi) & (i < end)
     qt = _rows(q, i, alive, q_stride, D, BD)
     dot = _rows(do, i, alive, do_stride, D, BD)
-    e = tl.load(norm + i, mask=alive, other=float("inf"))
-    d = tl.load(delta + i, mask=alive, other=0.0)
+    pair = tl.load(stats + 2 * i[:, None] + tl.arange(0, 2)[None, :], mask=alive[:, None], other=1e30)
+    e, d = tl.split(pair)
     p = tl.exp2(tl.dot(kt, qt.T, input_precision=PRECISION) * scale - e[None, :])  # [BN, BM]
     free = whole & _free(i0, i1, j0, j1, low, A, n, CAUSAL)
     if A[4 * n] == RANDOM:
@@ -571,9 +579,10 @@ def _dkv_tile(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dkv(
-    q, k, v, do, norm, delta, dk, dv, lengths, key_lengths, starts, readers,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    do_batch, do_stride, do_head, dk_piece, dk_batch,
+    q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers,
+    q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
+    v_batch, v_stride: tl.constexpr, v_head,
+    do_batch, do_stride: tl.constexpr, do_head, dk_piece, dk_batch,
     starts_batch, starts_head, readers_batch, readers_head,
     scale, scale_log2, T, S, tiles, row0, col0, cols, pad, shift, low, split,
     A: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
@@ -606,8 +615,7 @@ def _dkv(
         head = h * SHARE + g
         qh = q + b * q_batch + head * q_head
         doh = do + b * do_batch + head * do_head
-        normh = norm + (b * (HKV * SHARE) + head) * T
-        deltah = delta + (b * (HKV * SHARE) + head) * T
+        statsh = stats + (b * (HKV * SHARE) + head) * T * 2
         for part in tl.static_range(len(PARTS)):
             if A[4 * PARTS[part]] == RANDOM:
                 per = (A[4 * PARTS[part] + 1] + BM - 1) // BM
@@ -620,7 +628,7 @@ def _dkv(
                         s0 = row * A[4 * PARTS[part] + 1] + t % per * BM
                         hi = tl.minimum((row + 1) * A[4 * PARTS[part] + 1], T)
                         gk, gv = _dkv_tile(
-                            gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, qh, doh, normh, deltah,
+                            gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, qh, doh, statsh,
                             q_stride, do_stride, scale_log2, pad, shift, low,
                             A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                         )  # fmt: skip
@@ -631,7 +639,7 @@ def _dkv(
                     hi = tl.minimum(hi, piece * split + split)
                 for s0 in tl.range(lo, hi, BM):
                     gk, gv = _dkv_tile(
-                        gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, 0, qh, doh, normh, deltah,
+                        gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, 0, qh, doh, statsh,
                         q_stride, do_stride, scale_log2, pad, shift, low,
                         A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                     )  # fmt: skip
@@ -643,11 +651,48 @@ def _dkv(
     _store(dv, j, here, gv, HKV * D, D, BD)
 
 
+@triton.jit(do_not_specialize=CHANGING)
+def _far(
+    k, v, far_k, far_v, k_batch, k_stride: tl.constexpr, k_head, v_batch, v_stride: tl.constexpr, v_head,
+    tiles, rows, A: tl.constexpr, n: tl.constexpr, BACK: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of the first `rows` columns of a summary, spread over the queries that stand for heads.
+
+    BACK: the gradients of those, added to the gradients of k and v.
+    """
+    tile = tl.program_id(0) % tiles
+    h = tl.program_id(0) // tiles % H
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    s = tile * BN + tl.arange(0, BN)
+    j = _column(s, A, n)
+    here = s < rows
+    COPIES: tl.constexpr = A[4 * n + 1] // A[4 * n + 2]
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    kt = _rows(k, j, here, k_stride, D, BD)
+    vt = _rows(v, j, here, v_stride, D, BD)
+    if BACK:
+        kt = kt.to(tl.float32)
+        vt = vt.to(tl.float32)
+    for copy in tl.static_range(COPIES):
+        at = b * rows * (COPIES * H * D) + (copy * H + h) * D
+        if BACK:
+            kt += _rows(far_k + at, s, here, COPIES * H * D, D, BD).to(tl.float32)
+            vt += _rows(far_v + at, s, here, COPIES * H * D, D, BD).to(tl.float32)
+        else:
+            _store(far_k + at, s, here, kt, COPIES * H * D, D, BD)
+            _store(far_v + at, s, here, vt, COPIES * H * D, D, BD)
+    if BACK:
+        _store(k, j, here, kt, k_stride, D, BD)
+        _store(v, j, here, vt, v_stride, D, BD)
+
+
 class Passes(NamedTuple):
     """How a pattern is computed: its atoms as integers, and which of them each kind of pass walks."""
 
     atoms: tuple[int, ...]
-    far: tuple[int, int, int] | None  # of a summary after its own block: l, c, first column
+    far: int  # the summary whose far part is computed apart, or -1
     random: tuple[Random, ...]
     rows: int  # leading queries that read everything
     columns: int  # leading keys that are read by everything
@@ -664,19 +709,19 @@ def passes(pattern: str, causal: bool, split_off: bool) -> Passes:
     random = tuple(a for a in atoms if isinstance(a, Random))
     fixed = [a for a in atoms if not isinstance(a, Random)]
     coded = [_code(a) for a in fixed]
-    far = None
+    far = -1
     match atoms:
         case (Block(size, 0), Summary(l, c)) if split_off and causal and size == l and l % c == 0 and 2 <= l // c <= 8:
-            far = coded[1][1:]
-            coded[1] = (STRIP.value, *far)
+            far = 1
+            coded[1] = (STRIP.value, *coded[1][1:])
     columns = fixed[0].tokens if fixed and isinstance(fixed[0], Global) else 0
     rows = 0 if causal else columns
     lattices = tuple(
         (n, a.l if isinstance(a, Strided) else a.gap) for n, a in enumerate(fixed) if isinstance(a, Strided | Dilated)
     )
     queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
-    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or (far and isinstance(a, Summary))]
-    summaries = () if far else tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary))
+    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
+    summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
     if random:  # several draws become one, over blocks that divide all of theirs
         size = gcd(*(a.block_size for a in random))
         coded.append((RANDOM.value, size, sum(a.blocks * (a.block_size // size) for a in random), 0))
@@ -941,12 +986,13 @@ def backward(
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
     if dlse is not None:
         dlse = dlse.transpose(1, 2).contiguous()
-    norm, delta = torch.empty_like(lse), torch.empty_like(lse)
+    stats = torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype)
     dq = torch.empty(call.B, call.T, call.H, call.D, device=q.device, dtype=q.dtype)
-    given = (q, k, v, o, do, lse, dlse, norm, delta)
+    far = far_backward(call, do, q, k, v, o, lse)
+    given = (q, k, v, o, do, lse, dlse, stats)
     started = False
     if work.queries and work.rows < call.T:
-        _run_dq(call, Pass("dq", work.atoms, work.queries, work.rows, call.T), *given, dq[None])
+        _run_dq(call, Pass("dq", work.atoms, work.queries, work.rows, call.T), *given, dq[None], far)
         started = True
     for n, step in work.lattices:
         _run_dq(call, Pass("dq_lattice", work.atoms, (n,), 0, call.T, step, go_on=started), *given, dq[None])
@@ -958,7 +1004,7 @@ def backward(
         dq[:, :rows] = part.sum(0)
 
     dk, dv = (torch.empty(call.B, call.S, call.Hkv, call.D, device=q.device, dtype=q.dtype) for _ in range(2))
-    sources = (q, k, v, do, norm, delta)
+    sources = (q, k, v, do, stats)
     started = False
     if work.keys and work.columns < call.S:
         _run_dkv(call, Pass("dkv", work.atoms, work.keys, work.columns, call.S), *sources, dk[None], dv[None])
@@ -980,40 +1026,45 @@ def backward(
         parts = [torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2)]
         _run_dkv(call, Pass("dkv_columns", work.atoms, (0,), 0, columns, pieces=True), *sources, *parts)
         dk[:, :columns], dv[:, :columns] = (part.sum(0) for part in parts)
-    if work.far:
-        far_backward(do, q, k, v, o, lse, dq, dk, dv, *work.far, scale)
+    if far is not None:
+        _run_far(call, dk, dv, *far[1:], back=True)
     return dq, dk, dv
 
 
 def far_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    size: int, c: int, first: int, scale: float,
-) -> None:  # fmt: skip
-    """Adds the gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
+    call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
 
     It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
     take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
     s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
     u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
-    memory, so they pass for heads.
+    memory, so they pass for heads: dq comes for n·g queries from number l on, [B, n, g·H, D], dk and dv for n columns,
+    g times.
     """
-    T, n = q.shape[1], _far_points(q, size, c)
+    if call.work.far < 0:
+        return None
+    size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
+    n = -(-call.T // (size // c)) - c
     if n <= 0:
-        return
+        return None
     do, q, o = (_far_queries(x, n, size, c) for x in (do, q, o))
-    lse = F.pad(lse[:, :, size:], (0, n * (size // c) - (T - size)))
+    lse = F.pad(lse[:, :, size:], (0, n * (size // c) - (call.T - size)))
     lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
-    k, v = (_far_keys(x, n, size, c, first) for x in (k, v))
-    grads = _causal_backward(do, q, k, v, o, lse, scale)
-    dq[:, size:] += grads[0].reshape(len(q), -1, *dq.shape[2:])[:, : T - size]
-    for total, grad in zip((dk, dv), grads[1:], strict=True):
-        columns = _far_columns(total, n, size, c, first)
-        grad = grad.unflatten(2, (size // c, -1)).sum(2)  # [B, n, H, D]
-        columns += F.pad(grad, (0, 0, 0, 0, 0, -n % c)).view(columns.shape)
+    far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
+    _run_far(call, k, v, far_k, far_v, back=False)
+    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.scale)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _far_points(q: Tensor, size: int, c: int) -> int:
-    return -(-q.shape[1] // (size // c)) - c
+def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
+    tile, rows = 32, far_k.shape[1]
+    tiles = triton.cdiv(rows, tile)
+    _far[(tiles * call.B * call.H,)](
+        k, v, far_k, far_v, *k.stride()[:3], *v.stride()[:3], tiles, rows,
+        A=call.work.atoms, n=call.work.far, BACK=back, H=call.H, D=call.D, BD=call.width, BN=tile,
+    )  # fmt: skip
 
 
 def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
@@ -1021,18 +1072,6 @@ def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
     x = x[:, size:]
     missing = n * (size // c) - x.shape[1]
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
-
-
-def _far_columns(x: Tensor, n: int, size: int, c: int, first: int) -> Tensor:
-    """The blocks that hold the first n columns, which are whole, as a view [B, blocks, c, H, D] of their columns."""
-    blocks = -(-n // c)
-    return x[:, : blocks * size].unflatten(1, (blocks, size))[:, :, first : first + c]
-
-
-def _far_keys(x: Tensor, n: int, size: int, c: int, first: int) -> Tensor:
-    """[B, T, H, D] -> [B, n, g·H, D]: the columns, once for each of the g queries that stand for heads."""
-    columns = _far_columns(x, n, size, c, first).flatten(1, 2)[:, :n]
-    return torch.cat([columns] * (size // c), 2)
 
 
 def _fused(q: Tensor) -> str | None:
@@ -1075,9 +1114,9 @@ def _run_dq(
     do: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    norm: Tensor,
-    delta: Tensor,
+    stats: Tensor,  # [B, H, T, 2]
     dq: Tensor,  # [pieces, B, rows, H, D]
+    far: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     config = call.config(run.kind)
     pad, shift, low = call.lattice(run.step, config)
@@ -1085,13 +1124,14 @@ def _run_dq(
     lengths, key_lengths = call.lengths or (q, q)
     table = call.random[0] if call.random else q[:1, :1]
     _dq[(tiles * call.B * call.H, len(dq))](
-        q, k, v, o, do, lse, lse if dlse is None else dlse, norm, delta, dq, lengths, key_lengths, table,
+        q, k, v, o, do, lse, lse if dlse is None else dlse, stats, dq, dq if far is None else far[0],
+        lengths, key_lengths, table,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-        dq.stride(0), dq.stride(1), *_strides(table),
+        dq.stride(0), dq.stride(1), 0 if far is None else far[0].stride(0), *_strides(table),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
         table.shape[2] if call.random else 0,
         A=run.atoms, PARTS=run.parts, STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces,
-        DLSE=dlse is not None, H=call.H, **call.constants(config),
+        FAR=-1 if far is None else call.work.far, DLSE=dlse is not None, H=call.H, **call.constants(config),
     )  # fmt: skip
 
 
@@ -1102,8 +1142,7 @@ def _run_dkv(
     k: Tensor,
     v: Tensor,
     do: Tensor,
-    norm: Tensor,
-    delta: Tensor,
+    stats: Tensor,  # [B, H, T, 2]
     dk: Tensor,  # [pieces, B, columns, Hkv, D]
     dv: Tensor,
 ) -> None:
@@ -1114,7 +1153,7 @@ def _run_dkv(
     lengths, key_lengths = call.lengths or (q, q)
     starts, readers = call.random[1:] if call.random else (q[:1, :1], q[:1, :1])
     _dkv[(tiles * call.B * call.Hkv, len(dk))](
-        q, k, v, do, norm, delta, dk, dv, lengths, key_lengths, starts, readers,
+        q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
         dk.stride(0), dk.stride(1), *_strides(starts), *_strides(readers),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, call.work.rows, run.start, stop,
