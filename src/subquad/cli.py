@@ -361,6 +361,70 @@ def reproduce(
 
 @app.command()
 @_say_errors
+def lra(
+    tasks: Annotated[
+        str, typer.Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
+    ] = "all",
+    mechanisms: Annotated[str, typer.Option(help="Names; published: the paper's eleven; all: ours too.")] = "all",
+    minutes: Annotated[float | None, typer.Option(help="Of this call; the same command later goes on.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
+    size: Annotated[str, typer.Option(help="small: 2 layers, 64 wide; original: the paper's.")] = "small",
+    steps: Annotated[int | None, typer.Option(help="Of every run; by default as the task's recipe says.")] = None,
+    cap: Annotated[float | None, typer.Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    capture: Annotated[bool, typer.Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="TASK.KEY=VALUE", help="text.length=2000 and the like.")
+    ] = None,
+    efficiency: Annotated[bool, typer.Option("--efficiency", help="Speed and memory by length instead.")] = False,
+    lengths: Annotated[str, typer.Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
+    batch: Annotated[int, typer.Option(help="Of --efficiency.")] = 32,
+    pack: Annotated[Path | None, typer.Option(help="Only write the real data, small, into this folder.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this source, where there is no git.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
+) -> None:
+    """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
+    from subquad.bench.settings import parse_lengths
+    from subquad.tasks.lra import efficiency as speed
+    from subquad.tasks.lra import recipes, table
+    from subquad.tasks.lra.harness import Arena
+    from subquad.tasks.lra.harness import lra as run
+    from subquad.tasks.lra.pack import pack as write
+
+    names = recipes.parse_mechanisms(mechanisms)
+    if pack is not None:
+        for path in write(pack):
+            console.print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB", soft_wrap=True)
+        return
+    if efficiency:
+        found = speed.efficiency(
+            names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch,
+            commit=commit,
+        )  # fmt: skip
+        for shown in speed.efficiency_tables(found):
+            console.print(shown)
+        console.print(f"figures: {out / 'efficiency.json'}", soft_wrap=True)
+        return
+    arena = Arena(
+        tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
+        steps=steps, cap=cap, jobs=jobs, device=device, capture=capture, data=tuple(data or ()), commit=commit,
+    )  # fmt: skip
+    results = run(arena, out, console)
+    notes = table.read_notes(out / "notes.json")
+    for shown in (table.accuracy_table(results, notes), *table.cost_tables(results)):
+        console.print(shown)
+    for line in table.note_lines(results, notes):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"figures: {out / 'results.json'}; notes: {out / 'notes.json'}", soft_wrap=True)
+    if results["left"]:
+        console.print(f"{len(results['left'])} runs are left: the same command goes on with them")
+    if results["interrupted"]:
+        raise typer.Exit(130)
+
+
+@app.command()
+@_say_errors
 def release(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run of subquad train.")],
     name: Annotated[str, typer.Argument(help="What subquad generate will call it.")],

@@ -150,7 +150,7 @@ def generate(count: int, seed: int = 0, workers: int | None = None) -> Expressio
 def solve(tokens: np.ndarray) -> int:
     """The value of an expression, read from left to right with a stack."""
     stack: list[list[int]] = [[]]
-    kinds = []
+    kinds: list[int] = []
     for token in tokens.tolist():
         if token == CLOSE:
             values, kind = sorted(stack.pop()), kinds.pop()

@@ -38,7 +38,7 @@ def _chunk(size: int, count: int, seed: int, number: int) -> tuple[np.ndarray, n
 
 
 def read_folder(folder: Path, size: int) -> Arrays:
-    """The pictures of the arena's release, in a fixed random order. One of them is known to be empty: it is left out."""
+    """The pictures of the arena's release in a fixed random order, but for one that is known to be empty."""
     from matplotlib.image import imread
 
     lists = sorted(folder.glob("metadata/*.npy"), key=lambda path: int(path.stem))

@@ -70,11 +70,11 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         logits, labels = self.logits(model, batch), batch["labels"]
-        return Loss(cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels), device=labels.device))
+        return Loss(cross_entropy(logits, labels, reduction="sum"), labels.new_full((), len(labels)))
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         logits, labels = self.logits(model, batch), batch["labels"]
-        count = torch.tensor(len(labels), device=labels.device)
+        count = labels.new_full((), len(labels))
         right = (logits.argmax(-1) == labels).sum()
         return {"nats": (cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (right, count)}
 

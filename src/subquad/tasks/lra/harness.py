@@ -1,0 +1,368 @@
+"""`subquad lra`: every mechanism on every task with the same model and the same budget, side by side on one device.
+
+Each run is a folder of the common training loop, so what is interrupted goes on where it was. results.json holds the
+figures; it is written after each run.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import subquad
+from subquad.bench.compare import machine, save
+from subquad.mechanisms.base import refuse
+from subquad.tasks import TASKS
+from subquad.tasks.lra.recipes import RECIPES, Size, model_of, training_of
+from subquad.tasks.train import make_task
+from subquad.training.folder import _commit
+from subquad.training.loop import options_of
+
+Json = dict[str, Any]
+SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
+SHORTEST = 10.0  # seconds; with less left no run is begun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """What is run, and what it may cost."""
+
+    tasks: tuple[str, ...]
+    mechanisms: tuple[str, ...]
+    seeds: int = 1
+    size: Size = "small"
+    minutes: float | None = None  # of this call; what is left over goes on in the next
+    steps: int | None = None  # of every run; None: as the recipes say
+    cap: float | None = None  # seconds of a run; None: 1.5 times its share of the minutes
+    jobs: int = 1
+    device: str = "auto"
+    capture: bool = True  # gradients as a CUDA graph, where a mechanism can
+    data: tuple[str, ...] = ()  # "pathfinder.train=60000"
+    commit: str | None = None  # of this source, where there is no git
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "jobs"):
+            if getattr(self, name) < 1:
+                refuse(name, getattr(self, name), "an integer of at least 1")
+        if self.minutes is not None and self.minutes <= 0:
+            refuse("minutes", self.minutes, "a positive number")
+
+    @property
+    def place(self) -> str:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def seconds_a_run(self) -> float | None:
+        if self.cap is not None or self.minutes is None:
+            return self.cap
+        runs = len(self.tasks) * len(self.mechanisms) * self.seeds
+        return round(SLACK * 60 * self.minutes * min(self.jobs, runs) / runs, 1)
+
+
+def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
+    """A job for each run: seed by seed, and of a seed task by task, so that an early end leaves whole columns."""
+    jobs = []
+    for seed in range(arena.seeds):
+        for task in arena.tasks:
+            data = options_of(make_task(TASKS[RECIPES[task].task], _data(arena, task)))
+            for name in arena.mechanisms:
+                training = training_of(task, arena.size, arena.steps, seed)
+                if cap is not None:
+                    training["minutes"] = cap / 60
+                path = Path(arena.size) / task / name / f"seed{seed}"
+                jobs.append(
+                    {
+                        "name": str(path),
+                        "column": task,
+                        "mechanism": name,
+                        "seed": seed,
+                        "task": RECIPES[task].task,
+                        "data": data,
+                        "model": model_of(task, name, arena.size),
+                        "training": training,
+                        "capture": arena.capture,
+                        "folder": str(out / path),
+                    }
+                )
+    return jobs
+
+
+def _data(arena: Arena, task: str) -> Json:
+    """Of "pathfinder.train=60000" what concerns this task."""
+    found = dict(RECIPES[task].data)
+    for setting in arena.data:
+        path, equals, value = setting.partition("=")
+        column, dot, key = path.strip().partition(".")
+        if not equals or not dot or column not in RECIPES:
+            raise ValueError(f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000")
+        if column == task:
+            known = options_of(TASKS[RECIPES[task].task]())
+            if key not in known:
+                raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
+            try:
+                found[key] = json.loads(value)
+            except json.JSONDecodeError:
+                found[key] = value
+    return found
+
+
+def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
+    """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
+    out.mkdir(parents=True, exist_ok=True)
+    before = _before(out / "results.json")
+    cap = before.get("budget", {}).get("seconds_a_run") if arena.cap is None else arena.cap
+    cap = arena.seconds_a_run() if cap is None else cap
+    jobs = plan(arena, out, cap)
+    results = _begin(arena, cap, before)
+    done = {record["name"] for record in results["runs"] if record.get("ended_by") in ("steps", "minutes")}
+    same = {r["name"]: r["settings"] for r in results["runs"]}
+    todo = [job for job in jobs if job["name"] not in done or same[job["name"]] != _settings(job)]
+    console.print(budget_line(results), highlight=False, soft_wrap=True)
+    if len(todo) < len(jobs):
+        console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
+    if prepare and todo:
+        _prepare(todo, console)
+    deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
+    known = {job["name"]: job for job in todo}
+    try:
+        for answer in side_by_side(todo, arena, deadline):
+            record = _record(known[answer["name"]], answer)
+            results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
+            save(results, out / "results.json")
+            console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        results["interrupted"] = True
+    order = {job["name"]: number for number, job in enumerate(jobs)}
+    results["runs"].sort(key=lambda r: order.get(r["name"], len(order)))
+    results["quality"] = _quality(results["runs"])
+    left = [job["name"] for job in jobs if job["name"] not in {r["name"] for r in results["runs"] if _finished(r)}]
+    results["left"] = left
+    save(results, out / "results.json")
+    return results
+
+
+def _prepare(todo: Sequence[Json], console: Console) -> None:
+    """Each data set once, before processes ask for it at the same time."""
+    for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
+        begun = time.monotonic()
+        task = make_task(TASKS[name], data)
+        sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
+        console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
+
+
+def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
+    """The answers as they come, from so many workers."""
+    waiting: queue.Queue[Json] = queue.Queue()
+    for job in todo:
+        waiting.put(job)
+    answers: queue.Queue[Json | None] = queue.Queue()
+    count = min(arena.jobs, len(todo))
+    workers = [_Worker(arena, count) for _ in range(count)]
+    threads = [threading.Thread(target=_feed, args=(w, waiting, answers, deadline), daemon=True) for w in workers]
+    for thread in threads:
+        thread.start()
+    ended = 0
+    try:
+        while ended < count:
+            try:
+                answer = answers.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if answer is None:
+                ended += 1
+            else:
+                yield answer
+    except BaseException:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
+        for worker in workers:
+            worker.interrupt()
+        for thread in threads:
+            thread.join(timeout=60)
+        raise
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _feed(
+    worker: "_Worker", waiting: "queue.Queue[Json]", answers: "queue.Queue[Json | None]", deadline: float | None
+) -> None:
+    while True:
+        try:
+            job = waiting.get_nowait()
+        except queue.Empty:
+            break
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left < SHORTEST:
+            continue  # for the next call
+        answers.put(worker.ask({**job, "leg": None if left is None else left / 60}))
+    answers.put(None)
+
+
+class _Worker:
+    """worker.py in a process of its own, begun when asked, and anew when it has died."""
+
+    def __init__(self, arena: Arena, count: int):
+        self.arena, self.count = arena, count
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, job: Json) -> Json:
+        process = self.process if self.process is not None and self.process.poll() is None else self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if self.arena.place == "cpu" or not line:
+            self.close()
+        if line:
+            answer: Json = json.loads(line)
+            return answer
+        return {"name": job["name"], "error": f"the training process ended: {_why(process.returncode)}"}
+
+    def _start(self) -> "subprocess.Popen[str]":
+        self.close()
+        source = str(Path(subquad.__file__).parents[1])
+        path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
+        threads = max(1, (os.cpu_count() or 1) // max(1, self.count))
+        cpu = self.arena.place == "cpu"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "subquad.tasks.lra.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # on a GPU the processor only issues work: one thread each, so that neighbours are not slowed
+            env={"OMP_NUM_THREADS": str(threads if cpu else 1), **os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is passed on
+        )
+        assert self.process.stdin is not None
+        first = {"device": self.arena.place, "threads": threads if cpu else 1, "once": cpu}
+        self.process.stdin.write(json.dumps(first) + "\n")
+        return self.process
+
+    def interrupt(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)  # the loop saves, and the process ends
+
+    def close(self) -> None:
+        if self.process is None:
+            return
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError, ValueError):
+                    pipe.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+
+def _why(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.strsignal(-code) or f"signal {-code}"
+    return f"exit code {code}"
+
+
+def _settings(job: Json) -> Json:
+    found: Json = json.loads(json.dumps({key: job[key] for key in ("data", "model", "training")}))
+    return found
+
+
+def _record(job: Json, answer: Json) -> Json:
+    about = {key: job[key] for key in ("name", "column", "mechanism", "seed")}
+    recipe = RECIPES[job["column"]]
+    stand_in = getattr(TASKS[recipe.task], "stand_in", None) if not job["data"].get("folder") else None
+    about |= {"task": stand_in or recipe.title, "settings": _settings(job)}
+    return {**about, **answer.get("result", {}), **({"error": answer["error"]} if "error" in answer else {})}
+
+
+def _finished(record: Json) -> bool:
+    return record.get("ended_by") in ("steps", "minutes") or "error" in record
+
+
+def _quality(runs: Sequence[Json]) -> list[Json]:
+    """Records as `subquad report` reads them."""
+    return [
+        {
+            "mechanism": r["mechanism"],
+            "task": r["task"],
+            "metric": "accuracy",
+            "value": r["accuracy"],
+            "lower_is_better": False,
+            "steps": r["steps"],
+            "seconds": r["seconds"],
+            "curve": [],
+        }
+        for r in runs
+        if r.get("accuracy") is not None and r["seed"] == 0
+    ]
+
+
+def budget_line(results: Json) -> str:
+    budget = results["budget"]
+    cap = budget["seconds_a_run"]
+    return (
+        f"{budget['size']} models, {budget['seeds']} seed{'s' * (budget['seeds'] > 1)}, {budget['jobs']} side by side; "
+        "a run has " + (f"{budget['steps']:,} steps" if budget["steps"] else "the steps of its task's recipe")
+        + ("" if cap is None else f" and at most {cap:g} s, over which its learning rate falls to zero")
+        + "; the same for every mechanism"
+    )  # fmt: skip
+
+
+def _line(record: Json) -> str:
+    where = f"{record['column']}, {record['mechanism']}, seed {record['seed']}"
+    if "error" in record:
+        return f"{where}: {record['error']}"
+    if record["ended_by"] == "leg":
+        return f"{where}: {record['steps']:,} steps so far, the rest in the next call"
+    short = "" if record["ended_by"] == "steps" else " (the time was over)"
+    return f"{where}: {record['accuracy']:.2f} % after {record['steps']:,} steps{short}, {record['seconds']:.0f} s"
+
+
+def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
+    return {
+        "kind": "lra",
+        "subquad": subquad.__version__,
+        "commit": arena.commit or _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(arena.place),
+        "budget": {
+            "size": arena.size,
+            "seeds": arena.seeds,
+            "steps": arena.steps,
+            "seconds_a_run": cap,
+            "jobs": arena.jobs,
+        },
+        "runs": before.get("runs", []),
+        "quality": [],
+        "rows": [],
+        "left": [],
+        "interrupted": False,
+    }
+
+
+def _before(path: Path) -> Json:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,160 @@
+"""How each task is trained and each mechanism is set: literal tables, the same budget for every mechanism of a task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from subquad.mechanisms import mechanism
+from subquad.mechanisms.base import nearest
+
+Size = Literal["small", "original"]
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A column of the published table."""
+
+    task: str  # its name in TASKS
+    title: str  # in the paper
+    majority: float  # accuracy of always giving the most frequent answer, %
+    training: Fields  # of the small model, for minutes instead of hours
+    original: Fields  # the arena's own model ...
+    original_training: Fields  # ... and how it is trained there
+    data: Fields = field(default_factory=dict)
+
+
+WARM = {"warmup": 200, "evaluate_batch": 250, "evaluate_batches": 8, "keep": 1}
+ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
+
+RECIPES: dict[str, Recipe] = {
+    "listops": Recipe(
+        "listops", "ListOps", 17.0,
+        {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
+        {"dim": 512, "depth": 4, "heads": 8, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
+         "head_hidden": 1024},
+        {"steps": 5000, "batch": 32, "lr": 1.6e-3, "warmup": 1000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
+         **ADAM},
+    ),
+    "text": Recipe(
+        "imdb", "Text", 50.0,
+        {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
+        {"dim": 256, "depth": 4, "heads": 4, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
+         "head_hidden": 1024},
+        {"steps": 20_000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
+         **ADAM},
+    ),
+    "retrieval": Recipe(
+        "retrieval", "Retrieval", 50.0,
+        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
+        {"dim": 128, "depth": 4, "heads": 4, "ff_dim": 512, "positions": "sinusoidal", "pooling": "cls",
+         "head_hidden": 512},
+        {"steps": 5000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
+         **ADAM},
+    ),
+    "image": Recipe(
+        "image", "Image", 10.0,
+        {"steps": 3000, "batch": 64, "lr": 2e-3, **WARM},
+        {"dim": 128, "depth": 1, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "cls", "dropout": 0.3},
+        {"steps": 35_000, "batch": 256, "lr": 5e-4, "warmup": 175, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
+    ),
+    "pathfinder": Recipe(
+        "pathfinder", "Pathfinder", 50.0,
+        {"steps": 4000, "batch": 64, "lr": 1e-3, **WARM},
+        {"dim": 128, "depth": 4, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "mean"},
+        {"steps": 62_400, "batch": 512, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
+    ),
+    "pathx": Recipe(
+        "pathx", "Path-X", 50.0,
+        {"steps": 1000, "batch": 16, "lr": 1e-3, "warmup": 100, "evaluate_batch": 32, "evaluate_batches": 16,
+         "keep": 1},
+        {"dim": 32, "depth": 1, "heads": 2, "ff_dim": 32, "positions": "learned", "pooling": "mean"},
+        {"steps": 62_400, "batch": 64, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "clip": 1.0, **ADAM},
+    ),
+}  # fmt: skip
+NAMES = {"imdb": "text", "path-x": "pathx", "path_x": "pathx"}
+
+# Of the published table first, in its order. Sizes are those of the PyTorch re-runs (arXiv:2102.03902 and Skyformer's)
+# where they name one: rank 256, 2 rounds of hashing, 128 random features; windows and blocks near the arena's
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "local": {"window": 64},
+    "fixed": {"block": 50, "summary": 10},
+    "longformer": {"window": 256, "global_tokens": 1},
+    "linformer": {"rank": 256},
+    "reformer": {"rounds": 2, "chunk": 64, "buckets": 32},
+    "sinkhorn": {"block": 64},
+    "synthesizer": {"kind": "factorised_random", "rank": 32},
+    "bigbird": {"block": 64, "random": 3},
+    "linear": {},
+    "performer": {"features": 128},
+    "nystrom": {"landmarks": 64, "conv": 33},
+    "rfa": {"features": 64},
+    "efficient": {},
+    "clustered": {"clusters": 64, "topk": 32},
+    "routing": {"clusters": 16, "window": 128},
+    "compressed": {"stride": 3},
+    "fnet": {},
+    "gmlp": {"expansion": 4},
+    "mixed": {"parts": [["linear", 1], ["local", 1, {"window": 64}]]},
+}
+PUBLISHED = tuple(OPTIONS)[:11]
+# where a row of the picture, or a length, asks for another size
+BY_TASK: dict[tuple[str, str], dict[str, Any]] = {
+    ("image", "fixed"): {"block": 32, "summary": 4},
+    ("pathfinder", "fixed"): {"block": 32, "summary": 4},
+    ("pathx", "fixed"): {"block": 128, "summary": 8},
+    ("pathx", "local"): {"window": 128},
+}
+
+
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """ "listops, text", or "all": the five of the published average."""
+    chosen = (
+        [name for name in RECIPES if name != "pathx"]
+        if text.strip() == "all"
+        else [NAMES.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
+    )
+    for name in chosen:
+        if name not in RECIPES:
+            raise ValueError(
+                f"tasks={text!r} names {name!r}{nearest(name, RECIPES)} Accepted: all, {', '.join(RECIPES)}"
+            )
+    return tuple(dict.fromkeys(chosen))
+
+
+def parse_mechanisms(text: str) -> tuple[str, ...]:
+    """ "linear, local", "published": the eleven of the table, or "all": these and ours."""
+    if text.strip() in ("all", "published"):
+        return tuple(OPTIONS) if text.strip() == "all" else PUBLISHED
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    for name in chosen:
+        mechanism(name)  # an unknown name raises here
+    return tuple(dict.fromkeys(chosen))
+
+
+def check_size(text: str) -> Size:
+    for size in get_args(Size):
+        if text == size:
+            return size
+    raise ValueError(f'size={text!r} cannot work: accepted is "small" or "original"')
+
+
+def mixer(task: str, name: str) -> list[Any]:
+    """What a model's `mechanism` is: the name and its options."""
+    return [name, {**OPTIONS.get(name, {}), **BY_TASK.get((task, name), {})}]
+
+
+def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
+    """Keywords of the model, beside the task's own small ones."""
+    given = RECIPES[task].original if size == "original" else {}
+    return {**given, "mechanism": mixer(task, name)}
+
+
+def training_of(task: str, size: Size, steps: int | None, seed: int) -> dict[str, Any]:
+    recipe = RECIPES[task]
+    chosen = dict(recipe.original_training if size == "original" else recipe.training)
+    if steps is not None:
+        chosen["warmup"] = max(1, round(chosen["warmup"] * steps / chosen["steps"]))
+        chosen["steps"] = steps
+    return {**chosen, "seed": seed}

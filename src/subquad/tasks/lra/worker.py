@@ -1,0 +1,99 @@
+"""The process that trains: one run after the other, as the harness tells it, several of these side by side on one GPU.
+
+Reads a job a line from standard input and writes what came of it a line to standard output, both JSON. When standard
+input closes, nobody waits any more, and it ends.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+
+from subquad.tasks.train import make_task
+from subquad.training.config import TrainingConfig
+from subquad.training.loop import train
+from subquad.training.run import Result
+
+Json = dict[str, Any]
+
+
+def run(job: Json, device: str) -> Json:
+    """The figures of one run, or why there are none; nothing is raised but interruptions."""
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with (folder / "log.txt").open("a") as file:
+        console = Console(file=file, width=160)
+        try:
+            return {"result": _figures(_trained(job, device, cuda and job["capture"], console))}
+        except ValueError as error:
+            if not (cuda and job["capture"] and "training.capture" in str(error)):
+                return {"error": f"{type(error).__name__}: {_line(error)}"}
+            console.print(f"without a graph: {error}")
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {_line(error)}"}
+        try:
+            return {"result": _figures(_trained(job, device, False, console))}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {_line(error)}"}
+
+
+def _trained(job: Json, device: str, capture: bool, console: Console) -> Result:
+    from subquad.tasks import TASKS
+
+    task = make_task(TASKS[job["task"]], job["data"])
+    training = TrainingConfig.from_dict({**task.training.to_dict(), **job["training"], "capture": capture})
+    return train(
+        task, training, job["model"], job["folder"], resume=True, device=device, console=console, leg=job["leg"]
+    )  # fmt: skip
+
+
+def _figures(result: Result) -> Json:
+    return {
+        "accuracy": result.test.get("accuracy"),
+        "loss": result.test.get("loss"),
+        "validation": result.validation.get("accuracy"),
+        "best_step": result.best_step,
+        "steps": result.steps,
+        "ended_by": result.ended_by,
+        "seconds": result.seconds,
+        "peak_bytes": result.peak_bytes,
+        "parameters": result.parameters,
+        "examples_per_second": result.examples_per_second,
+    }
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "no message"
+
+
+def serve(jobs: IO[str], answers: IO[str]) -> None:
+    first = json.loads(jobs.readline())
+    torch.set_num_threads(first["threads"])
+    for line in jobs:
+        job = json.loads(line)
+        answer = run(job, first["device"])
+        answers.write(json.dumps({"name": job["name"], **answer}) + "\n")
+        answers.flush()
+        if first["once"] or "CUDA error" in answer.get("error", ""):
+            break  # memory of a CPU process is only ever counted up, and an error of the GPU outlives its run
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
