@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
@@ -14,9 +15,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Called by every rank."""
+    """Called by every rank; OSError where one of them could not write."""
     with _Quiet():
-        save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
+        try:
+            save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
+        except CheckpointException as error:
+            causes = (cause for cause, _ in error.failures.values())
+            raise next((cause for cause in causes if isinstance(cause, OSError)), error) from error
 
 
 def load(folder: Path, targets: dict[str, Tensor]) -> None:
