@@ -18,7 +18,8 @@ def beside(results: Json) -> Shown:
         title=f"{results['title']} ({results['source']})", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
     for column in ("row", "data", "ours", "published", "iteration", "trained", "speed"):
-        shown.add_column(column, justify="left" if column in ("row", "data") else "right", overflow="fold")
+        left = column in ("row", "data")
+        shown.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=column == "row")
     for name, found in results["results"].items():
         if "error" in found:
             shown.add_row(name, escape(found["error"][:200]), "failed")
@@ -26,6 +27,8 @@ def beside(results: Json) -> Shown:
         shown.add_row(name, found.get("data", ""), *(escape(text) for text in _cells(found)))
     facts = results["machine"]
     notes = [f"hardware: {facts['device']}, torch {facts['torch']}", *results["differs"]]
+    if results["budget"]["settings"]:
+        notes.append(f"set here: {', '.join(results['budget']['settings'])}")
     short = [name for name, found in results["results"].items() if found.get("cut_short_by_time")]
     if short:
         notes.append(f"cut short by the time budget: {', '.join(short)}")
