@@ -37,7 +37,7 @@ from subquad.bench.generation import (
     write,
 )
 from subquad.models import LanguageModel
-from subquad.models.generation import bytes_per_stream, largest_batch
+from subquad.models.memory import bytes_per_stream, largest_batch
 
 BARS = {"mnist": (6000, 8000, 142.8), "cifar10": (800, 1100, 17.85)}
 ROWS = 5120  # of a lane: the same for every batch, so that the step is compiled once

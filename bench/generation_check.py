@@ -15,7 +15,8 @@ from torch import Tensor
 
 from subquad.bench.generation import Figures, make_loop, paper_model, run_steps
 from subquad.models import LanguageModel, Seq2Seq
-from subquad.models.generation import Loop, generate
+from subquad.models.generation import generate
+from subquad.models.loop import Loop
 from subquad.models.streams import Streams
 
 STACKS: tuple[Any, ...] = ("linear", "softmax", ("linear", "local"), "reformer", "sinkhorn", "performer", "mixed")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from subquad.bench.generation import MODELS, START, Figures, measure, paper_model
 from subquad.models import LanguageModel, logistic_mixture
-from subquad.models.generation import largest_batch
+from subquad.models.memory import largest_batch
 
 PAPER = {"mnist": {"softmax": 7.56, "recompute": 0.45}, "cifar10": {"softmax": 0.32, "recompute": 0.004}}
 EQUAL = {"mnist": 10240, "cifar10": 2048}  # streams; the cache of so many fits into an H200

@@ -9,7 +9,7 @@ from rich.console import Console
 from subquad.bench import generation
 from subquad.bench.generation import START, bench, make_loop, measure, paper_model, rewind, run_steps
 from subquad.models import LanguageModel
-from subquad.models.generation import bytes_per_stream
+from subquad.models.memory import bytes_per_stream
 
 
 def test_the_papers_models_have_the_papers_sizes() -> None:

@@ -10,7 +10,9 @@ from torch import Tensor
 import subquad
 from subquad import LanguageModel, Seq2Seq
 from subquad.models import generation
-from subquad.models.generation import Recompute, bytes_per_stream, check_memory, decoder_of, generate, largest_batch
+from subquad.models.generation import generate
+from subquad.models.loop import Mixture, Recompute, decoder_of, step
+from subquad.models.memory import bytes_per_stream, check_memory, largest_batch
 from subquad.models.sampling import Sampling, draw
 from subquad.models.state import fork, join, leaves, load_state, map_state, save_state, select, size
 
@@ -146,7 +148,7 @@ def test_a_saved_state_goes_on_in_another_process(tmp_path: Path) -> None:
         save_state(first.state, tmp_path / f"{name}.safetensors")
     program = f"""
 import subquad
-from subquad.models.generation import decoder_of
+from subquad.models.loop import decoder_of
 from subquad.models.state import load_state
 for name, tokens in {last}.items():
     model = subquad.load({str(tmp_path)!r} + "/" + name)
@@ -213,6 +215,12 @@ def test_repetition_penalty_sees_the_prompt_and_what_was_drawn() -> None:
     out = model.generate([[3, 4, 5], [6]], 15, sampling=how)
     for row, prompt in zip(out.tolist(), ([3, 4, 5], [6]), strict=True):
         assert len({*row, *prompt}) == len(row) + len(prompt)
+
+
+def test_a_start_token_that_never_comes_can_be_penalised() -> None:
+    model = make(vocab=257, mixture=2)
+    made = model.generate([[256], [256]], 20, sampling=Sampling(temperature=0, repetition_penalty=1e6))
+    assert all(len(set(row)) == 20 for row in made.tolist())
 
 
 def test_dropout_is_off_and_the_mode_is_restored() -> None:
@@ -291,14 +299,14 @@ def test_a_step_traces_as_one_graph() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    fast = torch.compile(generation.step, backend=keep, fullgraph=True, dynamic=False)
-    args = (generation.Mixture(), Sampling(), None)
+    fast = torch.compile(step, backend=keep, fullgraph=True, dynamic=False)
+    args = (Mixture(), Sampling(), None)
     plain = map_state(torch.clone, state), token.clone()
     with torch.no_grad():
         for _ in range(3):
             done = torch.zeros(2, dtype=torch.bool)
             fast(model, *args, state, token, torch.arange(2), done, None, None)
-            generation.step(model, *args, *plain, torch.arange(2), done, None, None)
+            step(model, *args, *plain, torch.arange(2), done, None, None)
     assert len(graphs) == 1
     assert torch.equal(token, plain[1])
     assert state.position.tolist() == [3, 3]

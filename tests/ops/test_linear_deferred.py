@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from subquad import LanguageModel
-from subquad.models.generation import defer, settle
+from subquad.models.loop import Loop, defer, settle
+from subquad.models.sampling import Sampling
 from subquad.models.state import leaves
 from subquad.ops import linear_deferred
 from subquad.ops.linear import LinearState, linear_attention_step
@@ -109,6 +110,24 @@ def test_a_model_steps_on_deferred_states_as_on_its_own() -> None:
             torch.testing.assert_close(tensor, dict(leaves(plain))[name], rtol=1e-5, atol=1e-5)
         outputs, _ = model.step(tokens[0], defer(model, state), inplace=True)
         torch.testing.assert_close(outputs, model.step(tokens[0], plain)[0], rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_a_loop_in_groups_writes_what_single_steps_write() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(vocab=23, dim=32, depth=2, heads=2, mechanism=("linear", {"impl": "triton"})).eval()
+    loops = []
+    for group in (1, 8):
+        token, seeds = torch.tensor([1, 2, 3]), torch.arange(3)
+        loop = Loop(model, model.init_state(3), token, seeds, Sampling(), logprobs=True)
+        loop.group, loop.record, loop.record_logprob = group, torch.zeros(group, 3).long(), torch.zeros(group, 3)
+        loops.append((loop, [(token.clone(), score.clone()) for token, score in loop.advance(19)]))
+    (one, single), (eight, grouped) = loops
+    for (token, score), (other, scored) in zip(single, grouped, strict=True):
+        assert torch.equal(token, other)
+        torch.testing.assert_close(score, scored, rtol=1e-4, atol=1e-4)
+    for (name, tensor), (_, other) in zip(leaves(one.state), leaves(eight.state), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.skipif(INNER is not None, reason="the torch path, which needs no process of its own")

@@ -44,6 +44,10 @@ def test_images_continue_an_upper_half_and_survive_a_file(tmp_path: Path) -> Non
     assert torch.equal(again[0], images[1])  # the same seed goes on as the image did
     with pytest.raises(ValueError, match="pixels"):
         read_upper(tmp_path / "b" / "three.png", (8, 8, 1), START)
+    (tmp_path / "no.png").write_bytes(b"nothing")
+    for wrong in ("missing.png", "no.png"):
+        with pytest.raises(ValueError, match="accepted is an image file"):
+            read_upper(tmp_path / wrong, (8, 8, 1), START)
 
 
 def test_text_is_written_as_it_comes() -> None:
@@ -67,6 +71,8 @@ def test_the_command_line_makes_a_picture_and_says_how_fast(tmp_path: Path) -> N
     result = run.invoke(app, ["generate", str(tmp_path / "model"), "--count", "5", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "images/s" in result.output
+    assert "5 streams" in result.output
+    assert "bytes of state each" in result.output
     assert "64/64" in result.output
     assert out.read_bytes().startswith(b"\x89PNG")
     result = run.invoke(app, ["generate", str(tmp_path / "model"), "--count", "0", "--out", str(out)])

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
-from subquad.models.generation import Loop, bytes_per_stream, decoder_of, largest_batch, values_of
+from subquad.models.loop import Loop, decoder_of, values_of
+from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves, positions
 

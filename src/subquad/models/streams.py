@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.base import at_least, refuse
-from subquad.models.generation import (
-    Loop,
-    Prompt,
-    as_prompt,
-    begin,
-    bytes_per_stream,
-    check_memory,
-    decoder_of,
-    mark_seen,
-    position_of,
-)
+from subquad.models.generation import Prompt, as_prompt, begin, mark_seen
+from subquad.models.loop import Loop, decoder_of, position_of
+from subquad.models.memory import bytes_per_stream, check_memory
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, overwrite, positions, select
 

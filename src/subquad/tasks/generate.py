@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from subquad.models import LanguageModel
-from subquad.models.generation import largest_batch, values_of
+from subquad.models.loop import values_of
+from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
 
 BYTES = 256
@@ -94,7 +95,10 @@ def read_upper(path: Path, shape: Shape, shades: int) -> Tensor:
     """The upper half of an image file, in the model's shades: [pixels]."""
     from matplotlib.image import imread
 
-    picture = torch.tensor(imread(path)).float()
+    try:
+        picture = torch.tensor(imread(path)).float()
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"complete={str(path)!r} cannot work: accepted is an image file ({error})") from error
     picture = picture / 255 if float(picture.max()) > 1 else picture
     picture = picture[..., None] if picture.ndim == 2 else picture[..., :3]
     if tuple(picture.shape[:2]) != shape[:2]:
@@ -140,6 +144,8 @@ def images_to_png(
     shades = min(values_of(model), vocab - 1)
     upper = None if complete is None else read_upper(complete, shape, shades)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    state = bytes_per_stream(model, math.prod(shape))
+    console.print(f"{count} streams, {state:,} bytes of state each", highlight=False, soft_wrap=True)
     begun = time.perf_counter()
     with Progress(*columns, console=console) as progress:
         pixels = math.prod(shape) - (0 if upper is None else len(upper))

@@ -19,8 +19,8 @@ from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
 from subquad.mechanisms.base import at_least, one_of
 from subquad.models import LanguageModel
-from subquad.models.generation import largest_batch
 from subquad.models.loss import cross_entropy
+from subquad.models.memory import largest_batch
 from subquad.models.sampling import Sampling
 from subquad.tasks.text import COLUMNS
 from subquad.training.config import TrainingConfig

@@ -1,0 +1,68 @@
+"""How much memory streams take: known before any is used."""
+
+from typing import Any
+
+import torch
+
+from subquad.mechanisms.base import refuse
+from subquad.models.loop import Recompute, decoder_of, defer, stack_of, values_of
+from subquad.models.state import State, size
+
+
+def bytes_per_stream(model: Any, capacity: int) -> int:
+    """Memory that one stream's state takes with room for `capacity` positions; nothing is allocated to find out."""
+    return size(imagine(decoder_of(model), capacity))
+
+
+def largest_batch(model: Any, capacity: int, free: int | None = None) -> int:
+    """Streams that fit into the memory that is free on the model's device."""
+    return _free(model.device, free) // _bytes_at_work(model, capacity)
+
+
+def check_memory(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
+    """ValueError if so many streams do not fit, with how many do."""
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        refuse("batch", batch, "an integer of at least 1")
+    most = largest_batch(model, capacity, free)
+    if batch > most:
+        state, room = bytes_per_stream(model, capacity), _free(model.device, free)
+        raise ValueError(
+            f"batch={batch} cannot work: a stream of {capacity} positions holds {state:,} bytes of state, and"
+            f" {room:,} bytes are free on {model.device}: accepted is at most {most}"
+        )
+
+
+def _bytes_at_work(model: Any, capacity: int) -> int:
+    """A stream's state, its widest layer once more (not every mechanism writes in place), and vectors on their way."""
+    decoder = decoder_of(model)
+    state = imagine(decoder, capacity)
+    layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", (state,))
+    stack = stack_of(model).config
+    vectors = 4 * (4 * stack.dim + 2 * stack.ff_width) + 16 * values_of(model)
+    work = state if isinstance(decoder, Recompute) else defer(decoder, state)
+    return size(work) + max(size(layer) for layer in layers) + vectors
+
+
+def imagine(decoder: Any, capacity: int) -> State:
+    """The shapes of one stream's state, without its memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if hasattr(decoder, "encode"):
+            weight = next(decoder.decoder.parameters())
+            return decoder.init_state(weight.new_empty(1, 1, decoder.config.encoder.dim), capacity=capacity)
+        return decoder.init_state(1, capacity)
+
+
+def _free(device: torch.device, free: int | None) -> int:
+    if free is not None:
+        return free
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.95 * (torch.cuda.mem_get_info(device)[0] + unused))
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(0.95 * 1024 * int(fields["MemAvailable"].split()[0]))
+    except (OSError, KeyError):
+        return 1 << 62  # nothing is known, so nothing is refused
