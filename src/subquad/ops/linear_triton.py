@@ -952,9 +952,12 @@ def _start(
 ) -> None:
     """Launch kernel(*tensors, *numbers, **constants), its parameters in this order."""
     where = tensors[0].device.index
-    key = (where, grid, cfg, numbers, *constants.values(), *(x.dtype for x in tensors))
-    with _device(tensors[0]):
-        _run(key, kernel, tensors, lambda: Launch(grid, numbers, constants, cfg))
+    if not INTERPRETED and where != torch.cuda.current_device():
+        with torch.cuda.device(where):
+            _start(kernel, grid, tensors, numbers, constants, cfg)
+        return
+    key = (where, grid, cfg, numbers, *constants.values(), *[x.dtype for x in tensors])
+    _run(key, kernel, tensors, lambda: Launch(grid, numbers, constants, cfg))
 
 
 def _device(x: Tensor) -> AbstractContextManager[Any]:

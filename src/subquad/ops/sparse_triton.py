@@ -661,9 +661,10 @@ def _far(
 
     BACK: the gradients of those, added to the gradients of k and v.
     """
-    tile = tl.program_id(0) % tiles
-    h = tl.program_id(0) // tiles % H
-    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    # heads lie side by side in memory, so neighbouring programs take them
+    h = tl.program_id(0) % H
+    tile = tl.program_id(0) // H % tiles
+    b = (tl.program_id(0) // H // tiles).to(tl.int64)
     s = tile * BN + tl.arange(0, BN)
     j = _column(s, A, n)
     here = s < rows
