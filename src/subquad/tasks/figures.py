@@ -1,6 +1,7 @@
 """A reproduced table as people read it: ours beside the published figures, on the screen and as a picture."""
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def beside(results: Json) -> Shown:
 
 def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     metric, published, value = found["metric"], found["published"], found.get("value")
-    if "longest" in found:
-        yield f"N = {found['longest']:,}"
+    if found.get("longest"):
+        cost = f"{found['training_ms']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB"
+        yield f"N = {found['longest']:,}: {cost}{_growth(found)}"
         yield f"N = {published['longest']:,.0f}" if "longest" in published else "-"
     else:
         yield "unfinished" if found.get("unfinished") else "-" if value is None else f"{value:.4g} {metric}"
@@ -53,6 +55,11 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{found['examples_per_second']:,.0f}/s{epoch}" if "examples_per_second" in found else "-"
 
 
+def _growth(found: Mapping[str, Any]) -> str:
+    time, memory = (found["growth"].get(key) for key in ("time", "memory"))
+    return "" if time is None else f"; time as N^{time:.2f}, memory as N^{memory:.2f}"
+
+
 def copy_to(results: Json, path: Path) -> None:
     """The figures as one JSON elsewhere, and the plot beside it."""
     save(results, path)
@@ -62,7 +69,7 @@ def copy_to(results: Json, path: Path) -> None:
 def draw(results: Json, path: Path) -> None:
     """Curves of the rows, and their figures beside the published ones; nothing where there is nothing yet."""
     panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
-    if not panels:
+    if not panels or find_spec("matplotlib") is None:  # figures are kept where there is nothing to draw with
         return
     import matplotlib
 

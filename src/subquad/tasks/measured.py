@@ -35,10 +35,20 @@ def measure_scaling(run: Reproduction) -> None:
             run.results["growth"] = scaling.growth(rows)
             run.keep()
             time = found["training_ms"]
-            said = found["skipped"] if time is None else f"{time['median']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB"
-            run.say(row.name, f"N = {found['length']:,}: {said} a sample")
-        longest = max((r["length"] for r in rows if r["label"] == row.name and r["training_ms"]), default=0)
-        run.results["results"][row.name] = {**heading(run.table, row), "longest": longest, "value": None}
+            cost = "" if time is None else f"{time['median']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB a sample"
+            run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or cost}")
+        timed = [r for r in rows if r["label"] == row.name and r["training_ms"]]
+        last = max(timed, key=lambda r: r["length"], default=None)
+        grown: Json = next((g for g in run.results["growth"] if g["mechanism"] == row.name), {})
+        run.results["results"][row.name] = {
+            **heading(run.table, row),
+            "value": None,
+            "longest": last["length"] if last else 0,
+            "training_ms": last["training_ms"]["median"] if last else None,
+            "peak_bytes": last["peak_bytes"] if last else None,
+            "growth": {key: grown.get(key) for key in ("time", "memory")},
+        }
+        run.keep()
 
 
 def _scaling_settings(settings: tuple[str, ...]) -> Json:
