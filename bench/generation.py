@@ -82,7 +82,7 @@ def linear(
     rows: int = ROWS,
     small: Sequence[int] = (1, 256, 1024),
     settings: Sequence[tuple[int, int, int]] = (),
-    lanes: Sequence[int] = (1, 2, 4, 8),
+    lanes: Sequence[int] = (1, 2, 4),
     whole: bool = True,
 ) -> Figures:
     """Images a second at growing batch; `settings`: (batch, lanes, steps a graph) tried without compiling."""

@@ -159,7 +159,7 @@ def streams(device: str) -> Figures:
     return found
 
 
-def check(device: str = "cuda", depth: int = 4, steps: int = 256, batch: int = 64) -> Figures:
+def check(device: str = "cuda", depth: int = 4, steps: int = 256, batch: int = 8192) -> Figures:
     found: Figures = {}
     parts: dict[str, Callable[[], Figures]] = {
         "captured": lambda: stacks(device, min(steps, STEPS)),

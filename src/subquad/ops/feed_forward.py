@@ -15,7 +15,7 @@ from subquad.ops.impl import Impl, choose
 
 Activation = Literal["relu", "gelu"]
 Norm = Literal["layer", "rms"]
-ROWS = 1024  # fewer rows than this leave most of a GPU idle, as a program takes many of them
+ROWS = 4096  # with fewer rows the parts are faster: a program takes 128 of them, and most of a GPU would be idle
 
 
 def feed_forward(
