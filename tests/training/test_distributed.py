@@ -18,7 +18,7 @@ from subquad.training.feed import pieces_of
 from tests.training.tiny import Tiny, assert_close_run, run, start
 
 STILL = {"dropout": 0.0, "depth": 2}
-BASE: dict[str, Any] = {"steps": 6, "batch": 9, "log_every": 1, "evaluate_every": 3, "ema": 0.9}
+BASE: dict[str, Any] = {"steps": 6, "batch": 9, "log_every": 1, "evaluate_every": 3, "ema": 0.9, "eps": 1e-3}
 # batches that neither 2 nor 4 divides, rows of unequal lengths, one or two micro-batches on each rank
 JOBS: dict[str, dict[str, Any]] = {
     "ddp_2": {"parallel": "ddp"},

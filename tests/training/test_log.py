@@ -35,9 +35,11 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
 def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     with Log(tmp_path, Console(file=out, force_terminal=True, width=100), "digits") as log:
-        log.show(0.5, "step 5, loss 1.2, 100 tokens/s, 0.1 GiB, 0:07 left")
+        log.tick(5, 0.5)
+        log.show("loss 1.2, 100 tokens/s, 0.1 GiB, 0:07 left")
         log.say("[step 5] as it is")
     assert "0:07 left" in out.getvalue()
+    assert "step 5" in out.getvalue()
     assert "[step 5] as it is" in out.getvalue()
 
 
@@ -46,7 +48,8 @@ def test_other_ranks_say_nothing() -> None:
     with Log(None, Console(file=out), "run") as log:
         log.write(1, "train", {"loss": 1.0})
         log.say("x")
-        log.show(0.1, "y")
+        log.tick(1, 0.1)
+        log.show("y")
         log.sync()
     assert out.getvalue() == ""
 

@@ -81,15 +81,16 @@ class Ranks:
         return found.tolist()
 
     def decide(self, function: Callable[[], T]) -> T:
-        """What rank 0 finds out, on all of them; a ValueError of its becomes everybody's."""
+        """What rank 0 finds out, on all of them; where it fails, all fail."""
         if self.world == 1:
             return function()
         box: list[Any] = [None, None]
         if self.first:
             try:
                 box[0] = function()
-            except ValueError as error:
-                box[1] = str(error)
+            except (ValueError, OSError) as error:
+                dist.broadcast_object_list([None, str(error)], src=0, device=torch.device("cpu"))
+                raise
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         if box[1] is not None:
             raise ValueError(box[1])

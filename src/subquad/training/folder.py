@@ -69,6 +69,8 @@ class Folder:
         if (self.path / RESULT).exists():
             return Opened(None, [], json.loads((self.path / RESULT).read_text()))
         found, notes = checkpoints.newest(self.checkpoints)
+        if found is None and notes:
+            raise ValueError(f"{'; '.join(notes)}: no checkpoint is left to go on from; --out begins anew elsewhere")
         notes = [f"{note}; the one before it is used" for note in notes]
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")

@@ -34,9 +34,11 @@ class Log:
         self.file = (path / METRICS).open("a")
         self.board = _board(path / "tensorboard", step, console)
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[info]}"))
-            self.bar = Progress(*columns, console=console, transient=True)
-            self.task = self.bar.add_task(title, total=1.0, info="starting")
+            columns = [
+                TextColumn(text) for text in ("{task.description}", "step {task.fields[step]:,}", "{task.fields[info]}")
+            ]
+            self.bar = Progress(columns[0], BarColumn(bar_width=20), *columns[1:], console=console, transient=True)
+            self.task = self.bar.add_task(title, total=1.0, step=step, info="starting")
 
     def __enter__(self) -> Self:
         if self.bar is not None:
@@ -72,9 +74,14 @@ class Log:
         if self.board is not None:
             self.board.flush()
 
-    def show(self, progress: float, info: str) -> None:
+    def tick(self, step: int, progress: float) -> None:
+        """A step is done; nothing is known of it yet."""
         if self.bar is not None:
-            self.bar.update(self.task, completed=min(1.0, progress), info=info)
+            self.bar.update(self.task, completed=min(1.0, progress), step=step)
+
+    def show(self, info: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, info=info)
 
     def say(self, text: str) -> None:
         if self.file is not None:

@@ -33,7 +33,7 @@ from subquad.training.optimisers import Optimiser, scale_and_clip
 from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
-from subquad.training.task import Batch, Loss, Split, Task
+from subquad.training.task import Batch, Loss, Source, Split, Task
 from subquad.training.weights import copy_of, load_weights, make_model, save_model
 
 TENTHS = 10  # of a run: evaluations and checkpoints, where nothing else is said
@@ -71,8 +71,8 @@ class Run:
         self.config = config
         device = ranks.device
         self.pieces = pieces_of(training.batch, training.micro_batch, ranks.world)
-        self.source = task.source("train")
-        self.order = Order(len(self.source), training.batch, training.seed, training.shuffle)
+        self.sources = _sources(task, ranks)
+        self.order = Order(len(self.sources["train"]), training.batch, training.seed, training.shuffle)
         torch.manual_seed(training.seed)
         self.model = make_model(task, config.model).to(device)
         self.wired = Wired(task, self.model)
@@ -95,7 +95,7 @@ class Run:
 
     def go(self, log: Log, signals: Signals, leg: float | None) -> Result:
         training = self.training
-        feed = Feed(self.source, self.order, self.pieces, self.ranks)
+        feed = Feed(self.sources["train"], self.order, self.pieces, self.ranks)
         self.begun = time.perf_counter()
         self.wired.train()
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -131,6 +131,7 @@ class Run:
                     log.say(f"step {self.step:,}, saved: the leg of {leg:g} minutes is over, --resume goes on")
                     return self._result("leg", {}, seconds, parameters)
                 self._update(feed, seconds)
+                log.tick(self.step, progress)
         finally:
             feed.close()
         return self._finish(log, signals, seconds, parameters)
@@ -154,7 +155,7 @@ class Run:
         training, precision, ranks = self.training, self.precision, self.ranks
         self.lr = training.lr * self.schedule.factor(self.step, seconds)
         self.optimiser.set_lr(self.lr)
-        torch.manual_seed(int(np.random.SeedSequence([training.seed, self.step, ranks.rank]).generate_state(1)[0]))
+        self._seed()
         batches = feed.update(self.step)
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for number, batch in enumerate(batches, start=1):
@@ -175,6 +176,10 @@ class Run:
             self.ema.update(self.step)
         norm = norm.double() if accepted else torch.zeros_like(sums[0])
         self.window += torch.stack((*sums, norm, torch.ones_like(norm)))
+
+    def _seed(self, *purpose: int) -> None:
+        key = [self.training.seed, self.step, self.ranks.rank, *purpose]
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
 
     def _gradients(self, batch: Batch) -> Loss:
         with self.precision.autocast():
@@ -224,8 +229,7 @@ class Run:
         log.write(self.step, "train", {**values, "seconds": seconds, "memory_bytes": used})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
         log.show(
-            progress,
-            f"step {self.step:,}, loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
+            f"loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
             f"{used / 2**30:.1f} GiB, {duration(left)} left",
         )
 
@@ -253,10 +257,11 @@ class Run:
     def _measure(self, split: Split, batches: int | None, signals: Signals) -> dict[str, float] | None:
         training = self.training
         size = training.evaluate_batch or training.micro_batch or max(1, training.batch // self.ranks.world)
+        self._seed(1)
         with self._averaged():
             return evaluate(
                 self.wired,
-                self.task.source(split),
+                self.sources[split],
                 self.ranks,
                 self.precision,
                 batch=size,
@@ -284,6 +289,8 @@ class Run:
         facts = {
             "config": plain(self.config),
             "seconds": self.seconds,
+            "position": {"examples": self.step * self.training.batch, "epoch": self.order.indices(self.step)[1]},
+            "random": {"seed": self.training.seed, "drawn_for": "seed, step, rank"},
             "evaluated": self.evaluated,
             "best": self.best,
             "schedule": self.schedule.state(),
@@ -357,3 +364,11 @@ class Run:
             parameters=parameters,
             ranks=self.ranks.world,
         )
+
+
+def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
+    """All splits at once: a test set that is missing is better missed before the training. Rank 0 downloads."""
+    splits: tuple[Split, ...] = ("train", "validation", "test")
+    made: dict[Split, Source] = {}
+    ranks.decide(lambda: made.update({split: task.source(split) for split in splits}))
+    return made or {split: task.source(split) for split in splits}
