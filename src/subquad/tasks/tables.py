@@ -61,6 +61,8 @@ SHORT: Settings = {
     "compile": True,
     "evaluate_batch": 250,
 }
+# the same size as it would be built today: pre-norm, and positions that know rows, columns and channels
+GRID: Settings = {"positions": "grid", "norm_position": "pre", "activation": "gelu"}
 FULL: Settings = {"precision": "fp32"}  # cuDNN's LSTM under autocast is float16, which gradients of sums overflow
 STRIDED_TEXT = ("strided", {"stride": 128})
 FIXED_TEXT = ("fixed", {"block": 128, "summary": 32})
@@ -88,6 +90,7 @@ TABLES: dict[str, Table] = {
             Row(name="softmax", mechanism="softmax", published={"bits/dim": 0.621}),
             Row(name="reformer-1", mechanism=lsh(1, 29), published={"bits/dim": 0.745}),
             Row(name="reformer-4", mechanism=lsh(4, 29), published={"bits/dim": 0.676}),
+            Row(name="linear-grid", mechanism="linear", model=GRID),
             Row(name="strided", mechanism=("strided", {"stride": 28})),
             Row(name="fixed", mechanism=("fixed", {"block": 28, "summary": 7})),
         ),
@@ -114,6 +117,7 @@ TABLES: dict[str, Table] = {
             Row(name="softmax", mechanism="softmax", published={"bits/dim": 3.47}),
             Row(name="reformer-1", mechanism=lsh(1, 37), published={"bits/dim": 3.39}),
             Row(name="reformer-4", mechanism=lsh(4, 37), published={"bits/dim": 3.51}),
+            Row(name="linear-grid", mechanism="linear", model=GRID, training={"lr": 1e-3}),
             *(
                 Row(
                     name=f"sparse-{name}",
