@@ -36,7 +36,7 @@ def measure_scaling(run: Reproduction) -> None:
             run.keep()
             time = found["training_ms"]
             cost = "" if time is None else f"{time['median']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB a sample"
-            run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or cost}")
+            run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or found['error'] or cost}")
         timed = [r for r in rows if r["label"] == row.name and r["training_ms"]]
         last = max(timed, key=lambda r: r["length"], default=None)
         grown: Json = next((g for g in run.results["growth"] if g["mechanism"] == row.name), {})

@@ -88,10 +88,10 @@ def layers(
                 try:
                     row |= _measured(label, shape, samples)
                     before = length, row["training_ms"]["median"] * batch
-                except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
-                        raise
+                except (torch.OutOfMemoryError, MemoryError):
                     row["skipped"] = "out of memory"
+                except RuntimeError as error:  # of one length: the others stand
+                    row["error"] = str(error).strip().splitlines()[0]
             yield row
             gc.collect()
             if torch.device(device).type == "cuda":
