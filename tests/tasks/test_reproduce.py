@@ -16,6 +16,7 @@ from subquad.tasks.reproduce import choose, reproduce
 from subquad.tasks.rows import Budget, command_of
 from subquad.tasks.tables import TABLES
 from subquad.tasks.train import start
+from subquad.training.folder import Folder, read_config
 
 TINY = (
     "data.length=24", "model.dim=16", "model.depth=1", "model.heads=2", "training.steps=2", "training.batch=4",
@@ -163,3 +164,20 @@ def test_models_write_after_training(tmp_path: Path, console: Console, monkeypat
     write_samples(Reproduction(table, [row], BUDGET, tmp_path, console, results), 4)
     assert (tmp_path / "linear.png").exists()
     assert results["pictures"][0]["file"] == "linear.png"
+
+
+def test_an_interruption_keeps_what_is_done_and_says_how_far_the_rest_came(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(commands: dict[str, list[str]], jobs: int, told: Any) -> Any:
+        yield from here({"linear": commands["linear"]}, jobs, told)
+        Folder(tmp_path / "copy" / "softmax").open(read_config(tmp_path / "copy" / "linear"), False, "cpu")
+        yield "softmax", 130, "interrupted at step 1"
+
+    monkeypatch.setattr(module, "run_all", interrupted)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"))
+    assert found["interrupted"]
+    assert found["results"]["linear"]["value"] > 0
+    assert found["results"]["softmax"]["unfinished"]
+    console.print(beside(found))
+    assert "unfinished" in console.export_text()

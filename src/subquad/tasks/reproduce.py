@@ -61,6 +61,9 @@ def reproduce(
                 measure_iterations(run)
     except KeyboardInterrupt:
         run.results["interrupted"] = True
+        for row in run.rows:
+            if (folder / row.name / CONFIG).is_file():
+                _collect(run, row)
     run.keep()
     return run.results
 
