@@ -1,7 +1,8 @@
 """Measure generation on a GPU: correctness first, then images a second of the paper's models, beside their rivals.
 
     python bench/generation.py --out DIR                         everything; figures to DIR/generation.json
-    python bench/generation.py --out DIR --sections check,mnist  some of it
+    python bench/generation.py --out DIR --sections check,mnist --keep results/generation.json
+                                                                 some of it, the rest from an earlier run
     python bench/generation.py --tiny --out DIR                  every section in small, on the CPU, to see that it runs
     python bench/generation.py --cpu --out results               one MNIST image on the CPU; generation_cpu.json
 
@@ -11,6 +12,7 @@ integrated; the JSON says which. Figures are written after each section, so that
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -40,7 +42,7 @@ from subquad.models import LanguageModel
 from subquad.models.memory import bytes_per_stream, largest_batch
 
 BARS = {"mnist": (6000, 8000, 142.8), "cifar10": (800, 1100, 17.85)}
-ROWS = 5120  # of a lane: the same for every batch, so that the step is compiled once
+ROWS = 10240  # of a lane: the same for every batch, so that the step is compiled once
 BF16 = torch.bfloat16
 
 
@@ -82,7 +84,7 @@ def linear(
     rows: int = ROWS,
     small: Sequence[int] = (1, 256, 1024),
     settings: Sequence[tuple[int, int, int]] = (),
-    lanes: Sequence[int] = (1, 2, 4),
+    lanes: Sequence[int] = (1, 2),
     whole: bool = True,
 ) -> Figures:
     """Images a second at growing batch; `settings`: (batch, lanes, steps a graph) tried without compiling."""
@@ -217,7 +219,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "check": check,
     "mnist": lambda: linear("mnist", settings=SETTINGS),
     "depth": depth,
-    "cifar10": lambda: linear("cifar10", small=(1, 256), lanes=(2, 4), whole=False),
+    "cifar10": lambda: linear("cifar10", small=(1, 256), whole=False),
     "cifar10-rivals": lambda: rivals("cifar10", attempt),
     "mnist-rivals": lambda: rivals("mnist", attempt, compiled=True),
 }
@@ -244,6 +246,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--commit", help="of the code measured, where there is no repository")
+    parser.add_argument("--keep", type=Path, help="figures of an earlier run, whose other sections are kept")
     parser.add_argument("--tiny", action="store_true", help="every section on the CPU, to see that it runs")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=7, help="of the CPU comparison")
@@ -253,8 +256,10 @@ def main() -> None:
         return
     torch.set_float32_matmul_precision("high")
     figures = facts("cpu" if args.tiny else "cuda")
-    if args.commit:
-        figures["commit"] = args.commit
+    figures |= {"commit": args.commit or figures["commit"], "commits": {}}
+    if args.keep:
+        earlier = json.loads(args.keep.read_text())
+        figures = earlier | figures | {"commits": earlier.get("commits", {})}
     sections = tiny() if args.tiny else SECTIONS
     begun = time.time()
     for name in args.sections.split(","):
@@ -269,7 +274,7 @@ def main() -> None:
             traceback.print_exc()
             figures[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         tidy()
-        figures["seconds"] = time.time() - begun
+        figures["commits"][name] = figures["commit"]
         write(figures, args.out / "generation.json")
         print(f"-- {name} done at {time.time() - begun:.0f} s", flush=True)
 

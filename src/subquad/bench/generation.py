@@ -18,6 +18,7 @@ from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
+from subquad.models.generation import UNROLL
 from subquad.models.loop import Loop, decoder_of, values_of
 from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
@@ -125,7 +126,7 @@ def measure(
     begun = time.perf_counter()
     loop = make_loop(model, batch, length, compile=compile, lanes=lanes, unroll=unroll)
     start = int(loop.token[0])
-    run_steps(loop, min(length, loop.warm + 2 * unroll + (-loop.warm) % unroll))
+    run_steps(loop, min(length, loop.warm + 2 * loop.group + (-loop.warm) % loop.group))
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - begun
@@ -183,7 +184,8 @@ def sweep(
                 row: Figures = {"mechanism": name, "largest_batch": batch == biggest}
                 at = sorted({0, length // 4, length // 2, 3 * length // 4, length - min(steps, length)})
                 try:
-                    row |= measure(model, batch, length, compile=compile, at=at, steps=min(steps, length))
+                    count = min(steps, length)
+                    row |= measure(model, batch, length, compile=compile, unroll=UNROLL, at=at, steps=count)
                 except (RuntimeError, MemoryError) as error:
                     row |= {"batch": batch, "length": length, "error": str(error).splitlines()[0]}
                 rows.append(row)

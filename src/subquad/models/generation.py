@@ -18,8 +18,10 @@ Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seed = int | Sequence[int] | Tensor
 
 COMPILE_PAYS = 16384  # steps after which compiling, which takes a minute, has paid
+# Measured on an H200 with the paper's MNIST model (results/generation.json): 4, 8 and 16 steps a graph are within 1.3%
+# of each other; two lanes lose 5% against one at 10,240 rows and gain 1% at 20,480
 UNROLL = 8  # steps in one graph, so that lanes need not wait for each other after each
-LANES_PAY = 8192  # rows from which two lanes are faster than one
+LANES_PAY = 16384  # rows from which two lanes are faster than one
 CHECK = 16  # steps between looks at whether all streams have stopped: each look waits for the GPU
 PIECE = 1 << 26  # outputs of a prompt held at once
 
@@ -50,7 +52,8 @@ def generate(
     """`steps` new tokens after each prompt: [B, steps], or `Generated` with full=True.
 
     prompt    tokens [B, T] (right-padded with `lengths`), a list of lists of any lengths, or one row [T]
-    state     what came before the prompt: a state of generate, prefill or load_state, left alone
+    state     what came before the prompt: a state of generate, prefill or load_state, left alone; a repetition penalty
+              does not know the tokens in it
     sampling  Sampling(temperature=..., top_k=..., ...); by default tokens come with the model's probabilities
     seed      one number (streams take seed, seed + 1, ...) or one a stream; a stream's tokens depend on its own alone
     stop      tokens that end a stream
