@@ -95,6 +95,29 @@ def test_a_sharded_checkpoint_goes_on_with_other_numbers_of_ranks(folder: Path) 
     assert_close_run(folder / "cut_4", folder / "alone")
 
 
+def test_gradients_cross_the_network_once_an_update(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        ranks, sent = Ranks(torch.device("cpu"), "ddp"), []
+        module = ranks.wrap(torch.nn.Linear(3, 1))
+        assert isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+        def hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            sent.append(bucket.buffer().clone())
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        module.register_comm_hook(None, hook)
+        for number in (1, 2, 3):
+            with ranks.accumulating(module, last=number == 3):
+                module(torch.ones(2, 3)).sum().backward()
+        assert len(sent) == 1
+        assert sent[0].sum().item() == pytest.approx(3 * (2 * 3 + 2))  # of all three together
+    finally:
+        dist.destroy_process_group()
+
+
 def test_blocks_are_sharded_one_by_one_where_they_can() -> None:
     make = Tiny().make_model
     assert len(blocks_of(make({"depth": 3}))) == 3

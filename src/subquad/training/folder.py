@@ -100,9 +100,11 @@ class Folder:
         self.lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self.lock.close()
             raise ValueError(f"{self.path} is in use: another process is training there") from None
+        except OSError:
+            pass  # a file system without locks
 
 
 def read_config(path: Path) -> RunConfig:
