@@ -24,8 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "heads": 8,
         "batch": 4,
         "lengths": (1024, 4096, 16384, 65536),
-        "repeats": 2,
-        "seconds": 0.2,
+        "repeats": 1,
+        "seconds": 0.1,
         "limit": 1.0,
     },
 }

@@ -316,7 +316,7 @@ def flex(name: str, pattern: Patterns, causal: bool, T: int) -> dict[str, Any]:
 
     heads = None if isinstance(pattern, Pattern) else HEADS
     try:
-        block = create_block_mask(flex_mask(pattern, causal, T), None, heads, T, T, device="cuda", _compile=True)
+        block = create_block_mask(flex_mask(pattern, causal, T), None, heads, T, T, device="cuda")
         compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from subquad.mechanisms.base import Mixer, Traits, at_least, keep
 from subquad.ops.cache import append
 
 PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once
+GPU_PAIRS = 2**28  # the same on a GPU, which small pieces leave idle
 
 
 class State(NamedTuple):
@@ -132,7 +133,8 @@ class Additive(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
         """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
-        rows = max(1, PAIRS // max(1, k.numel()))
+        budget = GPU_PAIRS if k.is_cuda else PAIRS
+        rows = max(1, budget // max(1, k.numel()))
         if rows >= q.shape[1]:
             return self._attend_rows(q, k, v, counts)
         parts = [
