@@ -102,7 +102,7 @@ def test_gradients_cross_the_network_once_an_update(tmp_path: Path) -> None:
         module = ranks.wrap(torch.nn.Linear(3, 1))
         assert isinstance(module, torch.nn.parallel.DistributedDataParallel)
 
-        def hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
             sent.append(bucket.buffer().clone())
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())

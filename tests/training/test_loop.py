@@ -100,9 +100,9 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("optimiser", "ema"), [("radam", None), ("adamw", 0.9), ("adam", None), ("muon", 0.9)])
 def test_every_optimiser_learns_and_resumes_exactly(tmp_path: Path, optimiser: str, ema: float | None) -> None:
-    settings = {"optimiser": optimiser, "ema": ema, "warmup": 2}
+    settings = {"optimiser": optimiser, "ema": ema, "warmup": 2, "steps": 8}
     run(tmp_path / "whole", **settings)
-    _die_at(tmp_path / "cut", 8, **settings)
+    _die_at(tmp_path / "cut", 5, **settings)
     run(tmp_path / "cut", resume=True, **settings)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
     losses = [line["loss"] for line in curve(tmp_path / "whole") if line["split"] == "train"]
@@ -113,9 +113,9 @@ def test_every_optimiser_learns_and_resumes_exactly(tmp_path: Path, optimiser: s
 def test_mechanisms_with_buffers_of_their_own_resume_exactly(tmp_path: Path, mechanism: str) -> None:
     fields = {"mechanism": mechanism, "max_length": 16, "depth": 1}
     fields |= {"options": {"clusters": 2, "window": 4}} if mechanism == "routing" else {}
-    run(tmp_path / "whole", fields)
-    _die_at(tmp_path / "cut", 8, model=fields)
-    run(tmp_path / "cut", fields, resume=True)
+    run(tmp_path / "whole", fields, steps=6)
+    _die_at(tmp_path / "cut", 4, model=fields, steps=6)
+    run(tmp_path / "cut", fields, resume=True, steps=6)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
