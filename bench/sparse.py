@@ -458,14 +458,16 @@ def main() -> None:
     parser.add_argument("--flex", action="store_true")
     head = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     parser.add_argument("--commit", default=head.stdout.strip(), help="of the code that runs, where git does not know")
+    parser.add_argument("--keep", type=Path, help="an earlier sparse.json: what it holds is not measured again")
     parser.add_argument("--seconds", type=float, default=150.0, help="no phase starts later than this")
     args = parser.parse_args()
     start = time.perf_counter()
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(args.keep.read_text()) if args.keep else {}
     calls = [(*one, Shape(), None) for one in PATTERNS] + [(*one, None) for one in CHECKS[len(PATTERNS) :]]
-    compiled = compile_all(calls + (tuning_jobs() if args.tune else []))
-    report: dict[str, Any] = {
+    compiled = kept.get("compiled") or compile_all(calls + (tuning_jobs() if args.tune else []))
+    report: dict[str, Any] = kept or {
         "what": f"{TOKENS} tokens, {HEADS} heads of {WIDTH}, bfloat16; medians of forward and of forward + backward",
         "commit": args.commit,
         "device": torch.cuda.get_device_name(),
@@ -484,6 +486,8 @@ def main() -> None:
     if args.tune:
         phases["tune"] = lambda: tune(compiled["failed"], args.seconds - (time.perf_counter() - start))
     for name, phase in phases.items():
+        if name in kept:
+            continue
         spent = time.perf_counter() - start
         report[name] = phase() if spent < args.seconds else f"left out after {spent:.0f} s"
         (args.out / "sparse.json").write_text(json.dumps(report, indent=2) + "\n")
