@@ -66,6 +66,8 @@ def draw(style: Style, count: int, seed: int, number: int) -> tuple[np.ndarray, 
 
 
 def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
+    if count < 1:
+        raise ValueError(f"count={count} cannot work: accepted is an integer of at least 1")
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, style.size])))
     wanted = {0: count - count // 2, 1: count // 2}
     parts: dict[int, list[Scene]] = {0: [], 1: []}

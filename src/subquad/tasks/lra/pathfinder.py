@@ -26,15 +26,15 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
     """So many pictures in parallel, the same however many processes: tokens [count, size²], labels [count]."""
     workers = min(cores(), 1 + count // (2 * CHUNK)) if workers is None else workers
     tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
-    job = partial(_chunk, size, count, seed)
+    job = partial(_chunk, size, count, seed, CHUNK)
     for number, (pictures, found) in enumerate(in_order(job, range(-(-count // CHUNK)), workers)):
         rows = slice(number * CHUNK, number * CHUNK + len(found))
         tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
     return {"tokens": tokens, "labels": labels}
 
 
-def _chunk(size: int, count: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    return draw(HARD[size], min(CHUNK, count - number * CHUNK), seed, number)
+def _chunk(size: int, count: int, seed: int, most: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    return draw(HARD[size], min(most, count - number * most), seed, number)
 
 
 def read_folder(folder: Path, size: int) -> Arrays:
@@ -52,6 +52,7 @@ def read_folder(folder: Path, size: int) -> Arrays:
             if picture.stat().st_size == 0:
                 continue
             pixels = np.round(255 * imread(picture)).astype(np.uint8)
+            pixels = pixels[..., 0] if pixels.ndim == 3 else pixels  # grey, whatever the file says
             if pixels.shape != (size, size):
                 raise files.Broken(f"{picture} has shape {pixels.shape}: accepted is {(size, size)}")
             tokens.append(pixels.ravel())

@@ -6,10 +6,11 @@ import numpy as np
 
 from subquad.tasks.lra.contours import Scene, Style, render
 
+Likeness = tuple[np.ndarray, np.ndarray, np.ndarray]  # points, what is read there, its spread
 BEAM = 160  # ways followed at once
 TURNS = 37  # tried after each dash
 FIRST = 96  # directions in which a path may leave a disc
-FAINT = 6.0  # mean squared deviation from a dash, in units of its spread: more is none
+FAINT = 4.0  # mean squared deviation from a dash, in units of its spread: more is none
 SLACK = 0.1  # by which a way may be less likely than the likeliest
 NEAR = 1.25  # pixels between the end of a path and the disc it leads to
 
@@ -70,7 +71,7 @@ def _read(light: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 @lru_cache
-def _likeness(style: Style) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _likeness(style: Style) -> Likeness:
     """(points along and beside a dash [S, 2], mean and spread of what is read there): of dashes anywhere, any way."""
     along = np.linspace(0, style.length, 2 * style.length + 1)
     beside = np.array([-1, -0.5, 0, 0.5, 1]) * max(1, style.thickness)
@@ -98,7 +99,9 @@ def _around(start: np.ndarray, angle: np.ndarray, points: np.ndarray) -> np.ndar
 
 def _leads(light: np.ndarray, here: np.ndarray, there: np.ndarray, style: Style, margin: int) -> bool:
     """Follow what looks most like a path, dash by dash, from `here`; does one end at `there`?"""
-    points, mean, spread = _likeness(style)
+    likeness = _likeness(style)
+    central = likeness[0][:, 1] == 0
+    middle = (likeness[0][central], likeness[1][central], likeness[2][central])
     angle = np.arange(FIRST) * (2 * np.pi / FIRST)
     head = here + style.length * _unit(angle)
     cost = np.zeros(FIRST)
@@ -108,16 +111,33 @@ def _leads(light: np.ndarray, here: np.ndarray, there: np.ndarray, style: Style,
         pivot = np.repeat(head + margin * _unit(angle), TURNS, axis=0)  # [W · turns, 2]
         angle = (angle[:, None] + turns).ravel()
         start = pivot + margin * _unit(angle)
-        at = _around(start, angle, points)  # [W · turns, S, 2]
-        unlike = np.minimum(((_read(light, at) - mean) / spread) ** 2, 16)
-        clear = (np.linalg.norm(at[..., None, :] - np.stack((here, there)), axis=-1) > style.radius + 1.5).all(-1)
-        unlike = (unlike * clear).sum(1) / np.maximum(clear.sum(1), 1)  # a disc hides what is under it
-        cost = (cost[:, None] + habit).ravel() + unlike
-        head, angle, cost = _best(start + style.length * _unit(angle), angle, cost, unlike < FAINT)
+        cost = (cost[:, None] + habit).ravel()
+        bright = _unlike(light, start, angle, middle, (here, there), style) < FAINT  # quick, and most are not
+        start, angle, cost = start[bright], angle[bright], cost[bright]
+        unlike = _unlike(light, start, angle, likeness, (here, there), style)
+        head, angle, cost = _best(start + style.length * _unit(angle), angle, cost + unlike, unlike < FAINT)
         if not len(cost):
             return False
     ends = np.hypot(*(head - there).T) < NEAR
     return bool(ends.any() and cost[ends].min() < cost.min() + SLACK)
+
+
+def _unlike(
+    light: np.ndarray,
+    start: np.ndarray,
+    angle: np.ndarray,
+    likeness: Likeness,
+    discs: tuple[np.ndarray, np.ndarray],
+    style: Style,
+) -> np.ndarray:
+    """How far what is read deviates from a dash, in units of its spread; a disc hides what is under it."""
+    points, mean, spread = likeness
+    at = _around(start, angle, points)  # [W, S, 2]
+    deviation = np.minimum(((_read(light, at) - mean) / spread) ** 2, 16)
+    clear = np.ones(deviation.shape, bool)
+    for disc in discs:
+        clear &= np.hypot(at[..., 0] - disc[0], at[..., 1] - disc[1]) > style.radius + 1.5
+    return (deviation * clear).sum(1) / np.maximum(clear.sum(1), 1)
 
 
 def _best(

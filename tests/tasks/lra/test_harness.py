@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from subquad.bench.measure import Shape
+from subquad.models import Classifier
+from subquad.tasks import TASKS
+from subquad.tasks.lra import pathfinder, recipes, table
+from subquad.tasks.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
+from subquad.tasks.lra.harness import Arena, lra, plan
+from subquad.tasks.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
+from subquad.training.config import TrainingConfig
+
+SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_every_mechanism_of_the_paper_and_ours_has_options() -> None:
+    assert tuple(name for _, name, _ in table.PAPER.rows) == PUBLISHED
+    assert len(OPTIONS) == 20
+    for column in RECIPES:
+        for name in OPTIONS:
+            fields = {"max_length": 128, "dim": 8, "depth": 1, "heads": 2, "mechanism": mixer(column, name)}
+            Classifier(vocab=16, classes=2, positions="learned", **fields)
+
+
+@pytest.mark.parametrize("column", list(RECIPES))
+def test_both_sizes_of_each_task_can_be_built_and_trained(column: str) -> None:
+    recipe = RECIPES[column]
+    cls = TASKS[recipe.task]
+    task = cls()
+    for size in ("small", "original"):
+        chosen = training_of(column, size, None, 1)
+        assert TrainingConfig.from_dict({**task.training.to_dict(), **chosen}).seed == 1
+    small = {**task.model, **model_of(column, "linear", "small")}
+    assert (small["dim"], small["depth"], small["heads"], small["ff_dim"], small["pooling"]) == (64, 2, 2, 128, "mean")
+    original = {**task.model, **model_of(column, "linear", "original")}
+    assert original["dim"] == recipe.original["dim"]
+
+
+def test_fewer_steps_warm_up_for_less() -> None:
+    assert training_of("listops", "small", 250, 0)["warmup"] == 20
+    assert training_of("listops", "small", None, 0)["steps"] == 2500
+
+
+def test_names() -> None:
+    assert recipes.parse_tasks("listops, imdb") == ("listops", "text")
+    assert recipes.parse_tasks("all") == ("listops", "text", "retrieval", "image", "pathfinder")
+    assert recipes.parse_mechanisms("published") == PUBLISHED
+    with pytest.raises(ValueError, match="listops"):
+        recipes.parse_tasks("listop")
+    with pytest.raises(ValueError, match="linear"):
+        recipes.parse_mechanisms("linea")
+    with pytest.raises(ValueError, match="small"):
+        recipes.check_size("big")
+
+
+def test_the_budget_is_the_same_for_all_and_kept(tmp_path: Path) -> None:
+    arena = Arena(tasks=("pathfinder", "image"), mechanisms=("linear", "local"), seeds=3, minutes=6, jobs=4)
+    assert arena.seconds_a_run() == 1.5 * 360 * 4 / 12
+    jobs = plan(arena, tmp_path, arena.seconds_a_run())
+    assert len({job["name"] for job in jobs}) == 12
+    by_column: dict[str, set[str]] = {}
+    for job in jobs:
+        without = {key: value for key, value in job["training"].items() if key != "seed"}
+        by_column.setdefault(job["column"], set()).add(json.dumps(without))
+    assert all(len(budgets) == 1 for budgets in by_column.values())
+
+
+@pytest.mark.parametrize("wrong", ["pathfinder.train", "nothing.x=1", "pathfinder.sise=2"])
+def test_wrong_data_settings_say_so(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--data"):
+        plan(Arena(tasks=("pathfinder",), mechanisms=("linear",), data=(wrong,)), tmp_path, None)
+
+
+def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(pathfinder, "CHUNK", 20)
+    given: dict[str, Any] = {"tasks": ("pathfinder",), "steps": 2, "jobs": 2, "device": "cpu", "data": SMALL}
+    arena = Arena(mechanisms=("linear", "fnet"), cap=60.0, **given)
+    results = lra(arena, tmp_path / "out", quiet())
+    assert [r["mechanism"] for r in results["runs"]] == ["linear", "fnet"]
+    for record in results["runs"]:
+        assert record["ended_by"] == "steps"
+        assert record["steps"] == 2
+        assert 0 <= record["accuracy"] <= 100
+        assert (tmp_path / "out" / record["name"] / "result.json").is_file()
+    assert not results["left"]
+    written = (tmp_path / "out" / "results.json").read_text()
+    again = lra(arena, tmp_path / "out", quiet())
+    assert again["runs"] == json.loads(written)["runs"]
+    assert {q["task"] for q in again["quality"]} == {"Pathfinder"}
+    changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", quiet())
+    assert "other settings" in next(r for r in changed["runs"] if r["mechanism"] == "linear")["error"]
+
+
+def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    arena = Arena(tasks=("pathfinder",), mechanisms=("linear",), minutes=0.01, device="cpu", data=SMALL)
+    results = lra(arena, tmp_path / "out", quiet(), prepare=False)
+    assert results["left"] == ["small/pathfinder/linear/seed0"]
+
+
+def record(column: str, mechanism: str, accuracy: float, seed: int = 0, task: str | None = None) -> dict[str, Any]:
+    about = {"name": f"{column}{mechanism}{seed}", "column": column, "mechanism": mechanism, "seed": seed}
+    figures = {"seconds": 10.0, "peak_bytes": 2e9, "steps": 100, "parameters": 5000, "ended_by": "steps"}
+    return {**about, "task": task or RECIPES[column].title, "accuracy": accuracy, **figures}
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    budget = {"size": "small", "seeds": 2, "steps": 100, "seconds_a_run": 60.0, "jobs": 4}
+    runs = [
+        record("listops", "linear", 36.0), record("listops", "linear", 38.0, 1), record("listops", "softmax", 17.5),
+        record("text", "linear", 66.0), record("text", "softmax", 64.0),
+        record("retrieval", "linear", 70.0, task="IMDb same-movie pairs"),
+    ]  # fmt: skip
+    return {"runs": runs, "budget": budget}
+
+
+def shown(table: Any) -> str:
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None:
+    text = shown(table.accuracy_table(results, {"listops linear": "why"}))
+    row = next(line for line in text.splitlines() if line.startswith("linear"))
+    assert "37.00 ±1.41 (16.13)*" in row
+    assert "66.00 (65.90)" in row
+    assert "70.00 " in row
+    assert "53.09" not in row  # the paper's Retrieval is other data
+    assert "51.50 (41.02)" in row  # of ListOps and Text
+    assert any(line.startswith("mean") and "27.25" in line for line in text.splitlines())
+    assert any(line.startswith("deviation") and "13.79" in line for line in text.splitlines())
+    assert "100 steps and at most 60 s" in text.replace("\n", " ").replace("  ", " ")
+
+
+def test_what_it_cost_has_means_and_deviations(results: dict[str, Any]) -> None:
+    titles = [shown(found) for found in table.cost_tables(results)]
+    assert [text.split("\n")[0].strip() for text in titles] == ["seconds", "peak memory, GB", "steps", "parameters"]
+    assert all("mean" in text and "deviation" in text for text in titles)
+
+
+def test_surprising_figures_ask_for_a_note(results: dict[str, Any], tmp_path: Path) -> None:
+    assert set(table.surprising(results)) == {"listops softmax", "listops linear"}
+    (tmp_path / "notes.json").write_text(json.dumps({"listops linear": "Padding is masked here."}))
+    notes = table.read_notes(tmp_path / "notes.json")
+    lines = table.note_lines(results, notes)
+    assert lines[0] == "listops linear: Padding is masked here."
+    assert next(line for line in lines if line.startswith("needs")).startswith("needs a note: listops softmax")
+    (tmp_path / "notes.json").write_text("[1]")
+    with pytest.raises(ValueError, match="sentences"):
+        table.read_notes(tmp_path / "notes.json")
+
+
+def test_naive_and_flash_softmax_are_the_same_model() -> None:
+    shape = Shape(length=40, batch=2, causal=False)
+    tokens = torch.randint(97, 123, (2, 40), dtype=torch.uint8)
+    naive, flash = (Step(name, shape, tokens) for name in (NAIVE, "softmax"))
+    torch.testing.assert_close(naive.model.eval()(tokens), flash.model.eval()(tokens))
+
+
+def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    from subquad.data import files
+    from subquad.tasks.lra import text
+
+    def missing() -> None:
+        raise files.Missing("none")
+
+    monkeypatch.setattr(text, "stored", missing)
+    path = tmp_path / "efficiency.json"
+    found = efficiency(("linear",), path, quiet(), device="cpu", lengths=(64, 256), batch=2)
+    assert json.loads(path.read_text())["rows"] == found["rows"]
+    assert found["settings"]["text"] == "random letters"
+    rows = {(r["mechanism"], r["length"]): r for r in found["rows"]}
+    assert len(rows) == 6
+    assert all(r["steps_per_second"] > 0 for r in rows.values())
+    assert rows[NAIVE, 256]["peak_bytes"] > rows["linear", 256]["peak_bytes"]
+    assert "softmax, naive" in shown(efficiency_tables(found)[0])

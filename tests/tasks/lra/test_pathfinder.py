@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from subquad.data import files
+from subquad.tasks.lra import pathfinder
+from subquad.tasks.lra.pathfinder import Pathfinder, make, read_folder
+
+
+def test_a_set_is_the_same_however_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, together = make(32, 20, workers=1), make(32, 20, workers=2)
+    assert (alone["tokens"] == together["tokens"]).all()
+    assert alone["labels"].sum() == 10
+
+
+def test_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    monkeypatch.setattr(pathfinder, "CHUNK", 6)
+    task = Pathfinder(train=8, held_out=2)
+    assert [len(task.source(split)) for split in ("train", "validation", "test")] == [8, 2, 2]
+    batch = task.source("train").batch(np.array([0, 5]), 0)
+    assert batch["tokens"].shape == (2, 1024)
+    assert task.positions() == 1024
+
+
+def release(folder: Path, count: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """A folder such as the arena's: PNG files, and lists that are text under the name of .npy."""
+    from matplotlib.image import imsave
+
+    pictures = np.random.default_rng(0).integers(0, 256, (count, 32, 32)).astype(np.uint8)
+    labels = np.arange(count) % 2
+    (folder / "metadata").mkdir(parents=True)
+    for part in (0, 1):
+        (folder / "imgs" / str(part)).mkdir(parents=True)
+        lines = []
+        for n in range(part, count, 2):
+            grey = np.dstack([pictures[n]] * 3)
+            imsave(folder / "imgs" / str(part) / f"sample_{n}.png", grey)
+            lines.append(f"imgs/{part} sample_{n}.png {n} {labels[n]} 1.0 14 4 2 0.5 1 1")
+        (folder / "metadata" / f"{part}.npy").write_text("\n".join(lines) + "\n")
+    return pictures, labels
+
+
+def test_the_arena_s_pictures_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    pictures, labels = release(tmp_path / "curv_contour_length_14")
+    (tmp_path / "curv_contour_length_14" / "imgs" / "0" / "sample_0.png").write_bytes(b"")  # one is known to be empty
+    found = read_folder(tmp_path / "curv_contour_length_14", 32)
+    known = {picture.tobytes(): label for picture, label in zip(pictures[1:], labels[1:], strict=True)}
+    assert {row.tobytes(): label for row, label in zip(found["tokens"], found["labels"], strict=True)} == known
+    task = Pathfinder(folder=str(tmp_path / "curv_contour_length_14"))
+    assert [len(task.source(s)) for s in ("train", "validation", "test")] == [9, 1, 1]
+
+
+def test_what_is_no_such_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(files.Missing, match="metadata"):
+        read_folder(tmp_path, 32)
+    release(tmp_path / "x")
+    with pytest.raises(files.Broken, match="shape"):
+        read_folder(tmp_path / "x", 128)
