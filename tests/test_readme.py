@@ -64,9 +64,22 @@ def sentences() -> list[str]:
     cpu = results("generation_cpu")
     peers = [row["fast_transformers_over_subquad"]["median_of_rounds"] for row in results("linear_cpu")["rows"]]
     dense = [row["dense_over_sparse"] for row in results("sparse_cpu")["rows"]]
+    rivals = {model: results("generation")[f"{model}: linear over"] for model in ("mnist", "cifar10")}
+    cached, recomputed, lstm = (
+        [rivals[model][rival]["each at its best batch"] for model in rivals]
+        for rival in ("softmax with a cache", "softmax that recomputes", "LSTM")
+    )
+    flex = results("sparse")["flex, bigbird 64 r=3"]
+    listops = {run["mechanism"]: run["accuracy"] for run in results("lra/small")["runs"] if run.get("accuracy")}
     return [
         f"moves its state at {step:.0%} of copy bandwidth",
         f"{best:,.0f} MNIST images/s",
+        f"{results('generation')['cifar10']['best']['sequences_per_second']:,.0f} CIFAR-10 images/s",
+        f"{cached[0]:.1f} and {cached[1]:.1f} times as many as softmax with a key-value cache",
+        f"{recomputed[0]:,.0f} and {recomputed[1]:,.0f} times as many as softmax that recomputes",
+        f"{1 / lstm[0]:.1f} and {1 / lstm[1]:.1f} times as many as linear",
+        f"FlexAttention takes {flex['forward_ms']:.1f} / {flex['both_ms']:.1f} ms for the same bigbird",
+        f"linear {listops['linear']:.1f} %, softmax {listops['softmax']:.1f} %, local {listops['local']:.1f} %",
         f"{cpu['eager']['ratio_median']:.2f} (eager) and {cpu['compiled']['ratio_median']:.2f} (compiled)",
         f"{min(peers):.1f} to {max(peers):.1f} times as fast as fast-transformers",
         f"{min(dense):.1f} to {max(dense):.1f} times as fast as dense attention",
