@@ -87,3 +87,12 @@ def test_without_softmax_the_others_still_have_their_times() -> None:
     assert row["training_ms"]["median"] > 0
     assert row["training_ratio"] is None
     assert row["memory_ratio"] is None
+
+
+def test_warming_up_meets_what_goes_wrong_without_a_word() -> None:
+    jobs = [
+        {"kind": "warm", "mechanism": name, "length": 32, "causal": causal}
+        for name, causal in (("linear", True), ("fnet", True))  # fnet has no causal form
+    ]
+    found = list(work(Settings(lengths=(32,), **TINY), jobs, []))
+    assert [event["warmed"] for event in found if "warmed" in event] == ["linear", "fnet"]

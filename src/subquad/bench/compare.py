@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
 
+WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
 Results = dict[str, Any]
 Work = Callable[[Settings, list[Job], list[Row]], Iterator[dict[str, Any]]]
 
@@ -58,6 +60,8 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     results = _empty(settings)
     left = plan(settings)
+    if work is _elsewhere and torch.device(settings.device).type == "cuda":
+        _warm(settings, left, console)
     with _progress(console, len(left)) as told:
         try:
             while left:
@@ -69,6 +73,21 @@ def compare(
         form = "_bidirectional" if settings.causal is False else ""
         save(results, cache_folder() / f"compare_{torch.device(settings.device).type}{form}.json")
     return results
+
+
+def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
+    """Compile the kernels of all mechanisms side by side, which the measuring process would do one after the other."""
+    first = [{**job, "kind": "warm"} for job in jobs if job["kind"] == "row" and job["length"] == settings.lengths[0]]
+    count = max(1, min(WARMERS, (os.cpu_count() or 1) // 2, len(first)))
+
+    def drain(part: list[Job]) -> None:
+        with contextlib.suppress(Died):
+            for _ in _elsewhere(settings, part, []):
+                pass
+
+    console.print(f"compiling the kernels of {len(first)} mechanisms, {count} at a time", highlight=False)
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(drain, (first[n::count] for n in range(count))))
 
 
 def plan(settings: Settings) -> list[Job]:

@@ -4,6 +4,7 @@ Reads one line of JSON (settings, jobs, rows so far) from standard input and wri
 begins, then the figures of that job. When standard input closes, nobody waits for them any more, and it ends.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -57,16 +58,29 @@ def empty_row(name: str, length: int, causal: bool, skipped: str | None = None, 
 
 
 def work(settings: Settings, jobs: Sequence[Job], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Do the jobs in turn: {"begin": job}, then {"row": ...} or {"quality": ...} for each."""
+    """Do the jobs in turn: {"begin": job}, then {"row": ...}, {"quality": ...} or {"warmed": ...} for each."""
     bench = Bench(settings, rows)
     for job in jobs:
         yield {"begin": job}
         if job["kind"] == "row":
             yield {"row": bench.row(job["mechanism"], job["length"], job["causal"])}
+        elif job["kind"] == "warm":
+            warm(job["mechanism"], settings.shape(job["length"], job["causal"]))
+            yield {"warmed": job["mechanism"]}
         else:
             from subquad.bench.quality import quality
 
             yield {"quality": quality(settings, job["mechanism"])}
+
+
+def warm(name: str, shape: Shape) -> None:
+    """Run everything once, for the kernels that this compiles; what goes wrong, the measuring will meet and report."""
+    with contextlib.suppress(Exception):
+        subject = Subject(name, shape)
+        subject.forward()
+        subject.training()
+        if subject.mix.traits.state is not None:
+            Decode(subject)()
 
 
 class Bench:
