@@ -64,12 +64,12 @@ def test_what_cannot_be_is_skipped_with_its_reason() -> None:
 
 
 def test_what_does_not_fit_is_not_tried() -> None:
-    bench = Bench(Settings(memory=4_000_000, **TINY))
+    bench = Bench(Settings(memory=4_000_000, limit=1e6, **TINY))
     fits, large = bench.row("gmlp", 512, True), bench.row("gmlp", 4096, True)
     assert fits["skipped"] is None
     assert large["skipped"].startswith("does not fit: about ")
     assert large["peak_bytes"] is None
-    first = Bench(Settings(memory=4_000_000, **TINY)).row("gmlp", 4096, True)  # nothing shorter was measured
+    first = Bench(Settings(memory=4_000_000, limit=1e6, **TINY)).row("gmlp", 4096, True)  # nothing shorter was measured
     assert first["skipped"].startswith("does not fit: about ")
 
 
