@@ -56,7 +56,7 @@ def test_a_later_run_reuses_what_is_done_and_does_the_rest(tmp_path: Path, monke
         return [4.0] * steps
 
     monkeypatch.setattr(module, "train", learns_nothing)
-    monkeypatch.setattr(module, "generate", lambda _model, count, temperature: torch.zeros(count, 64))
+    monkeypatch.setattr(module, "generate", lambda _model, count, **_: torch.zeros(count, 64))
     monkeypatch.setattr(module, "picture", lambda _real, _made, path, _title: path.write_bytes(b"drawn"))
     monkeypatch.setattr(module, "bits_per_dim", lambda *_: 4.0)
     first = small(tmp_path)
