@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from subquad.models import LanguageModel
+from subquad.models.loop import values_of
+from subquad.models.sampling import Sampling
 from subquad.models.store import read_header
 from subquad.report.charts import curves, draw
 from subquad.report.results import read
 from subquad.tasks.generate import image_shape, save_sheet, write_images
 
 ROOT = Path(__file__).parents[1]
-SCALING = ROOT / "src/subquad/bench/figures/cuda_causal.json"
+SCALING = ROOT / "src/subquad/bench/figures/cpu_causal.json"
 GENERATED = ROOT / "results/generated.json"
-COUNT, SEED, SHADES = 64, 0, 256
+COUNT, SEED, TEMPERATURE = 64, 0, 0.8
+
+
+def enlarged(images: Tensor, times: int) -> Tensor:
+    """[N, rows, columns, channels] with every pixel as a square."""
+    return images.repeat_interleave(times, 1).repeat_interleave(times, 2)
 
 
 def origin(path: Path) -> dict[str, str]:
@@ -36,14 +44,18 @@ def write(checkpoint: Path, device: str) -> None:
     shape = image_shape(model)
     if shape is None:
         raise ValueError(f"{checkpoint} is no model of images")
-    card = checkpoint / "card.json"
+    result = checkpoint.parent / "result.json"
     found: dict[str, Any] = {
         "kind": "generated",
-        "card": json.loads(card.read_text()) if card.exists() else None,
+        "result": json.loads(result.read_text()) if result.exists() else None,
         "config": read_header(checkpoint)["config"],
         "seed": SEED,
+        "temperature": TEMPERATURE,
         "shape": list(shape),
-        "images": write_images(model, COUNT, shape, seed=SEED).flatten(1).tolist(),
+        "shades": min(values_of(model), (model.config.embedding.vocab or 1) - 1),
+        "images": write_images(model, COUNT, shape, sampling=Sampling(temperature=TEMPERATURE), seed=SEED)
+        .flatten(1)
+        .tolist(),
     }
     GENERATED.write_text(json.dumps(found) + "\n")
 
@@ -72,7 +84,7 @@ def main() -> None:
     if GENERATED.exists():
         found = json.loads(GENERATED.read_text())
         images = torch.tensor(found["images"]).view(-1, *found["shape"])
-        save_sheet(images, SHADES, ROOT / "results/generated.png", origin(GENERATED), columns=16)
+        save_sheet(enlarged(images, 4), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16)
 
 
 if __name__ == "__main__":
