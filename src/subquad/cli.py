@@ -412,7 +412,7 @@ def lra(
     )  # fmt: skip
     results = run(arena, out, console)
     notes = table.read_notes(out / "notes.json")
-    for shown in (table.accuracy_table(results, notes), *table.cost_tables(results)):
+    for shown in table.tables(results, notes):
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)

@@ -171,13 +171,6 @@ def test_naive_and_flash_softmax_are_the_same_model() -> None:
 
 def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
-    from subquad.data import files
-    from subquad.tasks.lra import text
-
-    def missing() -> None:
-        raise files.Missing("none")
-
-    monkeypatch.setattr(text, "stored", missing)
     path = tmp_path / "efficiency.json"
     found = efficiency(("linear",), path, quiet(), device="cpu", lengths=(64, 256), batch=2)
     assert json.loads(path.read_text())["rows"] == found["rows"]

@@ -30,12 +30,15 @@ from subquad.bench.measure import (
     time_beside,
 )
 from subquad.bench.settings import readable
-from subquad.data import files
+from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier
 from subquad.models.blocks import Block
+from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.recipes import mixer
+from subquad.tasks.lra.store import generated
 from subquad.tasks.lra.task import SMALL
+from subquad.tasks.lra.text import stored
 from subquad.training.folder import _commit
 
 Json = dict[str, Any]
@@ -124,15 +127,12 @@ def efficiency(
 
 
 def byte_text(count: int) -> tuple[Tensor, str]:
-    """(so many bytes, where from): reviews, or random letters where there are none."""
-    try:
-        from subquad.tasks.lra.text import stored
-
-        text = torch.from_numpy(stored()["text"][:count].copy())
-        return text.repeat(-(-count // len(text)))[:count], "IMDb reviews"
-    except files.Missing:
+    """(so many bytes, where from): reviews where they are, else random letters; nothing is downloaded for this."""
+    if not (files.find(imdb.FOLDER) or (generated() / "imdb").is_dir() or (generated() / f"imdb{SUFFIX}").exists()):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(97, 123, (count,), generator=generator, dtype=torch.uint8), "random letters"
+    text = torch.from_numpy(stored()["text"][:count].copy())
+    return text.repeat(-(-count // len(text)))[:count], "IMDb reviews"
 
 
 def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[Json], limit: float) -> Json:

@@ -58,6 +58,11 @@ def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, fl
     return found
 
 
+def tables(results: Json, notes: dict[str, str] | None = None) -> list[Table]:
+    """What there is to show: nothing before the first run is finished."""
+    return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
+
+
 def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
     """Ours beside the paper's, their averages over the same columns, and mean and deviation over the mechanisms."""
     known, notes = cells(results), notes or {}
