@@ -30,7 +30,7 @@ ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
 RECIPES: dict[str, Recipe] = {
     "listops": Recipe(
         "listops", "ListOps", 17.0,
-        {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
+        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
         {"dim": 512, "depth": 4, "heads": 8, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
          "head_hidden": 1024},
         {"steps": 5000, "batch": 32, "lr": 1.6e-3, "warmup": 1000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
@@ -38,7 +38,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "text": Recipe(
         "imdb", "Text", 50.0,
-        {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
+        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
         {"dim": 256, "depth": 4, "heads": 4, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
          "head_hidden": 1024},
         {"steps": 20_000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
@@ -54,7 +54,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "image": Recipe(
         "image", "Image", 10.0,
-        {"steps": 3000, "batch": 64, "lr": 2e-3, **WARM},
+        {"steps": 2500, "batch": 64, "lr": 2e-3, **WARM},
         {"dim": 128, "depth": 1, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "cls", "dropout": 0.3},
         {"steps": 35_000, "batch": 256, "lr": 5e-4, "warmup": 175, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
     ),
