@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from subquad.bench.compare import machine, save
+from subquad.bench.compare import save
 from subquad.bench.measure import once, spread
+from subquad.bench.provenance import machine
 from subquad.tasks.images import SETS, Images
 from subquad.tasks.scaling import Iteration, iterations
 from subquad.tasks.tables import TABLES

@@ -8,13 +8,11 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from rich.table import Table
 import subquad
 from subquad.bench import growth, worker
 from subquad.bench.measure import YARDSTICK
+from subquad.bench.provenance import commit, machine
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
@@ -207,7 +206,7 @@ def _empty(settings: Settings) -> Results:
     return {
         "kind": "compare",
         "subquad": subquad.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(settings.device),
         "settings": {**written, "lengths": list(settings.lengths), "mechanisms": list(settings.mechanisms)},
@@ -232,47 +231,6 @@ def save(results: Results, path: Path) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
     part.replace(path)
-
-
-def machine(device: str) -> dict[str, Any]:
-    kind = torch.device(device).type
-    try:
-        triton: str | None = version("triton")
-    except PackageNotFoundError:
-        triton = None
-    gpu = torch.cuda.get_device_properties(device) if kind == "cuda" else None
-    return {
-        "device": gpu.name if gpu else "cpu",
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "memory_bytes": gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=Path(subquad.__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except OSError:
-        return None
-    return found.stdout.strip() or None
 
 
 @contextlib.contextmanager

@@ -13,13 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 import subquad
-from subquad.bench.compare import machine
+from subquad.bench.provenance import commit as known_commit
+from subquad.bench.provenance import machine
 from subquad.mechanisms.base import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
 from subquad.tasks.rows import Budget, Json, Reproduction, command_of, gather, heading, quality_of, state_of
 from subquad.tasks.tables import TABLES, Row, Table
-from subquad.training.folder import CONFIG, RESULT, _commit
+from subquad.training.folder import CONFIG, RESULT
 
 
 def reproduce(
@@ -113,7 +114,7 @@ def _begin(table: Table, budget: Budget, commit: str | None, before: Json) -> Js
         "title": table.title,
         "source": table.source,
         "subquad": subquad.__version__,
-        "commit": commit or _commit(),
+        "commit": commit or known_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(budget.place),
         "budget": {

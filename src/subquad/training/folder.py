@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -143,26 +142,11 @@ def _without(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _circumstances(device: str) -> dict[str, Any]:
-    from subquad.bench.compare import machine
+    from subquad.bench.provenance import commit, machine
 
     return {
         "subquad": subquad.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(device),
     }
-
-
-def _commit() -> str | None:
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=Path(subquad.__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None

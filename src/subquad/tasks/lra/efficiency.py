@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 import subquad
-from subquad.bench.compare import machine, save
+from subquad.bench.compare import save
 from subquad.bench.measure import (
     SLOW,
     Shape,
@@ -29,6 +29,8 @@ from subquad.bench.measure import (
     tensor_bytes,
     time_beside,
 )
+from subquad.bench.provenance import commit as known_commit
+from subquad.bench.provenance import machine
 from subquad.bench.settings import readable
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
@@ -39,7 +41,6 @@ from subquad.tasks.lra.recipes import mixer
 from subquad.tasks.lra.store import generated
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
-from subquad.training.folder import _commit
 
 Json = dict[str, Any]
 NAIVE = "softmax, naive"
@@ -101,7 +102,7 @@ def efficiency(
     results: Json = {
         "kind": "lra-efficiency",
         "subquad": subquad.__version__,
-        "commit": commit or _commit(),
+        "commit": commit or known_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(place),
         "settings": {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)},

@@ -23,12 +23,13 @@ import torch
 from rich.console import Console
 
 import subquad
-from subquad.bench.compare import machine, save
+from subquad.bench.compare import save
+from subquad.bench.provenance import commit as known_commit
+from subquad.bench.provenance import machine
 from subquad.mechanisms.base import refuse
 from subquad.tasks import TASKS
 from subquad.tasks.lra.recipes import RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
-from subquad.training.folder import _commit
 from subquad.training.loop import options_of
 
 Json = dict[str, Any]
@@ -342,7 +343,7 @@ def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
     return {
         "kind": "lra",
         "subquad": subquad.__version__,
-        "commit": arena.commit or _commit(),
+        "commit": arena.commit or known_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(arena.place),
         "budget": {
