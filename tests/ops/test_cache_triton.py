@@ -3,32 +3,21 @@
 Both need their own process, as in test_linear_triton.
 """
 
-import os
-import subprocess
-import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ops.own_process import compiled, interpreted, outside, run_again
 from tests.ops.test_cache import dense, inputs
 
 pytest.importorskip("triton")
-INNER = os.environ.get("SUBQUAD_TRITON_TEST")
-interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
-compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
 
 
-@pytest.mark.skipif(INNER is not None, reason="already inside")
+@outside
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
-    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
-    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
+    run_again(__file__, mode, tmp_path)
 
 
 @interpreted

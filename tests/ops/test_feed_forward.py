@@ -4,9 +4,7 @@ Both need their own process, as in test_linear_triton.
 """
 
 import itertools
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +15,16 @@ from torch import Tensor
 from subquad import Transformer
 from subquad.models import blocks
 from subquad.ops.feed_forward import feed_forward, pays
+from tests.ops.own_process import compiled, interpreted, outside, run_again
 
 pytest.importorskip("triton")
-INNER = os.environ.get("SUBQUAD_TRITON_TEST")
-interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
-compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
 OPTIONS = list(itertools.product(("relu", "gelu"), ("layer", "rms"), (False, True)))
 
 
-@pytest.mark.skipif(INNER is not None, reason="already inside")
+@outside
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
-    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
-    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
+    run_again(__file__, mode, tmp_path)
 
 
 def draw(rows: int, width: int, inner: int, norm: str) -> list[Tensor | None]:
@@ -80,7 +70,7 @@ def test_the_operator_is_well_formed_and_refuses_what_it_cannot_do() -> None:
             feed_forward(*wrong, eps=1e-5, impl="triton")
 
 
-@pytest.mark.skipif(INNER is not None, reason="needs no process of its own")
+@outside
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_block_hands_over_its_own_weights(norm: Any, norm_position: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ Interpreting and compiling need opposite settings when triton is first imported,
 """
 
 import itertools
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +20,9 @@ from torch import Tensor
 from subquad.ops import linear_fused
 from subquad.ops.linear import linear_attention
 from subquad.ops.linear_fused import fused_linear_attention, fused_linear_attention_step
+from tests.ops.own_process import compiled, interpreted, outside, run_again
 
 pytest.importorskip("triton")
-INNER = os.environ.get("SUBQUAD_TRITON_TEST")
-interpreted = pytest.mark.skipif(INNER != "interpret", reason="runs in a process with TRITON_INTERPRET=1")
-compiled = pytest.mark.skipif(INNER != "compile", reason="runs in a process that compiles")
 
 MAPS = {"elu+1": lambda x: F.elu(x) + 1, "relu": F.relu, "exp": torch.exp, "identity": lambda x: x}
 BASE: dict[str, Any] = {
@@ -33,16 +31,10 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(INNER is not None, reason="already inside")
+@outside
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Any) -> None:
-    env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
-    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
+    run_again(__file__, mode, tmp_path)
 
 
 def test_registering_the_operators_does_not_import_triton() -> None:
