@@ -1,9 +1,13 @@
 """What the README says is what the code does."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
@@ -91,6 +95,26 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert figures() in text, f"put this into README.md:\n{figures()}"
     for sentence in sentences():
         assert sentence in text.replace("\n", " "), sentence
+
+
+def test_the_pictures_are_drawn_from_the_results() -> None:
+    for name in ("scaling", "generated"):
+        path = README.parent / "results" / f"{name}.png"
+        assert f"](results/{name}.png)" in README.read_text()
+        said = Image.open(path).info
+        drawn_from = (README.parent / said["Source"]).read_bytes()
+        assert hashlib.sha256(drawn_from).hexdigest() == said["SHA-256"], f"run bench/pictures.py: {name}.png is old"
+
+
+def test_the_generated_images_are_those_of_the_results() -> None:
+    found = results("generated")
+    rows, columns, _ = found["shape"]
+    sheet = np.asarray(Image.open(README.parent / "results" / "generated.png").convert("L"), dtype=np.float64)
+    times, frame = 4, 1  # a pixel is a square, and a line stands below and beside each image
+    first = sheet[: times * rows, : times * columns][::times, ::times]
+    image = np.asarray(found["images"][0], dtype=np.float64).reshape(rows, columns)
+    assert np.abs(first - image / (found["shades"] - 1) * 255).max() <= 1
+    assert sheet.shape == (4 * (times * rows + frame), 16 * (times * columns + frame))
 
 
 def test_the_table_of_mechanisms_is_current() -> None:

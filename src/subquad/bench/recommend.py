@@ -208,7 +208,7 @@ def _weigh(
         reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
     if found["peak_bytes"] is not None:
         memory = found["memory_ratio"]
-        compared = "" if memory is None or name == YARDSTICK else f", {memory:.2g} times that of softmax"
+        compared = "" if memory is None or name == YARDSTICK else f", {_times(memory)} that of softmax"
         reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
     growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
     if growth and growth["time"] is not None:
@@ -277,7 +277,12 @@ def _verdict(
 def _compared(ratio: float) -> str:
     if 0.95 < ratio < 1.05:
         return "as fast as"
-    return f"{1 / ratio:.2g} times as fast as" if ratio < 1 else f"{ratio:.2g} times as slow as"
+    return f"{_times(1 / ratio)} as fast as" if ratio < 1 else f"{_times(ratio)} as slow as"
+
+
+def _times(ratio: float) -> str:
+    """Two digits, and never a power of ten."""
+    return f"{ratio:.2g} times" if ratio < 99.5 else f"{round(ratio, 1 - math.floor(math.log10(ratio))):,.0f} times"
 
 
 def _ms(milliseconds: float) -> str:
