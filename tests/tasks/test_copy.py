@@ -1,5 +1,4 @@
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,13 +7,9 @@ import torch
 from subquad.models import LSTM, LanguageModel
 from subquad.tasks.copy import Copy
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def test_only_the_separator_and_the_second_word_count() -> None:

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,13 +10,9 @@ from subquad.tasks import images
 from subquad.tasks.generate import image_shape, write_images
 from subquad.tasks.images import SETS, SPARSE_CIFAR10, Images
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,9 @@ from subquad.models import LanguageModel
 from subquad.tasks import music
 from subquad.tasks.music import LONGEST, START, Music, write_pieces
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

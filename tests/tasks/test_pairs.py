@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -7,13 +5,9 @@ import torch
 from subquad.models import Seq2Seq
 from subquad.tasks.pairs import END, START, WRITTEN, Fixed, Pairs, collate, date_pair, translate
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def test_dates_as_people_write_them() -> None:

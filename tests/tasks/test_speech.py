@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,10 @@ from subquad.models import LSTM, Classifier
 from subquad.tasks import speech
 from subquad.tasks.speech import Augmented, Speech, ctc, decode, edits
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
 words = st.lists(st.integers(1, 3), max_size=7)
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def utterances() -> Utterances:

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +8,9 @@ import torch
 from subquad.models import LSTM, LanguageModel
 from subquad.tasks.text import Text, context_table
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

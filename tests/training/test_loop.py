@@ -45,6 +45,7 @@ def test_a_run_learns_and_leaves_everything(whole: Path) -> None:
     assert {"subquad", "commit", "machine", "begun"} <= config.keys()
     assert [path.name for path in checkpoints.names(whole / "checkpoints")] == ["step_000009", "step_000012"]
     assert not list(whole.rglob("*.part"))
+    assert {path.name for path in whole.rglob(".*")} <= {".lock"}  # nothing half written
 
 
 def test_the_model_that_is_left_is_the_best_and_measures_as_it_says(whole: Path) -> None:

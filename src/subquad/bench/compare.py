@@ -24,11 +24,13 @@ from rich.table import Table
 
 import subquad
 from subquad.bench import growth, worker
+from subquad.bench.child import environment
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.provenance import commit, machine
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
+from subquad.models.store import write_whole
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
 Results = dict[str, Any]
@@ -154,8 +156,6 @@ def _run(
 
 def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[dict[str, Any]]:
     """worker.work in another process; Died if that ends early."""
-    source = str(Path(subquad.__file__).parents[1])
-    path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
     process = subprocess.Popen(
         [sys.executable, "-m", "subquad.bench.worker"],
         stdin=subprocess.PIPE,
@@ -163,7 +163,7 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
         text=True,
         # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a
         # short spin costs nothing where there is none
-        env={"GOMP_SPINCOUNT": "1000", **os.environ, "PYTHONPATH": path},
+        env={"GOMP_SPINCOUNT": "1000", **environment()},
         start_new_session=True,  # Ctrl-C is ours; it is ended below
     )
     assert process.stdin is not None
@@ -228,9 +228,7 @@ def _refresh(results: Results) -> None:
 def save(results: Results, path: Path) -> None:
     """Whole or not at all: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
-    part.replace(path)
+    write_whole(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ def write(model: Model, directory: str | Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
-    _replace(directory / CONFIG, text.encode() + b"\n")
+    write_whole(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
+    write_whole(directory / CONFIG, text.encode() + b"\n")
 
 
 def read_header(directory: str | Path) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     return header
 
 
-def _replace(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

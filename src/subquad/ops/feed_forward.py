@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001 (a fake kernel has the signature of the operator and reads only shapes)
 """The feed-forward of a block with its residual and its norm, in one pass: y = norm(x + W₂ act(W₁x + b₁) + b₂).
 
 With one token a row, as in decoding, the products are short and what lies between them is as wide as they are: written
@@ -94,17 +93,5 @@ def _fused(
 
 
 @torch.library.register_fake("subquad::feed_forward")
-def _(
-    x: Tensor,
-    w_in: Tensor,
-    b_in: Tensor,
-    w_out: Tensor,
-    b_out: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    norm: str,
-    pre: bool,
-) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)

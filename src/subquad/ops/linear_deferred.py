@@ -1,4 +1,3 @@
-# ruff: noqa: ARG001 (fake kernels have the signature of the operator and read only shapes)
 """The step of linear attention that reads its sums at every token and writes them at every fourth.
 
 Decoding waits for memory: a step reads and writes S, [K, V] a head, for a handful of products. Here the newest keys and
@@ -98,19 +97,5 @@ def _step(
 
 
 @torch.library.register_fake("subquad::linear_attention_step_deferred")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    position: Tensor,
-    feature_map: str,
-    signed: bool,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
+def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty(v.shape)

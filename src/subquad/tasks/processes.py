@@ -1,17 +1,15 @@
 """Commands of subquad in processes of their own, some at a time; what interrupts this one interrupts them first."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
-import subquad
+from subquad.bench.child import environment
 
 Told = Callable[[str, str], None]  # (name, a line that it printed)
 
@@ -20,15 +18,13 @@ class Process:
     """`subquad ...` that tells each line it prints."""
 
     def __init__(self, name: str, arguments: Sequence[str], told: Told):
-        source = str(Path(subquad.__file__).parents[1])
-        path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
         self.name, self.said, self.told = name, "", told
         self.process = subprocess.Popen(
             [sys.executable, "-m", "subquad.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+            env={**environment(), "COLUMNS": "200"},
             start_new_session=True,  # Ctrl-C is passed on, once
         )
         self.reader = threading.Thread(target=self._read, daemon=True)

@@ -7,13 +7,13 @@ import dataclasses
 import datetime
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import subquad
+from subquad.models.store import write_whole
 from subquad.training import checkpoints
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
@@ -118,12 +118,7 @@ def read_config(path: Path) -> RunConfig:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
-        file.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    write_whole(path, f"{json.dumps(data, indent=2, allow_nan=False)}\n".encode())
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

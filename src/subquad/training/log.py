@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from subquad.models.store import write_whole
+
 METRICS = "metrics.jsonl"
 
 
@@ -119,9 +121,7 @@ def forget(path: Path, step: int) -> None:
             continue
         if found["step"] <= step and found["split"] != "test":
             kept.append(line + "\n")
-    part = path.with_name(f".{path.name}.part")
-    part.write_text("".join(kept))
-    part.replace(path)
+    write_whole(path, "".join(kept).encode())
 
 
 def memory(device: torch.device) -> int:

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 import subquad
+from subquad.bench.child import environment
 from subquad.bench.compare import save
 from subquad.bench.provenance import commit as known_commit
 from subquad.bench.provenance import machine
@@ -240,8 +241,6 @@ class _Worker:
 
     def _start(self) -> "subprocess.Popen[str]":
         self.close()
-        source = str(Path(subquad.__file__).parents[1])
-        path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
         threads = max(1, (os.cpu_count() or 1) // max(1, self.count))
         cpu = self.arena.place == "cpu"
         self.process = subprocess.Popen(
@@ -250,7 +249,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             text=True,
             # on a GPU the processor only issues work: one thread each, so that neighbours are not slowed
-            env={"OMP_NUM_THREADS": str(threads if cpu else 1), **os.environ, "PYTHONPATH": path},
+            env={"OMP_NUM_THREADS": str(threads if cpu else 1), **environment()},
             start_new_session=True,  # Ctrl-C is passed on
         )
         assert self.process.stdin is not None
