@@ -1,10 +1,12 @@
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from subquad import build
 from subquad.mechanisms.base import Mixer
+from subquad.ops import sparse
 from tests.mechanisms.test_local import DIM, full, tokens
 
 HEADS, T = 4, 30
@@ -104,6 +106,16 @@ def test_compiles_without_a_break() -> None:
     assert torch.equal(forward(x), mix(x))
     _, state = mix.prefill(x[:, :11], state=mix.init_state(2, capacity=20))
     assert torch.equal(step(x[:, 11], state)[0], mix.step(x[:, 11], state)[0])
+
+
+@pytest.mark.parametrize(("combine", "calls"), [("merge", 1), ("interleave", 1), ("heads", 2)])
+def test_heads_with_different_sub_blocks_are_computed_together(
+    combine: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock(wraps=sparse._torch_forward)
+    monkeypatch.setattr(sparse, "_torch_forward", run)
+    fixed(block=8, summary=2, causal=True, combine=combine, layer=1)(tokens(1, T, DIM))
+    assert [q.shape[2] for (q, *_), _ in run.call_args_list] == [HEADS // calls] * calls
 
 
 def test_options() -> None:

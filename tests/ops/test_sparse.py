@@ -170,6 +170,48 @@ def test_one_pattern_per_head(heads: tuple[int, int]) -> None:
     agree(*x, (Strided(4) | Local(2), Strided(4) | Local(2), Local(2), Local(2) | Strided(4)), False)
 
 
+@given(
+    st.integers(1, 12).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size))),
+    st.lists(st.integers(0, 11), min_size=4, max_size=4),
+    st.sampled_from([None, Local(3, 1), Block(4), Block(8, 1), Global(5) | Local(2), Strided(3), Random(1, 4)]),
+    st.integers(1, 50),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([4, 2, 1]),
+)
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_heads_that_shift_a_summary(
+    size: tuple[int, int], shifts: list[int], other: Pattern | None, T: int, causal: bool, ragged: bool, kv: int
+) -> None:
+    own: list[Pattern] = [Summary(*size, shift % (size[0] // size[1])) for shift in shifts]
+    patterns = own if other is None else [other | one for one in own]
+    lengths = torch.tensor([T, max(1, T // 3)]) if ragged else None
+    agree(*inputs(2, T, T, 4, kv, 3, seed=T), patterns, causal, lengths)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_and_their_summaries_in_whole_tiles(causal: bool) -> None:
+    patterns = [Block(32) | Summary(32, 8, shift) for shift in (0, 3, 1, 1)]
+    agree(*inputs(1, 150, 150, 4, 4, 3), patterns, causal)
+    agree(*inputs(2, 150, 150, 4, 2, 3), patterns, causal, torch.tensor([150, 70]))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_heads_that_differ_in_a_shift_are_one_group(triton: bool) -> None:
+    shifts = (0, 0, 1, 1, 2, 2, 3, 3)
+    patterns: list[Pattern] = [Block(8) | Summary(8, 2, shift) for shift in shifts]
+    (group,) = sparse._groups(tuple(p.to_json() for p in patterns), 8, 8, triton)
+    assert (group.shifts, group.heads, group.kv) == (shifts, tuple(range(8)), tuple(range(8)))
+    # key heads stay shared where the shift is, and one shift for all stays part of the pattern
+    assert sparse._groups(tuple(p.to_json() for p in patterns), 8, 4, triton)[0].kv == (0, 1, 2, 3)
+    assert sparse._groups(tuple(p.to_json() for p in patterns), 8, 2, triton)[0].kv == (0, 0, 0, 0, 1, 1, 1, 1)
+    (group,) = sparse._groups((patterns[2].to_json(),) * 8, 8, 8, triton)
+    assert (group.pattern, group.shifts) == (patterns[2].to_json(), ())
+    # two summaries are different patterns
+    both = tuple((Summary(4, 1) | Summary(8, 2, shift)).to_json() for shift in (0, 1))
+    assert len(sparse._groups(both, 2, 2, triton)) == 2
+
+
 def test_scale_zero_is_the_mean_and_lse_counts() -> None:
     q, k, v = inputs(1, 9, 9, 1, 1, 2)
     o, lse = sparse_attention(q, k, v, Local(2, 0), causal=True, scale=0.0, return_lse=True)
@@ -238,7 +280,7 @@ def test_operator_traces_and_compiles() -> None:
     pattern = Local(2, 0) | Strided(4)
     for args in ((None, None), (torch.tensor([9]), None)):
         torch.library.opcheck(
-            torch.ops.subquad.sparse.default, (q, k, v, *args, pattern.to_json(), [], True, 1.0, True, "torch")
+            torch.ops.subquad.sparse.default, (q, k, v, *args, pattern.to_json(), [], [], True, 1.0, True, "torch")
         )
     torch.compiler.reset()
     compiled = torch.compile(
@@ -250,7 +292,12 @@ def test_operator_traces_and_compiles() -> None:
 def _tile_elements(pattern: Pattern, T: int, causal: bool) -> int:
     """Scores that the plan computes for one head."""
     atoms = sparse.plan(pattern.to_json(), causal)
-    return sum(t.mask[0].numel() for t in sparse._tiles(sparse.Job(atoms, T, T, causal, None, 64, torch.device("cpu"))))
+    job = sparse.Job(atoms, (), T, T, causal, None, 64, torch.device("cpu"))
+    return sum(_scores(tiles) for tiles in sparse._tiles(job))
+
+
+def _scores(tiles: sparse.Tiles) -> int:
+    return tiles.queries.numel() * tiles.keys.shape[-1]
 
 
 @pytest.mark.parametrize(
@@ -267,9 +314,9 @@ def test_work_follows_the_pattern(pattern: Pattern) -> None:
 def test_tiles_alive_at_once_are_bounded() -> None:
     for T in (2048, 8192):
         atoms = sparse.plan((Strided(2) | Summary(4, 1) | Global(8)).to_json(), True)
-        for tiles in sparse._tiles(sparse.Job(atoms, T, T, True, None, 64, torch.device("cpu"))):
+        for tiles in sparse._tiles(sparse.Job(atoms, (), T, T, True, None, 64, torch.device("cpu"))):
             # the budget, or else a single tile of queries
-            assert tiles.mask.numel() <= max(sparse.BUDGET, sparse.TILE * T)
+            assert _scores(tiles) <= max(sparse.BUDGET, sparse.TILE * T)
 
 
 @pytest.mark.parametrize(

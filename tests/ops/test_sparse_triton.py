@@ -10,6 +10,7 @@ import sys
 from itertools import product
 from math import inf
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,6 +141,42 @@ def test_interpreted_far_part_of_a_summary(pattern: Pattern, T: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("others", "shifts", "heads", "ragged"),
+    [
+        (Block(8), (0, 3), (2, 2), True),
+        (Local(0), (2, 2, 0, 0), (4, 2), False),
+        (Local(3) | Global(3) | Random(1, 4), (1, 2), (2, 1), False),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_interpreted_heads_summarise_their_own_columns(
+    others: Pattern, shifts: tuple[int, ...], heads: tuple[int, int], ragged: bool, causal: bool
+) -> None:
+    agree([others | Summary(8, 2, shift) for shift in shifts], causal, 21, 21, heads, ragged, with_lse=True)
+
+
+@interpreted
+def test_interpreted_heads_with_different_shifts_share_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Mock()
+    for name in ("_run_forward", "_run_dq", "_run_dkv", "_run_far"):
+        launches.attach_mock(Mock(wraps=getattr(sparse_triton, name)), name)
+        monkeypatch.setattr(sparse_triton, name, getattr(launches, name))
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs(1, 20, 20, 4, 4, 8))
+    patterns = [Block(8) | Summary(8, 2, shift) for shift in (0, 1, 2, 3)]
+    sparse_attention(q, k, v, patterns, causal=True, impl="triton").sum().backward()
+    assert [name for name, _, _ in launches.mock_calls] == [
+        "_run_forward", "_run_far", "_run_dq", "_run_dkv", "_run_far"
+    ]  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 39])
+def test_interpreted_far_part_where_heads_differ(T: int) -> None:
+    agree([Block(8) | Summary(8, 2, shift) for shift in (3, 0, 1)], True, T, T, (3, 3), ragged=False, with_lse=False)
+
+
+@interpreted
 @pytest.mark.parametrize("causal", [True, False])
 def test_interpreted_heads_draw_their_own_blocks(causal: bool) -> None:
     heads = [Local(1) | Random(1, 4, head=h) for h in (0, 3, 1, 1)]
@@ -162,27 +199,30 @@ def test_interpreted_padding_may_hold_anything() -> None:
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "far", "far_k", "far_v"), "*bf16"),
     **dict.fromkeys(("lse", "dlse", "stats"), "*fp32"),
-    **dict.fromkeys(("table", "starts", "readers"), "*i32"),
+    **dict.fromkeys(("table", "starts", "readers", "firsts"), "*i32"),
     **dict.fromkeys(("lengths", "key_lengths"), "*i64"),
 }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
-def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str) -> None:
+def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shifted: bool) -> None:
     kernel = getattr(sparse_triton, f"_{kind}")
-    work = passes((Local(128, 0) | Strided(128)).to_json(), True, True)
+    pattern = Block(128) | Summary(128, 32) if shifted else Local(128, 0) | Strided(128)
+    work = passes(pattern.to_json(), True, True, shifted)
     config = CONFIGS[kind, 128]
     constants = {
         "A": work.atoms,
-        "PARTS": (0,),
+        "PARTS": work.queries,
         "KEYS": 0,
         "CAUSAL": True,
         "STEP": 1,
         "CONTINUE": False,
         "SPLITS": False,
-        "FAR": -1,
+        "FAR": work.far,
         "LENGTHS": False,
+        "FIRSTS": shifted,
         "DLSE": False,
         "H": 16,
         "HKV": 16,
@@ -236,6 +276,20 @@ def test_passes_of_the_named_patterns() -> None:
     longformer = passes((Local(256) | Global(64)).to_json(), False, True)
     assert (longformer.rows, longformer.columns, longformer.queries) == (64, 64, (0, 1))
     assert passes((Local(256) | Global(64)).to_json(), True, True).rows == 0
+
+
+def test_what_a_call_looks_up_is_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in the middle of a call cannot be captured."""
+    q, n, made = torch.zeros(1, 20, 2, 8), torch.tensor([17]), Mock(wraps=torch.tensor)
+    monkeypatch.setattr(torch, "tensor", made)
+    sparse_triton._on_device.cache_clear()
+    random, summary = (p.to_json() for p in (Random(2, 4, seed=11), Summary(11, 2)))
+    for _ in range(3):
+        sparse_triton._call(q, q, n, n, random, (0, 5), (), False, 1.0)
+        firsts = sparse_triton._call(q, q, n, n, summary, (), (0, 4), False, 1.0).firsts
+    assert firsts is not None
+    assert (firsts.tolist(), firsts.dtype) == ([9, 1], torch.int32)
+    assert [values for (values,), _ in made.call_args_list] == [(0, 5), (9, 1)]
 
 
 def test_random_tables_list_each_pair_once_from_both_sides() -> None:

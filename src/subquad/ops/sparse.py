@@ -4,7 +4,8 @@ A union of atoms is cut into disjoint parts, and each part is dense attention on
 
     Local, Block          a tile of queries against the run of keys that it can reach
     Strided, Dilated      the tokens of one residue, r, r + l, r + 2l, ..., stand side by side: a stride becomes dense
-    Summary, Global       the columns are gathered; causal, a tile reads a prefix of them
+    Summary               the columns, each head's own, are gathered once and stand side by side
+    Global                the columns are a run of keys
     Global, not causal    the rows are gathered, and read every key
     Random                a block of queries against the blocks it drew
 
@@ -31,9 +32,10 @@ from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, 
 __all__ = ["sparse_attention"]
 
 Fn = TypeVar("Fn")
+Position = TypeVar("Position", int, Tensor)
 
 TILE = 128  # queries of a tile
-STRAIGHT = (Global, Local, Block, Summary, Dense)  # atoms whose tiles hold consecutive queries
+STRAIGHT = (Global, Local, Block, Dense)  # atoms of which consecutive queries read a run of keys
 BUDGET = 2**22  # elements of gathered keys, and of scores of one head, that are alive at once
 
 
@@ -94,14 +96,16 @@ def sparse_attention(
     parts: list[tuple[Tensor, Tensor]] = []
     texts = (_text(pattern),) * q.shape[2] if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
     groups = _groups(texts, q.shape[2], k.shape[2], chosen == "triton")
-    for text, draws, own, kv in groups:
+    for text, draws, shifts, own, kv in groups:
         qs, ks, vs = _heads(q, own), _heads(k, kv), _heads(v, kv)
         parts.append(
-            torch.ops.subquad.sparse(qs, ks, vs, lengths, key_lengths, text, draws, causal, scale, return_lse, chosen)
+            torch.ops.subquad.sparse(
+                qs, ks, vs, lengths, key_lengths, text, draws, shifts, causal, scale, return_lse, chosen
+            )
         )
     o, lse = parts[0]
     if len(parts) > 1:
-        order = [h for _, _, own, _ in groups for h in own]
+        order = [h for *_, own, _ in groups for h in own]
         back = tuple(order.index(h) for h in range(len(order)))
         o, lse = (_heads(torch.cat(same, 2), back) for same in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
@@ -144,40 +148,67 @@ def _text(pattern: Pattern) -> str:
     """A compiler takes one pattern for a constant, but not a tuple of them; of strings it takes both."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: one Pattern, or one for each query head; got {pattern!r}")
-    return pattern.to_json()
+    return _json(pattern)
 
 
 @_constant
-def _groups(
-    heads: tuple[str, ...], H: int, Hkv: int, families: bool
-) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
-    """Heads that are computed together: their pattern as JSON, their draws, the query heads, the key heads they read.
-
-    Those are heads of equal pattern or, with `families`, heads whose patterns differ only in the head that their random
-    blocks are drawn for: that is then the draw of each.
-    """
+def _groups(heads: tuple[str, ...], H: int, Hkv: int, triton: bool) -> "tuple[Group, ...]":
+    """The heads that are computed together, from the pattern of each as JSON."""
     if len(heads) != H:
         raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(heads)}")
-    named = [_family(text) if families else (text, None) for text in heads]
+    return _grouped(heads, H // Hkv, triton)
+
+
+class Group(NamedTuple):
+    """Heads that are computed together: their patterns are equal but for the draws and the shifts."""
+
+    pattern: str  # as JSON
+    draws: tuple[int, ...]  # the head that each draws its random blocks for; empty: as the pattern says
+    shifts: tuple[int, ...]  # of the summary of each; empty: as the pattern says
+    heads: tuple[int, ...]
+    kv: tuple[int, ...]  # the key heads that they read
+
+
+_json = lru_cache(maxsize=1024)(Pattern.to_json)  # what follows from patterns alone is not worked out in every call
+
+
+@lru_cache(maxsize=256)
+def _grouped(heads: tuple[str, ...], share: int, triton: bool) -> tuple[Group, ...]:
+    named = [_family(text, triton) for text in heads]
     groups = []
-    share = H // Hkv
-    for one in dict.fromkeys(text for text, _ in named):
-        own = tuple(h for h, (text, _) in enumerate(named) if text == one)
+    for one in dict.fromkeys(text for text, _, _ in named):
+        own = tuple(h for h, (text, _, _) in enumerate(named) if text == one)
         draws = tuple(draw for h in own if (draw := named[h][1]) is not None)
+        shifts = tuple(shift for h in own if (shift := named[h][2]) is not None)
+        kv = tuple(h // share for h in own)
         # whole groups of query heads keep sharing their key head; a group that patterns split is written out
-        shared = tuple(h // share for h in own[::share])
+        shared = kv[::share]
         whole = own == tuple(h for g in shared for h in range(g * share, (g + 1) * share))
-        groups.append((one, draws, own, shared if whole else tuple(h // share for h in own)))
+        whole = whole and all(len(set(shifts[n : n + share])) <= 1 for n in range(0, len(shifts), share))
+        if len(set(shifts)) == 1:
+            one, shifts = _with(one, "Summary", shift=shifts[0]), ()
+        groups.append(Group(one, draws, shifts, own, shared if whole else kv))
     return tuple(groups)
 
 
-def _family(pattern: str) -> tuple[str, int | None]:
-    """A pattern whose random blocks are all drawn for one head, without that head; and the head. Others as they are."""
+def _family(pattern: str, triton: bool) -> tuple[str, int | None, int | None]:
+    """A pattern without what heads of one group may differ in, and that, or None where it stays in the pattern: the
+    head that all its random blocks are drawn for, and the shift of its only summary."""
     atoms = json.loads(pattern)
-    heads = {atom["head"] for atom in atoms if atom["atom"] == "Random"}
-    if len(heads) != 1:
-        return pattern, None
-    return json.dumps([atom | {"head": 0} if atom["atom"] == "Random" else atom for atom in atoms]), heads.pop()
+    heads = [atom["head"] for atom in atoms if atom["atom"] == "Random"]
+    shifts = [atom["shift"] for atom in atoms if atom["atom"] == "Summary"]
+    # in torch a tile of random blocks is the same for all heads, with the columns that it leaves to a summary
+    draw = heads[0] if triton and len(set(heads)) == 1 else None
+    shift = shifts[0] if len(shifts) == 1 and (triton or not heads) else None
+    if draw is not None:
+        pattern = _with(pattern, "Random", head=0)
+    if shift is not None:
+        pattern = _with(pattern, "Summary", shift=0)
+    return pattern, draw, shift
+
+
+def _with(pattern: str, name: str, **values: int) -> str:
+    return json.dumps([atom | values if atom["atom"] == name else atom for atom in json.loads(pattern)])
 
 
 def _heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -227,14 +258,16 @@ class Tiles(NamedTuple):
 
     queries: Tensor  # [N, m]
     keys: Tensor  # [N, n], or [B, N, n] where rows of the batch drew different random blocks
-    mask: Tensor  # bool [1 or B, 1 or N, m, n]
+    mask: Tensor | None  # bool [1 or B, 1 or N, 1 or H, 1 or m, n]; None where all is visible
     start: int | None = None  # where all these queries are consecutive, the first of them
+    key_start: int | None = None  # and of the keys
 
 
 class Job(NamedTuple):
-    """What the tiles of one call are cut from."""
+    """What the tiles of one call are cut from. The columns of summaries stand behind the keys, from S on."""
 
     atoms: tuple[Pattern, ...]
+    shifts: tuple[int, ...]  # of the summary for each head, or empty
     T: int
     S: int
     causal: bool
@@ -256,13 +289,26 @@ class Job(NamedTuple):
         return torch.where((queries >= self.rows) & (queries < self.T), queries, self.T)
 
     def seen(self, atom: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which pairs of a tile are this atom's and no earlier atom's: bool [1 or B, N, m, n]."""
-        i, j = queries[..., :, None], (keys if keys.ndim == 3 else keys[None])[..., None, :]
-        length = self.S if self.lengths is None else self.lengths[:, None, None, None]
-        seen = atom.mask(i, j, length=length, causal=self.causal) & (j >= 0) & (j < length)
+        """Which pairs of a tile are this atom's and no earlier atom's: bool [1 or B, N, 1, m, n]."""
+        i, j = queries[..., None, :, None], (keys if keys.ndim == 3 else keys[None])[..., None, None, :]
+        return atom.mask(i, j, length=self.length, causal=self.causal) & self.left(atom, i, j)
+
+    def left(self, atom: Pattern, i: Tensor, j: Tensor) -> Tensor:
+        """Which pairs exist and are no earlier atom's."""
+        left = (j >= 0) & (j < self.length)
         for earlier in self.atoms[: self.atoms.index(atom)]:
-            seen = seen & ~earlier.mask(i, j, length=length, causal=self.causal)
-        return seen
+            left = left & ~earlier.mask(i, j, length=self.length, causal=self.causal)
+        return left
+
+    @property
+    def length(self) -> int | Tensor:
+        return self.S if self.lengths is None else self.lengths[:, None, None, None, None]
+
+    def columns(self, atom: Summary) -> Tensor:
+        """Where the columns of a summary are, whole blocks of them: [1 or H, n], from S on those that do not exist."""
+        first = [atom.l - atom.c * (shift + 1) for shift in self.shifts or (atom.shift,)]
+        block = self.arange(0, -(-self.S // atom.l) * atom.l, atom.l)[:, None]
+        return torch.stack([(block + self.arange(at, at + atom.c)).flatten() for at in first])
 
 
 def _tiles(job: Job) -> Iterator[Tiles]:
@@ -276,17 +322,23 @@ def _tiles(job: Job) -> Iterator[Tiles]:
             yield from _lattice(job, atom)
         elif isinstance(atom, Random):
             yield from _random(job, atom)
+    at = job.S
+    for atom in job.atoms:
+        if isinstance(atom, Summary):
+            columns = job.columns(atom)
+            yield from _summary(job, atom, columns, at)
+            at += columns.shape[1]
 
 
 def _straight(job: Job, idle: int) -> Iterator[Tiles]:
     """Tiles of consecutive queries: each atom gives a run of columns, and the runs stand side by side."""
     atoms = [a for a in job.atoms if isinstance(a, STRAIGHT)]
-    sizes = [a.l for a in atoms if isinstance(a, Block) and 32 <= a.l <= 2 * TILE]
+    sizes = [a.l for a in atoms if isinstance(a, Block) and _fits(a.l)]
     m = min(sizes[0] if sizes else TILE, max(job.T - job.rows, 1))
     first = job.rows // m * m  # a tile that is a block of the pattern reaches one block less
     tiles = -(-(job.T - first) // m)
     # a causal prefix grows from tile to tile: a chunk holds at most an eighth of the tiles, all as wide as its last
-    most = max(1, tiles // 8) if job.causal and any(isinstance(a, Summary | Dense) for a in atoms) else tiles
+    most = max(1, tiles // 8) if job.causal and any(isinstance(a, Dense) for a in atoms) else tiles
     inner = _interior(job, atoms, first, m)
     for tile_range in (range(inner.start), inner, range(inner.stop, tiles)):
         at = tile_range.start
@@ -308,7 +360,7 @@ def _straight(job: Job, idle: int) -> Iterator[Tiles]:
                 start = first + at * m
                 consecutive = start >= job.rows and start + count * m <= job.T
                 queries = torch.where(queries < job.T, queries, idle)
-                yield Tiles(queries, torch.cat(runs, 1), torch.cat(seen, 3), start if consecutive else None)
+                yield Tiles(queries, torch.cat(runs, 1), torch.cat(seen, 4), start if consecutive else None)
             at += count
 
 
@@ -335,10 +387,8 @@ def _interior(job: Job, atoms: Sequence[Pattern], first: int, m: int) -> range:
 def _run(job: Job, atom: Pattern, a: Tensor, m: int) -> Tensor:
     """The columns that queries a .. a + m - 1 may reach through `atom`: [N, n], S where a tile has fewer."""
     end = a + m
-    if isinstance(atom, Local):
-        lo, hi = a - atom.before, end + atom.after
-    elif isinstance(atom, Block):
-        lo, hi = (a // atom.l - atom.before) * atom.l, ((end - 1) // atom.l + atom.after + 1) * atom.l
+    if isinstance(atom, Local | Block):
+        lo, hi = _reach(atom, a, end)
     elif isinstance(atom, Global):
         lo, hi = torch.zeros_like(a), torch.full_like(a, atom.tokens)
     else:
@@ -346,13 +396,60 @@ def _run(job: Job, atom: Pattern, a: Tensor, m: int) -> Tensor:
     if job.causal:
         hi = torch.minimum(hi, end)
     lo, hi = lo.clamp(min=0), hi.clamp(max=job.S)
-    if isinstance(atom, Summary):
-        columns = atom.columns(job.S, a.device).to(torch.int32)
-        return columns[: int(torch.searchsorted(columns, hi.max()))].expand(len(a), -1)
     if isinstance(job.atoms[0], Global) and atom is not job.atoms[0]:
         lo = lo.clamp(min=job.atoms[0].tokens)
     j = lo[:, None] + job.arange(max(int((hi - lo).max()), 0))
     return torch.where(j < hi[:, None], j, job.S)
+
+
+def _fits(size: int) -> bool:
+    """Whether a block makes a tile."""
+    return 32 <= size <= 2 * TILE
+
+
+def _reach(atom: Local | Block, a: Position, end: Position) -> tuple[Position, Position]:
+    """The first key that queries a .. end - 1 read, and the one after the last."""
+    if isinstance(atom, Local):
+        return a - atom.before, end + atom.after
+    return (a // atom.l - atom.before) * atom.l, ((end - 1) // atom.l + atom.after + 1) * atom.l
+
+
+def _holds(atom: Block, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+    """Whether every one of the keys is in the blocks that every one of the queries reads; ends are not included."""
+    rows, columns = ((x // atom.l, (end - 1) // atom.l) for x, end in (queries, keys))
+    return rows[1] - columns[0] <= atom.before and columns[1] - rows[0] <= atom.after
+
+
+def _summary(job: Job, atom: Summary, columns: Tensor, at: int) -> Iterator[Tiles]:
+    """Tiles of consecutive queries against the columns [1 or H, n] of a summary, which stand from index `at` on.
+
+    Far blocks, that no earlier atom reaches from the tile, are visible as a whole: their columns need no mask.
+    """
+    m = atom.l if _fits(atom.l) else TILE
+    blocks = -(-job.S // atom.l)
+    every = job.arange(blocks * atom.c)
+    missing = job.lengths is not None or (not job.causal and job.S % atom.l > 0)
+    earlier = job.atoms[: job.atoms.index(atom)]
+    for tile in range(job.rows // m * m, job.T, m):
+        a, end = max(tile, job.rows), min(tile + m, job.T)
+        stop = end if job.causal else job.S
+        reached = [_reach(e, a, end) if isinstance(e, Local | Block) else (0, job.S) for e in earlier]
+        if job.causal:
+            reached.append((a, end))
+        lo = min((min(max(lo, 0) // atom.l, blocks) for lo, _ in reached), default=blocks)
+        hi = max([lo, *(-(-min(hi, stop) // atom.l) for _, hi in reached)])
+        queries = job.arange(a, end)[None]
+        before, near, after = every.tensor_split([lo * atom.c, hi * atom.c])
+        far = before if job.causal else torch.cat([before, after])
+        if len(far):
+            first = hi * atom.c if lo == 0 else 0 if len(far) == len(before) else None
+            mask = columns[None, None, :, None].index_select(4, far) < job.length if missing else None
+            yield Tiles(queries, at + far[None], mask, a, None if first is None else at + first)
+        keys = lo * atom.l, min(hi * atom.l, stop)
+        if len(near) and not any(isinstance(e, Block) and _holds(e, (a, end), keys) for e in earlier):
+            i, j = queries[:, None, :, None], columns[None, None, :, None, lo * atom.c : hi * atom.c]
+            mask = job.left(atom, i, j) & (j <= i) if job.causal else job.left(atom, i, j)
+            yield Tiles(queries, at + near[None], mask, a, at + lo * atom.c)
 
 
 def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
@@ -395,22 +492,50 @@ def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tens
     """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; idle positions read any row."""
     B, S, H, D = x.shape
     if start is not None:
-        return x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D).transpose(1, 2)
-    flat = (at.clamp(0, S - 1) + torch.arange(B, device=x.device)[:, None, None] * S).flatten()
-    rows = x.reshape(B * S, H * D).index_select(0, flat).view(-1, at.shape[-1], H, D)  # [B·N, n, Hkv, D]
+        rows = x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D)
+    else:
+        flat = (at.clamp(0, S - 1) + torch.arange(B, device=x.device)[:, None, None] * S).flatten()
+        rows = x.reshape(B * S, H * D).index_select(0, flat).view(-1, at.shape[-1], H, D)  # [B·N, n, Hkv, D]
     if heads != H:
         rows = rows.repeat_interleave(heads // H, 2)
     return rows.transpose(1, 2)
 
 
-def _scatter(into: Tensor, at: Tensor, rows: Tensor) -> None:
+def _scatter(into: Tensor, at: Tensor, rows: Tensor, start: int | None = None) -> None:
     """Adds rows [B·N, H, n, D] to `into` [B, S, Hkv, D] at positions `at`; rows at idle positions are zero."""
     B, S, H, D = into.shape
-    flat = (at.clamp(0, S - 1) + torch.arange(B, device=into.device)[:, None, None] * S).flatten()
     rows = rows.transpose(1, 2)  # [B·N, n, H, D]
     if rows.shape[2] != H:
         rows = rows.unflatten(2, (H, -1)).sum(3)
+    if start is not None:
+        into[:, start : start + at.numel()] += rows.reshape(B, -1, H, D)
+        return
+    flat = (at.clamp(0, S - 1) + torch.arange(B, device=into.device)[:, None, None] * S).flatten()
     into.view(B * S, H * D).index_add_(0, flat, rows.reshape(-1, H * D).to(into.dtype))
+
+
+def _summary_index(job: Job, atom: Summary, x: Tensor) -> Tensor:
+    """The columns of a summary, for each head of x [B, S, Hkv, D], as an index for its tokens: [B, n, Hkv, D]."""
+    columns = job.columns(atom)
+    columns = columns[:: max(1, len(columns) // x.shape[2])]  # query heads that share a key head share the columns
+    return columns.clamp(max=job.S - 1).long().mT[:, :, None].expand(len(x), -1, x.shape[2], x.shape[3])
+
+
+def _with_columns(job: Job, x: Tensor) -> Tensor:
+    """x [B, S, Hkv, D], and behind it the columns of every summary."""
+    columns = [x.gather(1, _summary_index(job, atom, x)) for atom in job.atoms if isinstance(atom, Summary)]
+    return torch.cat([x, *columns], 1) if columns else x
+
+
+def _from_columns(job: Job, x: Tensor) -> Tensor:
+    """The gradient of what `_with_columns` got, from that of what it gave."""
+    keys, columns = x.tensor_split([job.S], 1)
+    for atom in job.atoms:
+        if isinstance(atom, Summary):
+            index = _summary_index(job, atom, keys)
+            own, columns = columns.tensor_split([index.shape[1]], 1)
+            keys.scatter_add_(1, index, own)
+    return keys
 
 
 def _clear(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -421,27 +546,30 @@ def _clear(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.masked_fill(padding[..., None, None], 0)
 
 
-def _bias(mask: Tensor, B: int, dtype: torch.dtype) -> Tensor:
+def _bias(mask: Tensor | None, B: int, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
     if mask.shape[1] > 1 or mask.shape[0] > 1:
-        mask = mask.expand(B, -1, -1, -1)
-    mask = mask.flatten(0, 1)[:, None]  # [1 or B·N, 1, m, n]
+        mask = mask.expand(B, -1, -1, -1, -1)
+    mask = mask.flatten(0, 1)  # [1 or B·N, 1 or H, 1 or m, n]
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Dense attention of tiles [B·N, H, m, D], and its log-sum-exp; a row that sees nothing gives 0 and any lse."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
-    s = torch.matmul(q.to(_wide(q)) * scale, k.to(_wide(q)).mT) + bias
+    s = torch.matmul(q.to(_wide(q)) * scale, k.to(_wide(q)).mT)
+    s = s if bias is None else s + bias
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse.clamp(min=torch.finfo(s.dtype).min)[..., None])
     return torch.matmul(p, v.to(p.dtype)).to(q.dtype), lse
 
 
 def _attend_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor, scale: float
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients through tiles whose softmax, o and lse are those of the whole union."""
     if q.device.type == "cpu":
@@ -449,7 +577,8 @@ def _attend_backward(
             do, q, k, v, o, lse, 0.0, False, attn_mask=bias, scale=scale
         )
     do, q, k, v, o = (x.to(_wide(x)) for x in (do, q, k, v, o))
-    p = torch.exp(torch.matmul(q * scale, k.mT) + bias - lse[..., None])
+    s = torch.matmul(q * scale, k.mT)
+    p = torch.exp((s if bias is None else s + bias) - lse[..., None])
     ds = p * (torch.matmul(do, v.mT) - (do * o).sum(-1, keepdim=True)) * scale
     return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, do)
 
@@ -461,6 +590,7 @@ def _torch_forward(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    shifts: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -470,12 +600,15 @@ def _torch_forward(
     o = q.new_zeros(B, T + 1, H, D, dtype=_wide(q))
     lse = q.new_full((B, T + 1, H), -inf, dtype=_wide(q))
     visible = None if causal else key_lengths  # causal, a query within its length sees only keys within it
-    for tiles in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
-        at, keys, mask, start = tiles
-        qt = _gather(q, at, H, start)
-        part, part_lse = _attend(qt, _gather(k, keys, H), _gather(v, keys, H), _bias(mask, B, q.dtype), scale)
+    job = Job(plan(pattern, causal), shifts, T, S, causal, visible, B * H * D, q.device)
+    k, v = _with_columns(job, k), _with_columns(job, v)
+    for at, keys, mask, start, key_start in _tiles(job):
+        qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
+        part, part_lse = _attend(qt, kt, vt, _bias(mask, B, q.dtype), scale)
         part_lse = part_lse.transpose(1, 2).unflatten(0, (B, -1))  # [B, N, m, H]
-        part_lse = part_lse.masked_fill(~mask.any(-1)[..., None], -inf).flatten(1, 2)
+        if mask is not None:
+            part_lse = part_lse.masked_fill(~mask.any(-1).mT, -inf)
+        part_lse = part_lse.flatten(1, 2)
         part = part.transpose(1, 2).reshape(B, -1, H, D).to(o.dtype)
         rows = at.flatten().long() if start is None else slice(start, start + at.numel())
         old = lse[:, rows]
@@ -503,6 +636,7 @@ def _torch_backward(
     lengths: Tensor | None,
     key_lengths: Tensor | None,
     pattern: str,
+    shifts: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -516,20 +650,19 @@ def _torch_backward(
         q, k, o = (F.pad(x, (0, 1)) for x in (q, k, o))
         v = F.pad(v, (0, 1), value=1.0)
         do = torch.cat([do, dlse.masked_fill(lse == inf, 0).to(do.dtype)[..., None]], -1)
+    job = Job(plan(pattern, causal), shifts, T, S, causal, visible, B * H * D, q.device)
+    k, v = _with_columns(job, k), _with_columns(job, v)
     dq, dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (q, k, v))
-    for tiles in _tiles(Job(plan(pattern, causal), T, S, causal, visible, B * H * D, q.device)):
-        at, keys, mask, start = tiles
-        qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H), _gather(v, keys, H)
+    for at, keys, mask, start, key_start in _tiles(job):
+        qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
         idle = (at >= T).expand(B, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m]
         lt = _gather(lse[..., None], at, H, start)[..., 0].masked_fill(idle, inf)
         dot, ot = _gather(do, at, H, start), _gather(o, at, H, start)
         dqt, dkt, dvt = _attend_backward(dot, qt, kt, vt, ot, lt.contiguous(), _bias(mask, B, q.dtype), scale)
-        if start is None:
-            _scatter(dq, at, dqt)
-        else:
-            dq[:, start : start + at.numel()] += dqt.transpose(1, 2).reshape(B, -1, *dq.shape[2:])
-        _scatter(dk, keys, dkt)
-        _scatter(dv, keys, dvt)
+        _scatter(dq, at, dqt, start)
+        _scatter(dk, keys, dkt, key_start)
+        _scatter(dv, keys, dvt, key_start)
+    dk, dv = _from_columns(job, dk), _from_columns(job, dv)
     dq, dk, dv = (g[..., :D].to(q.dtype).contiguous() for g in (dq, dk, dv))
     return dq, dk, dv
 
@@ -543,6 +676,7 @@ def _sparse(
     key_lengths: Tensor | None,
     pattern: str,
     draws: Sequence[int],
+    shifts: Sequence[int],
     causal: bool,
     scale: float,
     return_lse: bool,
@@ -551,8 +685,8 @@ def _sparse(
     if impl == "triton":
         from subquad.ops import sparse_triton
 
-        return sparse_triton.forward(q, k, v, lengths, key_lengths, pattern, tuple(draws), causal, scale)
-    return _torch_forward(q, k, v, lengths, key_lengths, pattern, causal, scale)
+        return sparse_triton.forward(q, k, v, lengths, key_lengths, pattern, tuple(draws), tuple(shifts), causal, scale)
+    return _torch_forward(q, k, v, lengths, key_lengths, pattern, tuple(shifts), causal, scale)
 
 
 @_sparse.register_fake
@@ -564,6 +698,7 @@ def _(
     key_lengths: Tensor | None,
     pattern: str,
     draws: Sequence[int],
+    shifts: Sequence[int],
     causal: bool,
     scale: float,
     return_lse: bool,
@@ -588,6 +723,7 @@ def _sparse_backward(
     key_lengths: Tensor | None,
     pattern: str,
     draws: Sequence[int],
+    shifts: Sequence[int],
     causal: bool,
     scale: float,
     impl: str,
@@ -596,9 +732,9 @@ def _sparse_backward(
         from subquad.ops import sparse_triton
 
         return sparse_triton.backward(
-            do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, tuple(draws), causal, scale
+            do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, tuple(draws), tuple(shifts), causal, scale
         )
-    return _torch_backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, causal, scale)
+    return _torch_backward(do, dlse, q, k, v, o, lse, lengths, key_lengths, pattern, tuple(shifts), causal, scale)
 
 
 @_sparse_backward.register_fake
@@ -614,6 +750,7 @@ def _(
     key_lengths: Tensor | None,
     pattern: str,
     draws: Sequence[int],
+    shifts: Sequence[int],
     causal: bool,
     scale: float,
     impl: str,
@@ -622,9 +759,9 @@ def _(
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, lengths, key_lengths, pattern, draws, causal, scale, return_lse, impl = inputs
+    q, k, v, lengths, key_lengths, pattern, draws, shifts, causal, scale, return_lse, impl = inputs
     ctx.save_for_backward(q, k, v, *output, lengths, key_lengths)
-    ctx.options = pattern, draws, causal, scale, impl
+    ctx.options = pattern, draws, shifts, causal, scale, impl
     ctx.return_lse = return_lse
 
 
@@ -633,7 +770,7 @@ def _backward(ctx, do: Tensor, dlse: Tensor):  # type: ignore[no-untyped-def]
     grads = torch.ops.subquad.sparse_backward(
         do, dlse if ctx.return_lse else None, q, k, v, o, lse, lengths, key_lengths, *ctx.options
     )
-    return *grads, None, None, None, None, None, None, None, None
+    return *grads, *(None for _ in range(9))
 
 
 _sparse.register_autograd(_backward, setup_context=_setup)

@@ -35,11 +35,11 @@ LOCAL = tl.constexpr(1)  # before, after
 BLOCK = tl.constexpr(2)  # l, before, after
 DILATED = tl.constexpr(3)  # gap, window
 STRIDED = tl.constexpr(4)  # l
-SUMMARY = tl.constexpr(5)  # l, c, first column of a block
+SUMMARY = tl.constexpr(5)  # l, c, first column of a block; -1: each head has its own, which a kernel looks up
 RANDOM = tl.constexpr(6)  # block size, blocks of a row
 DENSE = tl.constexpr(7)
 ROWS = tl.constexpr(8)  # tokens: the queries that read everything, seen from the keys
-STRIP = tl.constexpr(9)  # l, c, first column of a block: what the far part of a summary leaves, see `far_backward`
+STRIP = tl.constexpr(9)  # as SUMMARY: what the far part of a summary leaves, see `far_backward`
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -76,8 +76,8 @@ SPLIT = 2048  # keys (or queries) of one program where few rows read, or are rea
 
 
 @triton.jit
-def _held(i, j, A: tl.constexpr, n: tl.constexpr):
-    """Whether atom n holds the pairs (i, j), elementwise."""
+def _held(i, j, first, A: tl.constexpr, n: tl.constexpr):
+    """Whether atom n holds the pairs (i, j), elementwise; `first`: the first column of a block, if heads differ."""
     d = i - j
     if A[4 * n] == GLOBAL:
         return (i < A[4 * n + 1]) | (j < A[4 * n + 1])
@@ -92,13 +92,15 @@ def _held(i, j, A: tl.constexpr, n: tl.constexpr):
     elif A[4 * n] == STRIDED:
         return d % A[4 * n + 1] == 0
     elif A[4 * n] == SUMMARY:
+        start = first if A[4 * n + 3] < 0 else A[4 * n + 3]
         place = j % A[4 * n + 1] + 0 * i
-        return (place >= A[4 * n + 3]) & (place < A[4 * n + 3] + A[4 * n + 2])
+        return (place >= start) & (place < start + A[4 * n + 2])
     elif A[4 * n] == STRIP:
-        s = j // A[4 * n + 1] * A[4 * n + 2] + j % A[4 * n + 1] - A[4 * n + 3]
+        start = first if A[4 * n + 3] < 0 else A[4 * n + 3]
+        s = j // A[4 * n + 1] * A[4 * n + 2] + j % A[4 * n + 1] - start
         late = s > i // (A[4 * n + 1] // A[4 * n + 2]) - A[4 * n + 2]
         place = j % A[4 * n + 1]
-        column = (place >= A[4 * n + 3]) & (place < A[4 * n + 3] + A[4 * n + 2])
+        column = (place >= start) & (place < start + A[4 * n + 2])
         return column & late & (j // A[4 * n + 1] < i // A[4 * n + 1])
     else:
         return d == d
@@ -163,17 +165,17 @@ def _free(i0, i1, j0, j1, low, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def _seen(i, j, x, own, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
+def _seen(i, j, x, own, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
     """Which pairs are visible through atom n and belong to no earlier one; `x`: the side whose random block is own."""
     if A[4 * n] == RANDOM:
         seen = (x // A[4 * n + 1] == own) & (i == i) & (j == j)
     elif A[4 * n] == SUMMARY:
         seen = (i == i) & (j == j)  # the walk only meets its columns
     else:
-        seen = _held(i, j, A, n)
+        seen = _held(i, j, first, A, n)
     if A[4 * n] != ROWS:
         for e in tl.static_range(0, n):
-            seen = seen & (_held(i, j, A, e) == 0)
+            seen = seen & (_held(i, j, first, A, e) == 0)
     if CAUSAL:
         seen = seen & (j <= i)
     return seen
@@ -198,15 +200,17 @@ def _corner(f, pad, STEP: tl.constexpr):
 
 
 @triton.jit
-def _column(s, A: tl.constexpr, n: tl.constexpr):
+def _column(s, first, A: tl.constexpr, n: tl.constexpr):
     """The position of the s-th column of a summary."""
-    return s // A[4 * n + 2] * A[4 * n + 1] + A[4 * n + 3] + s % A[4 * n + 2]
+    start = first if A[4 * n + 3] < 0 else A[4 * n + 3]
+    return s // A[4 * n + 2] * A[4 * n + 1] + start + s % A[4 * n + 2]
 
 
 @triton.jit
-def _columns_below(x, A: tl.constexpr, n: tl.constexpr):
+def _columns_below(x, first, A: tl.constexpr, n: tl.constexpr):
     """How many keys of a summary lie before position x."""
-    return x // A[4 * n + 1] * A[4 * n + 2] + tl.minimum(tl.maximum(x % A[4 * n + 1] - A[4 * n + 3], 0), A[4 * n + 2])
+    start = first if A[4 * n + 3] < 0 else A[4 * n + 3]
+    return x // A[4 * n + 1] * A[4 * n + 2] + tl.minimum(tl.maximum(x % A[4 * n + 1] - start, 0), A[4 * n + 2])
 
 
 @triton.jit
@@ -216,6 +220,7 @@ def _key_range(
     i1,
     end,
     pad,
+    first,
     A: tl.constexpr,
     n: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -249,7 +254,7 @@ def _key_range(
         if CAUSAL and A[4 * n] != STRIP:
             hi = tl.minimum(hi, i1 + 1)
         if A[4 * n] == SUMMARY:
-            hi = _columns_below(hi, A, n)
+            hi = _columns_below(hi, first, A, n)
         elif A[0] == GLOBAL and A[4 * n] != GLOBAL:
             lo = tl.maximum(lo, A[1])
         lo = tl.maximum(lo, 0)
@@ -264,6 +269,7 @@ def _query_range(
     T,
     row0,
     pad,
+    first,
     A: tl.constexpr,
     n: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -287,7 +293,7 @@ def _query_range(
     elif A[4 * n] == STRIP:
         lo = (j0 // A[4 * n + 1] + 1) * A[4 * n + 1]
         hi = tl.minimum(hi, (j1 // A[4 * n + 1] + 2) * A[4 * n + 1])
-        if _columns_below(j0, A, n) == _columns_below(j1 + 1, A, n):
+        if _columns_below(j0, first, A, n) == _columns_below(j1 + 1, first, A, n):
             hi = lo
     if STEP != 1:
         lo = f // pad * pad
@@ -314,13 +320,15 @@ def _rows(x, at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _keys(s0, hi, klen, pad, shift, low, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr):
+def _keys(
+    s0, hi, klen, pad, shift, low, first, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """Positions of the keys from index s0 on, which of them exist, the corners, and whether all exist."""
     a = tl.arange(0, BN)
     if A[4 * n] == SUMMARY or A[4 * n] == STRIP:
-        j = _column(s0 + a, A, n)
-        j0 = _column(s0, A, n)
-        j1 = _column(s0 + BN - 1, A, n)
+        j = _column(s0 + a, first, A, n)
+        j0 = _column(s0, first, A, n)
+        j1 = _column(s0 + BN - 1, first, A, n)
     else:
         j = _place(s0, a, pad, shift, low, STEP)
         j0 = _corner(s0, pad, STEP)
@@ -331,19 +339,19 @@ def _keys(s0, hi, klen, pad, shift, low, A: tl.constexpr, n: tl.constexpr, STEP:
 @triton.jit
 def _forward_tile(
     acc, m, z, q, i, i0, i1, s0, hi, klen, own, k, v,
-    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low, first,
     A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Continues the softmax of a tile of queries over one tile of keys."""
-    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, A, n, STEP, BN)
+    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, first, A, n, STEP, BN)
     kt = _rows(k, j, ok, k_stride, D, BD)
     s = tl.dot(q, kt.T, input_precision=PRECISION)
     free = free & _free(i0, i1, j0, j1, low, A, n, CAUSAL)
     if A[4 * n] == RANDOM:
         free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
     if not free:
-        seen = _seen(i[:, None], j[None, :], i[:, None], own, A, n, CAUSAL)
+        seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
         s = tl.where(seen & ok[None, :], s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1) * scale)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -357,20 +365,21 @@ def _forward_tile(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
-    q, k, v, o, lse, lengths, key_lengths, table,
+    q, k, v, o, lse, lengths, key_lengths, table, firsts,
     q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
     v_batch, v_stride: tl.constexpr, v_head,
     o_piece, o_batch, lse_piece, lse_head, table_batch, table_head,
     scale, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
-    SPLITS: tl.constexpr, LENGTHS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries row0 .. rows - 1: starts or continues their softmax over the atoms PARTS."""
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % H
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
     piece = tl.program_id(1)
+    first = tl.load(firsts + h) if FIRSTS else 0
     q += b * q_batch + h * q_head
     k += b * k_batch + h // SHARE * k_head
     v += b * v_batch + h // SHARE * v_head
@@ -401,27 +410,27 @@ def _forward(
         acc = tl.zeros([BM, BD], tl.float32)
     for part in tl.static_range(len(PARTS)):
         if A[4 * PARTS[part]] == RANDOM:
-            first = i0 // A[4 * PARTS[part] + 1]
+            begin = i0 // A[4 * PARTS[part] + 1]
             last = tl.minimum(i1 // A[4 * PARTS[part] + 1], table_rows - 1)
             per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
-            for t in tl.range(0, (last - first + 1) * A[4 * PARTS[part] + 2] * per):
-                entry = first * A[4 * PARTS[part] + 2] + t // per
+            for t in tl.range(0, (last - begin + 1) * A[4 * PARTS[part] + 2] * per):
+                entry = begin * A[4 * PARTS[part] + 2] + t // per
                 block = tl.load(table + b * table_batch + h * table_head + entry)
                 s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
                 hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
                 acc, m, z = _forward_tile(
                     acc, m, z, qt, i, i0, i1, s0, hi, klen, entry // A[4 * PARTS[part] + 2], k, v, k_stride, v_stride,
-                    scale, pad, shift, low, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    scale, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
         else:
-            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, A, PARTS[part], CAUSAL, STEP, BM)
+            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, first, A, PARTS[part], CAUSAL, STEP, BM)
             if SPLITS:
                 lo = piece * split
                 hi = tl.minimum(hi, lo + split)
             for s0 in tl.range(lo, hi, BN):
                 acc, m, z = _forward_tile(
                     acc, m, z, qt, i, i0, i1, s0, hi, klen, 0, k, v, k_stride, v_stride,
-                    scale, pad, shift, low, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    scale, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
     alive = (z > 0) & (i < end)
     z = tl.where(z > 0, z, 1.0)
@@ -441,11 +450,11 @@ def _store(x, at, ok, rows, stride: tl.constexpr, D: tl.constexpr, BD: tl.conste
 @triton.jit
 def _dq_tile(
     dq, q, do, norm, delta, i, i0, i1, s0, hi, klen, own, k, v,
-    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low, first,
     A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, A, n, STEP, BN)
+    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, first, A, n, STEP, BN)
     kt = _rows(k, j, ok, k_stride, D, BD)
     vt = _rows(v, j, ok, v_stride, D, BD)
     p = tl.exp2(tl.dot(q, kt.T, input_precision=PRECISION) * scale - norm[:, None])
@@ -453,7 +462,7 @@ def _dq_tile(
     if A[4 * n] == RANDOM:
         free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
     if not free:
-        seen = _seen(i[:, None], j[None, :], i[:, None], own, A, n, CAUSAL)
+        seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
         p = tl.where(seen & ok[None, :], p, 0.0)
     dp = tl.dot(do, vt.T, input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
@@ -462,14 +471,15 @@ def _dq_tile(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dq(
-    q, k, v, o, do, lse, dlse, stats, dq, far, lengths, key_lengths, table,
+    q, k, v, o, do, lse, dlse, stats, dq, far, lengths, key_lengths, table, firsts,
     q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
     v_batch, v_stride: tl.constexpr, v_head,
     do_batch, do_stride: tl.constexpr, do_head, dq_piece, dq_batch, far_batch, table_batch, table_head,
     scale, scale_log2, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
-    SPLITS: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, DLSE: tl.constexpr, H: tl.constexpr,
-    SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, DLSE: tl.constexpr,
+    H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries. The first pass leaves, for all others, what a score is compared with:
     norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp, side by side.
@@ -478,6 +488,7 @@ def _dq(
     h = tl.program_id(0) // tiles % H
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
     piece = tl.program_id(1)
+    first = tl.load(firsts + h) if FIRSTS else 0
     q += b * q_batch + h * q_head
     k += b * k_batch + h // SHARE * k_head
     v += b * v_batch + h // SHARE * v_head
@@ -516,27 +527,29 @@ def _dq(
     grad = tl.zeros([BM, BD], tl.float32)
     for part in tl.static_range(len(PARTS)):
         if A[4 * PARTS[part]] == RANDOM:
-            first = i0 // A[4 * PARTS[part] + 1]
+            begin = i0 // A[4 * PARTS[part] + 1]
             last = tl.minimum(i1 // A[4 * PARTS[part] + 1], table_rows - 1)
             per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
-            for t in tl.range(0, (last - first + 1) * A[4 * PARTS[part] + 2] * per):
-                entry = first * A[4 * PARTS[part] + 2] + t // per
+            for t in tl.range(0, (last - begin + 1) * A[4 * PARTS[part] + 2] * per):
+                entry = begin * A[4 * PARTS[part] + 2] + t // per
                 block = tl.load(table + b * table_batch + h * table_head + entry)
                 s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
                 hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
                 grad = _dq_tile(
                     grad, qt, dot, e, d, i, i0, i1, s0, hi, klen, entry // A[4 * PARTS[part] + 2], k, v,
-                    k_stride, v_stride, scale_log2, pad, shift, low, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    k_stride, v_stride, scale_log2, pad, shift, low, first,
+                    A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
         else:
-            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, A, PARTS[part], CAUSAL, STEP, BM)
+            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, first, A, PARTS[part], CAUSAL, STEP, BM)
             if SPLITS:
                 lo = piece * split
                 hi = tl.minimum(hi, lo + split)
             for s0 in tl.range(lo, hi, BN):
                 grad = _dq_tile(
                     grad, qt, dot, e, d, i, i0, i1, s0, hi, klen, 0, k, v,
-                    k_stride, v_stride, scale_log2, pad, shift, low, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    k_stride, v_stride, scale_log2, pad, shift, low, first,
+                    A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
     grad *= scale
     if CONTINUE:
@@ -551,7 +564,7 @@ def _dq(
 def _dkv_tile(
     dk, dv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, q, do, stats,
     q_stride: tl.constexpr, do_stride: tl.constexpr, scale,
-    pad, shift, low, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
+    pad, shift, low, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, BM)
@@ -568,7 +581,7 @@ def _dkv_tile(
     if A[4 * n] == RANDOM:
         free = free & (j0 // A[4 * n + 1] == own) & (j1 // A[4 * n + 1] == own)
     if not free:
-        seen = _seen(i[None, :], j[:, None], j[:, None], own, A, n, CAUSAL)
+        seen = _seen(i[None, :], j[:, None], j[:, None], own, first, A, n, CAUSAL)
         p = tl.where(seen & ok[:, None], p, 0.0)
     dv = tl.dot(p.to(dot.dtype), dot, dv, input_precision=PRECISION)
     dp = tl.dot(vt, dot.T, input_precision=PRECISION)
@@ -579,21 +592,22 @@ def _dkv_tile(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _dkv(
-    q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers,
+    q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers, firsts,
     q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
     v_batch, v_stride: tl.constexpr, v_head,
     do_batch, do_stride: tl.constexpr, do_head, dk_piece, dk_batch,
     starts_batch, starts_head, readers_batch, readers_head,
     scale, scale_log2, T, S, tiles, row0, col0, cols, pad, shift, low, split,
     A: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
-    CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, HKV: tl.constexpr, SHARE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, HKV: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of the keys col0 .. cols - 1, in index; KEYS is the atom whose columns they are."""
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % HKV
     b = (tl.program_id(0) // tiles // HKV).to(tl.int64)
     piece = tl.program_id(1)
+    first = tl.load(firsts + h * SHARE) if FIRSTS else 0
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     dk += piece * dk_piece + b * dk_batch + h * D
@@ -604,7 +618,7 @@ def _dkv(
         klen = tl.load(key_lengths + b).to(tl.int32)
         end = tl.load(lengths + b).to(tl.int32)
     f = col0 + tile * BN
-    j, here, j0, j1, whole = _keys(f, cols, S, pad, shift, low, A, KEYS, STEP, BN)
+    j, here, j0, j1, whole = _keys(f, cols, S, pad, shift, low, first, A, KEYS, STEP, BN)
     ok = here & (j < klen)
     whole = whole & (j1 < klen)
     kt = _rows(k, j, ok, k_stride, D, BD)
@@ -629,18 +643,18 @@ def _dkv(
                         hi = tl.minimum((row + 1) * A[4 * PARTS[part] + 1], T)
                         gk, gv = _dkv_tile(
                             gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, qh, doh, statsh,
-                            q_stride, do_stride, scale_log2, pad, shift, low,
+                            q_stride, do_stride, scale_log2, pad, shift, low, first,
                             A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                         )  # fmt: skip
             else:
-                lo, hi = _query_range(f, j0, j1, T, row0, pad, A, PARTS[part], CAUSAL, STEP, BN)
+                lo, hi = _query_range(f, j0, j1, T, row0, pad, first, A, PARTS[part], CAUSAL, STEP, BN)
                 if SPLITS:
                     lo = tl.maximum(lo, piece * split)
                     hi = tl.minimum(hi, piece * split + split)
                 for s0 in tl.range(lo, hi, BM):
                     gk, gv = _dkv_tile(
                         gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, 0, qh, doh, statsh,
-                        q_stride, do_stride, scale_log2, pad, shift, low,
+                        q_stride, do_stride, scale_log2, pad, shift, low, first,
                         A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                     )  # fmt: skip
     gk *= scale
@@ -653,8 +667,8 @@ def _dkv(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _far(
-    k, v, far_k, far_v, k_batch, k_stride: tl.constexpr, k_head, v_batch, v_stride: tl.constexpr, v_head,
-    tiles, rows, A: tl.constexpr, n: tl.constexpr, BACK: tl.constexpr, H: tl.constexpr,
+    k, v, far_k, far_v, firsts, k_batch, k_stride: tl.constexpr, k_head, v_batch, v_stride: tl.constexpr, v_head,
+    tiles, rows, A: tl.constexpr, n: tl.constexpr, BACK: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of the first `rows` columns of a summary, spread over the queries that stand for heads.
@@ -666,7 +680,8 @@ def _far(
     tile = tl.program_id(0) // H % tiles
     b = (tl.program_id(0) // H // tiles).to(tl.int64)
     s = tile * BN + tl.arange(0, BN)
-    j = _column(s, A, n)
+    first = tl.load(firsts + h) if FIRSTS else 0
+    j = _column(s, first, A, n)
     here = s < rows
     COPIES: tl.constexpr = A[4 * n + 1] // A[4 * n + 2]
     k += b * k_batch + h * k_head
@@ -704,12 +719,12 @@ class Passes(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def passes(pattern: str, causal: bool, split_off: bool) -> Passes:
-    """`split_off`: whether the far part of a summary may be computed apart."""
+def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
+    """`split_off`: whether the far part of a summary may be computed apart; `shifted`: whether heads shift it."""
     atoms = plan(pattern, causal)
     random = tuple(a for a in atoms if isinstance(a, Random))
     fixed = [a for a in atoms if not isinstance(a, Random)]
-    coded = [_code(a) for a in fixed]
+    coded = [_code(a, shifted) for a in fixed]
     far = -1
     match atoms:
         case (Block(size, 0), Summary(l, c)) if split_off and causal and size == l and l % c == 0 and 2 <= l // c <= 8:
@@ -735,7 +750,7 @@ def passes(pattern: str, causal: bool, split_off: bool) -> Passes:
     return Passes(flat, far, random, rows, columns, tuple(queries), tuple(keys), summaries, lattices)
 
 
-def _code(atom: Pattern) -> tuple[int, int, int, int]:
+def _code(atom: Pattern, shifted: bool) -> tuple[int, int, int, int]:
     match atom:
         case Global(tokens):
             return GLOBAL.value, tokens, 0, 0
@@ -748,10 +763,16 @@ def _code(atom: Pattern) -> tuple[int, int, int, int]:
         case Strided(l):
             return STRIDED.value, l, 0, 0
         case Summary(l, c, shift):
-            return SUMMARY.value, l, c, l - c * (shift + 1)
+            return SUMMARY.value, l, c, -1 if shifted else l - c * (shift + 1)
         case Dense():
             return DENSE.value, 0, 0, 0
     raise NotImplementedError(f"{atom!r} in Triton")
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copied there once: a copy in the middle of a call waits, and cannot be captured."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _table(
@@ -769,7 +790,7 @@ def _table(
     """
     size = gcd(*(a.block_size for a in random))
     rows = torch.arange(-(-T // size), device=device)[None, None]
-    heads = torch.tensor(draws, device=device)[:, None] if draws else None
+    heads = _on_device(draws, torch.int64, device)[:, None] if draws else None
     drawn = []
     for atom in random:
         ratio = atom.block_size // size
@@ -826,6 +847,7 @@ class Call(NamedTuple):
     scale: float
     lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
     random: tuple[Tensor, Tensor, Tensor] | None
+    firsts: Tensor | None  # [H], where heads shift the summary: its first column in a block
     dtype: torch.dtype
 
     def config(self, kind: str) -> Config:
@@ -849,6 +871,7 @@ class Call(NamedTuple):
         return {
             "CAUSAL": self.causal,
             "LENGTHS": self.lengths is not None,
+            "FIRSTS": self.firsts is not None,
             "SHARE": self.H // self.Hkv,
             "D": self.D,
             "BD": self.width,
@@ -868,6 +891,7 @@ def _call(
     key_lengths: Tensor | None,
     pattern: str,
     draws: tuple[int, ...],
+    shifts: tuple[int, ...],
     causal: bool,
     scale: float,
     split_off: bool = False,
@@ -875,7 +899,7 @@ def _call(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     # padding may hold anything, and the fused attention of torch would multiply it by 0
     split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(q) is not None
-    work = passes(pattern, causal, split_off)
+    work = passes(pattern, causal, split_off, bool(shifts))
     random = None
     if work.random:
         limits = None if causal else key_lengths
@@ -883,12 +907,16 @@ def _call(
             random = _full_table(work.random, draws, T, S, causal, q.device)
         else:
             random = _table(work.random, draws, T, S, causal, limits, q.device)
+    firsts = None
+    if shifts:
+        l, c = next((a.l, a.c) for a in plan(pattern, causal) if isinstance(a, Summary))  # noqa: E741
+        firsts = _on_device(tuple(l - c * (shift + 1) for shift in shifts), torch.int32, q.device)
     both = None
     if lengths is not None or key_lengths is not None:
         lengths = torch.full((B,), T, device=q.device) if lengths is None else lengths
         key_lengths = torch.full((B,), S, device=q.device) if key_lengths is None else key_lengths
         both = lengths.clamp(max=T), key_lengths.clamp(max=S)
-    return Call(work, B, T, S, H, Hkv, D, causal, scale, both, random, q.dtype)
+    return Call(work, B, T, S, H, Hkv, D, causal, scale, both, random, firsts, q.dtype)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -903,10 +931,11 @@ def forward(
     key_lengths: Tensor | None,
     pattern: str,
     draws: tuple[int, ...],
+    shifts: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    call = _call(q, k, lengths, key_lengths, pattern, draws, causal, scale)
+    call = _call(q, k, lengths, key_lengths, pattern, draws, shifts, causal, scale)
     work = call.work
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     o = torch.empty(call.B, call.T, call.H, call.D, device=q.device, dtype=q.dtype)
@@ -954,8 +983,9 @@ def _run_forward(
     tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
     lengths, key_lengths = call.lengths or (q, q)
     table = call.random[0] if call.random else q[:1, :1]
+    firsts = q if call.firsts is None else call.firsts
     _forward[(tiles * call.B * call.H, len(o))](
-        q, k, v, o, lse, lengths, key_lengths, table,
+        q, k, v, o, lse, lengths, key_lengths, table, firsts,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         o.stride(0), o.stride(1), lse.stride(0), lse.stride(2),
         *_strides(table), call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
@@ -977,11 +1007,12 @@ def backward(
     key_lengths: Tensor | None,
     pattern: str,
     draws: tuple[int, ...],
+    shifts: tuple[int, ...],
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # the backward of torch's attention knows no gradient of the log-sum-exp
-    call = _call(q, k, lengths, key_lengths, pattern, draws, causal, scale, split_off=dlse is None)
+    call = _call(q, k, lengths, key_lengths, pattern, draws, shifts, causal, scale, split_off=dlse is None)
     work = call.work
     do, q, k, v = (_dense_rows(x) for x in (do, q, k, v))
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
@@ -1017,8 +1048,8 @@ def backward(
     if not started:
         dk.zero_(), dv.zero_()
     for n in work.summaries:
-        size, count, first = work.atoms[4 * n + 1 : 4 * n + 4]
-        stop = call.S // size * count + min(max(call.S % size - first, 0), count)
+        size, count = work.atoms[4 * n + 1 : 4 * n + 3]
+        stop = -(-call.S // size) * count  # the columns that the last block lacks are beyond S
         run = Pass("dkv_summary", work.atoms, (n,), 0, stop, go_on=True)
         _run_dkv(call, run, *sources, dk[None], dv[None])
     if work.columns:
@@ -1063,8 +1094,9 @@ def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, bac
     tile, rows = 32, far_k.shape[1]
     tiles = triton.cdiv(rows, tile)
     _far[(tiles * call.B * call.H,)](
-        k, v, far_k, far_v, *k.stride()[:3], *v.stride()[:3], tiles, rows,
-        A=call.work.atoms, n=call.work.far, BACK=back, H=call.H, D=call.D, BD=call.width, BN=tile,
+        k, v, far_k, far_v, k if call.firsts is None else call.firsts, *k.stride()[:3], *v.stride()[:3], tiles, rows,
+        A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,
+        H=call.H, D=call.D, BD=call.width, BN=tile,
     )  # fmt: skip
 
 
@@ -1124,9 +1156,10 @@ def _run_dq(
     tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
     lengths, key_lengths = call.lengths or (q, q)
     table = call.random[0] if call.random else q[:1, :1]
+    firsts = q if call.firsts is None else call.firsts
     _dq[(tiles * call.B * call.H, len(dq))](
         q, k, v, o, do, lse, lse if dlse is None else dlse, stats, dq, dq if far is None else far[0],
-        lengths, key_lengths, table,
+        lengths, key_lengths, table, firsts,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
         dq.stride(0), dq.stride(1), 0 if far is None else far[0].stride(0), *_strides(table),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
@@ -1153,8 +1186,9 @@ def _run_dkv(
     tiles = triton.cdiv(stop - run.start, config.keys)
     lengths, key_lengths = call.lengths or (q, q)
     starts, readers = call.random[1:] if call.random else (q[:1, :1], q[:1, :1])
+    firsts = q if call.firsts is None else call.firsts
     _dkv[(tiles * call.B * call.Hkv, len(dk))](
-        q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers,
+        q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers, firsts,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
         dk.stride(0), dk.stride(1), *_strides(starts), *_strides(readers),
         call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, call.work.rows, run.start, stop,
