@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits, at_least, keep, refuse
+from subquad.ops.layer_norm import LayerNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class GMLP(Mixer):
         super().__init__(options)
         length, half = options.max_length or 0, options.expansion * options.dim // 2
         self.into = nn.Linear(options.dim, 2 * half)
-        self.norm = nn.LayerNorm(half)
+        self.norm = LayerNorm(half)
         self.weight = nn.Parameter(torch.empty(length, length).uniform_(-1, 1) * 1e-3 / length)
         self.bias = nn.Parameter(torch.ones(length))  # with W near zero the gate starts at one
         self.out = nn.Linear(half, options.dim)

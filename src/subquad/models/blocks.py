@@ -15,6 +15,7 @@ from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer, keep
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.ops.feed_forward import feed_forward, pays
+from subquad.ops.layer_norm import LayerNorm
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
@@ -184,7 +185,7 @@ def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
 
 
 def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
-    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    kind = LayerNorm if config.norm == "layer" else nn.RMSNorm
     return kind(config.dim, eps=config.norm_eps)
 
 

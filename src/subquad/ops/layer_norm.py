@@ -1,0 +1,59 @@
+"""Layer normalisation of narrow rows: y = (x - mean) / √(variance + eps) · weight + bias, over the last axis.
+
+torch's own gradient of weight and bias is made for wide rows. At the widths of small models, 64 to 512, it takes longer
+than the attention beside it; here the gradients of x, weight and bias come from one reading of x.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.ops.impl import Impl, choose
+
+WIDEST = 512  # beyond it torch's kernels have enough to do in a row
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: Impl = "auto") -> Tensor:
+    """x [..., D], weight and bias [D] -> [..., D]; under autocast float32, as torch's."""
+    # a compiler fuses the norm with what stands around it, and torch.func differentiates torch's own
+    elsewhere = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if elsewhere or choose(impl, "layer_norm", x, _unsupported(x, weight)) == "torch":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    out = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+    y: Tensor = _LayerNorm.apply(x, weight, bias, eps, out)
+    return y
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm over one axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _unsupported(x: Tensor, weight: Tensor) -> str | None:
+    if x.shape[-1] > WIDEST:
+        return f"rows of {x.shape[-1]}, where at most {WIDEST} are served"
+    if not all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (x, weight)):
+        return f"{x.dtype}, where float32 and 16-bit types are served"
+    return "no elements" if x.numel() == 0 else None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: torch.dtype) -> Tensor:
+        from subquad.ops import layer_norm_triton
+
+        x = x.contiguous()
+        y, mean, scale = layer_norm_triton.forward(x, weight, bias, eps, out)
+        ctx.save_for_backward(x, weight, mean, scale)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from subquad.ops import layer_norm_triton
+
+        return (*layer_norm_triton.backward(grad.contiguous(), *ctx.saved_tensors), None, None)

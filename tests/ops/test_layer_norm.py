@@ -1,0 +1,102 @@
+"""Layer normalisation against its definition in float64, through Triton's interpreter, and compiled for sm_90.
+
+Both need their own process, as in test_linear_triton.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad import Transformer
+from subquad.ops.layer_norm import LayerNorm, layer_norm
+from tests.ops.own_process import compiled, interpreted, outside, run_again
+
+pytest.importorskip("triton")
+
+
+@outside
+@pytest.mark.parametrize("mode", ["interpret", "compile"])
+def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
+    run_again(__file__, mode, tmp_path)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = size * torch.randn(shape) + size
+    weight, bias = torch.randn(shape[-1]) + 1, torch.randn(shape[-1])
+    return [x.to(dtype), weight, bias]
+
+
+def results(parts: list[Tensor], grad: Tensor, **how: Any) -> list[Tensor]:
+    given = [part.clone().requires_grad_() for part in parts]
+    y = layer_norm(*given, **how)
+    return [y.detach(), *torch.autograd.grad(y, given, grad.to(y.dtype))]
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (3, 7, 33), (2, 300, 64), (65, 512)])
+def test_values_and_gradients_are_those_of_the_definition(shape: tuple[int, ...]) -> None:
+    parts = draw(shape, torch.float32)
+    grad = torch.randn(shape)
+    wanted = results([part.double() for part in parts], grad, impl="torch")
+    for name, got, exact in zip(("y", "x", "weight", "bias"), results(parts, grad, impl="triton"), wanted, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=2e-4 if name == "x" else 2e-5, msg=name)
+
+
+@interpreted
+def test_sixteen_bits_and_large_numbers_lose_no_more_than_torch_does() -> None:
+    parts = draw((40, 64), torch.float16, size=1e4)
+    grad = torch.randn(40, 64)
+    exact = results([part.double() for part in parts], grad, impl="torch")
+    ours, theirs = (results(parts, grad, impl=impl) for impl in ("triton", "torch"))
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - c).abs().max() <= 1.5 * (b - c).abs().max() + 1e-6
+
+
+@interpreted
+def test_what_it_cannot_do_is_refused() -> None:
+    for parts, message in ((draw((2, 513), torch.float32), "513"), (draw((2, 8), torch.float64), "float64")):
+        with pytest.raises(ValueError, match=message):
+            layer_norm(*parts, impl="triton")
+    with pytest.raises(ValueError, match="no elements"):
+        layer_norm(*draw((0, 8), torch.float32), impl="triton")
+
+
+@outside
+def test_a_model_has_it_under_the_names_of_torch() -> None:
+    model = Transformer(dim=16, depth=1, heads=2, mechanism="linear")
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert norms
+    assert all(isinstance(norm, LayerNorm) for norm in norms)
+    assert set(norms[0].state_dict()) == {"weight", "bias"}
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(norms[0](x), F.layer_norm(x, (16,), norms[0].weight, norms[0].bias))
+
+
+@compiled
+@pytest.mark.parametrize(("width", "dtype"), [(64, "fp32"), (300, "bf16")])
+def test_compiles_for_hopper(width: int, dtype: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from subquad.ops import layer_norm_triton as kernels
+
+    wide = triton.next_power_of_2(width)
+    constants = {"D": width, "W": wide, "BM": kernels.TILE // wide, "P": 528}
+    for kernel in (kernels.normalise, kernels.gradients):
+        signature, constexprs = {}, {}
+        for i, name in enumerate(kernel.arg_names):
+            if name in constants:
+                signature[name], constexprs[(i,)] = "constexpr", constants[name]
+            else:
+                plain = {"R": "i32", "eps": "fp32", "mean": "*fp32", "scale": "*fp32", "parts": "*fp32"}
+                signature[name] = plain.get(name, f"*{dtype}")
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
+        options = {"num_warps": kernels.LAUNCH.warps, "num_stages": kernels.LAUNCH.stages}
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
