@@ -22,15 +22,22 @@ class Recipe:
     original: Fields  # the arena's own model ...
     original_training: Fields  # ... and how it is trained there
     data: Fields = field(default_factory=dict)
+    model: Fields = field(default_factory=dict)  # of the small model, where it is not as for all tasks
 
 
 WARM = {"warmup": 200, "evaluate_batch": 250, "evaluate_batches": 8, "keep": 1}
 ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
 
+
+def grid(side: int) -> dict[str, Any]:
+    """A picture's pixels know their row and column; to learn that from single positions takes most of a short run."""
+    return {"positions": "grid", "shape": [side, side]}
+
+
 RECIPES: dict[str, Recipe] = {
     "listops": Recipe(
         "listops", "ListOps", 17.0,
-        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
+        {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
         {"dim": 512, "depth": 4, "heads": 8, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
          "head_hidden": 1024},
         {"steps": 5000, "batch": 32, "lr": 1.6e-3, "warmup": 1000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
@@ -54,15 +61,17 @@ RECIPES: dict[str, Recipe] = {
     ),
     "image": Recipe(
         "image", "Image", 10.0,
-        {"steps": 2500, "batch": 64, "lr": 2e-3, **WARM},
+        {"steps": 4000, "batch": 64, "lr": 2e-3, **WARM},
         {"dim": 128, "depth": 1, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "cls", "dropout": 0.3},
         {"steps": 35_000, "batch": 256, "lr": 5e-4, "warmup": 175, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
+        model=grid(32),
     ),
     "pathfinder": Recipe(
         "pathfinder", "Pathfinder", 50.0,
         {"steps": 4000, "batch": 64, "lr": 1e-3, **WARM},
         {"dim": 128, "depth": 4, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "mean"},
         {"steps": 62_400, "batch": 512, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
+        model={**grid(32), "dropout": 0.0},
     ),
     "pathx": Recipe(
         "pathx", "Path-X", 50.0,
@@ -70,6 +79,7 @@ RECIPES: dict[str, Recipe] = {
          "keep": 1},
         {"dim": 32, "depth": 1, "heads": 2, "ff_dim": 32, "positions": "learned", "pooling": "mean"},
         {"steps": 62_400, "batch": 64, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "clip": 1.0, **ADAM},
+        model={**grid(128), "dropout": 0.0},
     ),
 }  # fmt: skip
 NAMES = {"imdb": "text", "path-x": "pathx", "path_x": "pathx"}
@@ -147,7 +157,7 @@ def mixer(task: str, name: str) -> list[Any]:
 
 def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
     """Keywords of the model, beside the task's own small ones."""
-    given = RECIPES[task].original if size == "original" else {}
+    given = RECIPES[task].original if size == "original" else RECIPES[task].model
     return {**given, "mechanism": mixer(task, name)}
 
 
