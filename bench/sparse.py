@@ -136,9 +136,9 @@ def call_on_cpu(pattern: Patterns, causal: bool, shape: Shape) -> None:
     q, k, v, w = shape.tensors("cpu")
     lengths = shape.lengths("cpu")
     texts = tuple(p.to_json() for p in ([pattern] * HEADS if isinstance(pattern, Pattern) else pattern))
-    for text, draws, own, shared in sparse._groups(texts, HEADS, shape.key_heads, True):
+    for text, draws, shifts, own, shared in sparse._groups(texts, HEADS, shape.key_heads, True):
         qs, ks, vs, ws = (sparse._heads(x, h) for x, h in ((q, own), (k, shared), (v, shared), (w, own)))
-        options = (lengths, lengths, text, draws, causal, shape.width**-0.5)
+        options = (lengths, lengths, text, draws, shifts, causal, shape.width**-0.5)
         o, lse = kernels.forward(qs, ks, vs, *options)
         kernels.backward(ws, None, qs, ks, vs, o, lse, *options)
 

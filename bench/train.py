@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from subquad.bench.compare import save
-from subquad.bench.measure import once, spread
+from subquad.bench.measure import Sample, once, spread
 from subquad.bench.provenance import machine
 from subquad.tasks.images import SETS, Images
 from subquad.tasks.scaling import Iteration, iterations
@@ -68,7 +68,7 @@ def rate(make: Callable[[], Iteration], count: int) -> Figures:
     for _ in range(5):
         run()
     calls = max(1, min(20, int(500 / max(1.0, once(run, device)))))
-    found = spread([once(run, device, calls) for _ in range(7)])
+    found = spread([once(run, device, Sample(calls)) for _ in range(7)])
     assert found is not None
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
     return {"iteration_ms": found, "examples_per_second": 1000 * count / found["median"], "peak_bytes": peak}

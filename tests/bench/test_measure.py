@@ -2,6 +2,7 @@ import torch
 
 from subquad.bench.measure import (
     Decode,
+    Sample,
     Shape,
     Subject,
     Yardstick,
@@ -68,7 +69,7 @@ def test_quick_calls_are_timed_in_groups() -> None:
     assert calls_for(0.5) == 4
     assert calls_for(0.0) == 50
     calls: list[int] = []
-    assert once(lambda: calls.append(1), "cpu", calls=7) >= 0
+    assert once(lambda: calls.append(1), "cpu", sample=Sample(7)) >= 0
     assert len(calls) == 7
 
 
@@ -76,7 +77,7 @@ def test_each_sample_of_decoding_starts_at_the_end_of_the_sequence() -> None:
     for name in ("softmax", "linear", "compressed"):
         decode = Decode(Subject(name, Shape(length=12, dim=8, batch=2)))
         for _ in range(2):
-            once(decode, "cpu", calls=5)
+            once(decode, "cpu", sample=Sample(5))
             assert decode.state.position.tolist() == [18, 18], name  # 12 read, 1 to grow the cache, 5 timed
 
 

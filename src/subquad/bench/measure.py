@@ -1,7 +1,8 @@
 """How one mechanism at one length is measured: time beside exact softmax, peak memory, decoding, state.
 
-Time on a GPU is between two events; on a CPU, where clocks and neighbours change from one minute to the next, what
-counts is the ratio to the yardstick (exact softmax) measured immediately before and after.
+Time on a GPU is between two events, of work that was issued while the GPU was kept waiting: its own time, not that of
+the Python that feeds it. On a CPU, where clocks and neighbours change from one minute to the next, what counts is the
+ratio to the yardstick (exact softmax) measured immediately before and after.
 """
 
 import math
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ YARDSTICK = "softmax"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORTEST_SAMPLE = 2.0  # milliseconds; quicker calls are repeated within one sample
 SLOW = 0.5  # seconds of a training step, from which one call is a sample
+ISSUED = 4  # calls while the GPU waits: its queue holds about a thousand launches
+LONGEST_WAIT = 100.0  # milliseconds
+CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 PILOT = 256  # tokens of the run from which memory at a first length is estimated
 
 
@@ -103,23 +107,35 @@ def spread(samples: Sequence[float]) -> Spread | None:
     return {"median": statistics.median(samples), "low": low, "high": high}
 
 
-def once(run: Callable[[], None], device: str, calls: int = 1) -> float:
-    """Milliseconds a call, over `calls` calls in a row."""
+class Sample(NamedTuple):
+    """How a run is timed once."""
+
+    calls: int = 1  # in a row
+    wait: float = 0.0  # milliseconds that a GPU sleeps first, while the calls are issued
+
+
+SINGLE = Sample()
+
+
+def once(run: Callable[[], None], device: str, sample: Sample = SINGLE) -> float:
+    """Milliseconds a call."""
     if isinstance(run, Decode):
         run.rewind()
     if torch.device(device).type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if sample.wait:
+            torch.cuda._sleep(round(sample.wait * CYCLES))
         start.record()
-        for _ in range(calls):
+        for _ in range(sample.calls):
             run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / calls
+        return start.elapsed_time(end) / sample.calls
     begun = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(sample.calls):
         run()
-    return (time.perf_counter() - begun) * 1000 / calls
+    return (time.perf_counter() - begun) * 1000 / sample.calls
 
 
 def calls_for(milliseconds: float) -> int:
@@ -127,11 +143,16 @@ def calls_for(milliseconds: float) -> int:
     return max(1, min(50, math.ceil(SHORTEST_SAMPLE / max(milliseconds, 1e-3))))
 
 
-def calibrate(run: Callable[[], None], device: str) -> int:
-    """How many calls of `run` make a sample."""
-    if torch.device(device).type == "cuda":
-        run()  # kernels are compiled at the first call
-    return calls_for(once(run, device))
+def calibrate(run: Callable[[], None], device: str, wait: bool = True) -> Sample:
+    """How `run` is sampled. `wait`: on a GPU, for the time of the GPU alone."""
+    if torch.device(device).type != "cuda":
+        return Sample(calls_for(once(run, device)))
+    run()  # kernels are compiled at the first call
+    issued = once(run, device)  # as long as it takes to issue it, or longer
+    if not wait:
+        return Sample(calls_for(issued))
+    calls = min(ISSUED, calls_for(issued))
+    return Sample(calls, min(LONGEST_WAIT, 1.5 * calls * issued))
 
 
 class Yardstick:
@@ -148,13 +169,13 @@ class Yardstick:
             self.runs["decode"] = Decode(self.subject)
         # one token is quick at any length
         quick = {what: run for what, run in self.runs.items() if not slow or what == "decode"}
-        self.calls = {what: calibrate(run, shape.device) if what in quick else 1 for what, run in self.runs.items()}
+        self.samples = {w: calibrate(run, shape.device) if w in quick else SINGLE for w, run in self.runs.items()}
         self.last: dict[str, float] = {}
 
     def sample(self, kinds: Iterable[str]) -> dict[str, float]:
         """Milliseconds of those of `kinds` that softmax has; no others are timed, for they are slow at long lengths."""
         device = self.subject.shape.device
-        found = {what: once(self.runs[what], device, self.calls[what]) for what in kinds if what in self.runs}
+        found = {what: once(self.runs[what], device, self.samples[what]) for what in kinds if what in self.runs}
         self.last |= found
         return found
 
@@ -166,14 +187,15 @@ def time_beside(
     seconds: float,
     most: int = 8,
     slow: bool = False,
+    wait: bool = True,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """(milliseconds, ratios to the yardstick) of each run: two of ours between two of the yardstick, repeated.
 
     As often as fits in `seconds`, but at least once and at most `most` samples each. The yardstick's last sample serves
     the next mechanism as its first, so that at long lengths it is not timed more often than needed. `slow`: a single
-    call is known to be long enough for a sample.
+    call is known to be long enough for a sample. `wait`: on a GPU, for the time of the GPU alone.
     """
-    calls = {what: 1 if slow else calibrate(run, device) for what, run in runs.items()}
+    how = {what: SINGLE if slow else calibrate(run, device, wait) for what, run in runs.items()}
     times: dict[str, list[float]] = {what: [] for what in runs}
     ratios: dict[str, list[float]] = {what: [] for what in runs}
     before: dict[str, float] = {}
@@ -181,7 +203,7 @@ def time_beside(
         before = dict(yardstick.last) if runs.keys() <= yardstick.last.keys() else yardstick.sample(runs)
     begun = time.perf_counter()
     for _ in range(max(1, most // 2)):
-        block = {what: [once(run, device, calls[what]) for _ in range(2)] for what, run in runs.items()}
+        block = {what: [once(run, device, how[what]) for _ in range(2)] for what, run in runs.items()}
         after = yardstick.sample(runs) if yardstick else {}
         for what, samples in block.items():
             times[what] += samples

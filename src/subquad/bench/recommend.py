@@ -17,6 +17,7 @@ from subquad.mechanisms.base import Traits, at_least, one_of
 Results = dict[str, Any]
 Quality = dict[str, dict[str, Any]]  # the record of each mechanism
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
+FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
 
 
@@ -212,9 +213,7 @@ def _weigh(
         reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
     growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
     if growth and growth["time"] is not None:
-        reasons.append(
-            f"time grows as T^{growth['time']:.2f} as measured, T^{growth['documented_time']:g} as documented"
-        )
+        reasons.append(_growth_of_time(growth["time"], growth["documented_time"]))
     if name in quality and name != YARDSTICK:
         mine, exact = quality[name], quality[YARDSTICK]
         reasons.append(
@@ -224,6 +223,12 @@ def _weigh(
     if MECHANISMS[name].traits.fixed_length:
         reasons.append("learns a shape of fixed length: pass max_length, and nothing longer can be read")
     return Choice(name, cost, tuple(reasons))
+
+
+def _growth_of_time(measured: float, documented: float) -> str:
+    if measured < FLAT:  # nothing that reads its input grows so slowly
+        return f"time hardly grows yet: up to here starting kernels takes longer than their work, which is T^{documented:g}"
+    return f"time grows as T^{measured:.2f} as measured, T^{documented:g} as documented"
 
 
 def _growth_of_state(sizes: Sequence[float]) -> str:

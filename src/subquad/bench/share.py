@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from subquad.bench.measure import once
+from subquad.bench.measure import Sample, once
 from subquad.models.blocks import Block
 from subquad.models.config import TransformerConfig
 
@@ -31,7 +31,7 @@ def block_share(
         for length in lengths:
             stream = (torch.randn(1, length, dim, device=device),)
             inner = block.mixer_residual.read(stream)
-            calls = max(1, 1024 // length)
+            sample = Sample(max(1, 1024 // length))
 
             def mix(block: Block = block, inner: torch.Tensor = inner) -> None:
                 block.mixer(inner)
@@ -41,7 +41,7 @@ def block_share(
 
             samples = []
             for _ in range(repeats + 1):  # the first warms up
-                samples.append((once(mix, device, calls), once(whole, device, calls)))
+                samples.append((once(mix, device, sample), once(whole, device, sample)))
             mixer, block_time = (statistics.median(s) for s in zip(*samples[1:], strict=True))
             share = statistics.median(a / b for a, b in samples[1:])
             rows.append(

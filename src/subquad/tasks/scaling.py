@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.bench.growth import exponent
-from subquad.bench.measure import Shape, Subject, calibrate, grown, once, peak_bytes, spread
+from subquad.bench.measure import Sample, Shape, Subject, calibrate, grown, once, peak_bytes, spread
 from subquad.mechanisms import build, mechanism
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
@@ -101,8 +101,8 @@ def layers(
 def _measured(label: str, shape: Shape, samples: int) -> Row:
     subject = Contender(label, shape)
     peak = peak_bytes(subject)
-    calls = calibrate(subject.training, shape.device)
-    times = [once(subject.training, shape.device, calls) / shape.batch for _ in range(samples)]
+    how = calibrate(subject.training, shape.device)
+    times = [once(subject.training, shape.device, how) / shape.batch for _ in range(samples)]
     return {"training_ms": spread(times), "peak_bytes": peak // shape.batch}
 
 
@@ -189,7 +189,7 @@ def iterations(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(once(run, str(run.device), 2))
+            times[name].append(once(run, str(run.device), Sample(2)))
     yardstick = next(iter(times.values()))
     return {
         name: {

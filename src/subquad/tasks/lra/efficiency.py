@@ -145,7 +145,7 @@ def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[Json], limit: f
     try:
         step = Step(name, shape, tokens)
         peak, slow = first_run(step)
-        times, _ = time_beside({"training": step.training}, shape.device, None, 0.5, 8, slow=slow)
+        times, _ = time_beside({"training": step.training}, shape.device, None, 0.5, 8, slow=slow, wait=False)
         found = spread(times["training"])
         assert found is not None
         row |= {"steps_per_second": 1000 / found["median"], "peak_bytes": peak, "step_ms": found}
