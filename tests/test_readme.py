@@ -74,7 +74,7 @@ def sentences() -> list[str]:
         for rival in ("softmax with a cache", "softmax that recomputes", "LSTM")
     )
     flex = results("sparse")["flex, bigbird 64 r=3"]
-    listops = {run["mechanism"]: run["accuracy"] for run in results("lra/small")["runs"] if run.get("accuracy")}
+    listops = {run["mechanism"]: run["accuracy"] for run in results("lra/small")["runs"] if run["column"] == "listops"}
     return [
         f"moves its state at {step:.0%} of copy bandwidth",
         f"{best:,.0f} MNIST images/s",

@@ -145,6 +145,13 @@ def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None
     assert "100 steps and at most 60 s" in text.replace("\n", " ").replace("  ", " ")
 
 
+def test_without_a_column_of_the_paper_s_average_there_is_none(results: dict[str, Any]) -> None:
+    results["runs"] = [record("pathx", "linear", 50.0), record("pathx", "local", 50.0)]
+    text = shown(table.accuracy_table(results))
+    assert "average" not in text
+    assert next(line for line in text.splitlines() if line.startswith("mean")).split() == ["mean", "50.00"]
+
+
 def test_what_it_cost_has_means_and_deviations(results: dict[str, Any]) -> None:
     titles = [shown(found) for found in table.cost_tables(results)]
     assert [text.split("\n")[0].strip() for text in titles] == ["seconds", "peak memory, GB", "steps", "parameters"]

@@ -52,7 +52,7 @@ def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, fl
     for mechanism in dict.fromkeys(m for m, _ in known):
         ours = [_mean(known[mechanism, c]) for c in columns if (mechanism, c) in known]
         theirs = [published(mechanism, c) for c in columns]
-        if len(ours) == len(columns):
+        if columns and len(ours) == len(columns):
             paper = None if None in theirs else statistics.fmean(t for t in theirs if t is not None)
             found[mechanism] = statistics.fmean(ours), paper
     return found
@@ -76,7 +76,8 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
     table.add_column("mechanism", no_wrap=True)
     for c in columns:
         table.add_column(named[c], justify="right")
-    table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
+    if counted:
+        table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
     for mechanism in dict.fromkeys(m for m, _ in known):
         row = []
         for c in columns:
@@ -84,12 +85,12 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
             row.append(_cell(known.get((mechanism, c), []), paper, f"{c} {mechanism}" in notes))
         ours, theirs = average.get(mechanism, (None, None))
         row.append("-" if ours is None else f"{ours:.2f}" + ("" if theirs is None else f" ({theirs:.2f})"))
-        table.add_row(mechanism, *row)
+        table.add_row(mechanism, *row[: len(columns) + bool(counted)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
     for label, of in (("mean", statistics.fmean), ("deviation", _deviation)):
-        row = [f"{of(of_column[c]):.2f}" for c in columns]
-        table.add_row(label, *row, f"{of(overall):.2f}" if overall else "-", style="dim")
+        row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
+        table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
     return table
 
 
