@@ -227,7 +227,7 @@ def _weigh(
 
 def _growth_of_time(measured: float, documented: float) -> str:
     if measured < FLAT:  # nothing that reads its input grows so slowly
-        return f"time hardly grows yet: so far starting kernels takes longer than their work, T^{documented:g} as documented"
+        return f"time hardly grows yet: starting kernels takes longer than their work, T^{documented:g} as documented"
     return f"time grows as T^{measured:.2f} as measured, T^{documented:g} as documented"
 
 
