@@ -373,6 +373,7 @@ def lra(
     cap: Annotated[float | None, typer.Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    compile: Annotated[bool, typer.Option(help="By torch.compile, for long runs; a minute each first.")] = False,
     capture: Annotated[bool, typer.Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="TASK.KEY=VALUE", help="text.length=2000 and the like.")
@@ -408,7 +409,8 @@ def lra(
         return
     arena = Arena(
         tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
-        steps=steps, cap=cap, jobs=jobs, device=device, capture=capture, data=tuple(data or ()), commit=commit,
+        steps=steps, cap=cap, jobs=jobs, device=device, compile=compile, capture=capture, data=tuple(data or ()),
+        commit=commit,
     )  # fmt: skip
     results = run(arena, out, console)
     notes = table.read_notes(out / "notes.json")

@@ -9,7 +9,7 @@ from rich.console import Console
 from subquad.bench.measure import Shape
 from subquad.models import Classifier
 from subquad.tasks import TASKS
-from subquad.tasks.lra import pathfinder, recipes, table
+from subquad.tasks.lra import pathfinder, recipes, table, worker
 from subquad.tasks.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
 from subquad.tasks.lra.harness import Arena, lra, plan
 from subquad.tasks.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
@@ -100,6 +100,21 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
     assert {q["task"] for q in again["quality"]} == {"Pathfinder"}
     changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", quiet())
     assert "other settings" in next(r for r in changed["runs"] if r["mechanism"] == "linear")["error"]
+
+
+def test_what_a_mechanism_cannot_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"folder": str(tmp_path), "compile": True, "capture": True}
+    assert list(worker._ways(job, cuda=True)) == [(True, True), (False, True), (False, False)]
+    tried = []
+
+    def trained(_: Any, device: str, compile: bool, capture: bool, console: Any) -> Any:
+        tried.append((compile, capture))
+        raise RuntimeError("no graph of this" if compile else "out of memory\nand more")
+
+    monkeypatch.setattr(worker, "_trained", trained)
+    assert worker.run(job, "cpu") == {"error": "RuntimeError: out of memory"}
+    assert tried == [(True, False), (False, False)]
+    assert "not compiled: RuntimeError: no graph of this" in (tmp_path / "log.txt").read_text()
 
 
 def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ class Arena:
     cap: float | None = None  # seconds of a run; None: 1.5 times its share of the minutes
     jobs: int = 1
     device: str = "auto"
+    compile: bool = False  # by torch.compile, where a mechanism can: for runs longer than the minute it takes
     capture: bool = True  # gradients as a CUDA graph, where a mechanism can
     data: tuple[str, ...] = ()  # "pathfinder.train=60000"
     commit: str | None = None  # of this source, where there is no git
@@ -96,6 +97,7 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
                         "data": data,
                         "model": model_of(task, name, arena.size),
                         "training": training,
+                        "compile": arena.compile,
                         "capture": arena.capture,
                         "folder": str(out / path),
                     }

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,25 +34,33 @@ def run(job: Json, device: str) -> Json:
         torch.cuda.reset_peak_memory_stats()
     with (folder / "log.txt").open("a") as file:
         console = Console(file=file, width=160)
-        try:
-            return {"result": _figures(_trained(job, device, cuda and job["capture"], console))}
-        except ValueError as error:
-            if not (cuda and job["capture"] and "training.capture" in str(error)):
-                return {"error": f"{type(error).__name__}: {_line(error)}"}
-            console.print(f"without a graph: {error}")
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {_line(error)}"}
-        try:
-            return {"result": _figures(_trained(job, device, False, console))}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {_line(error)}"}
+        for compile, capture in _ways(job, cuda):
+            try:
+                return {"result": _figures(_trained(job, device, compile, capture, console))}
+            except Exception as error:
+                said = f"{type(error).__name__}: {_line(error)}"
+                if not compile and not (capture and isinstance(error, ValueError) and "training.capture" in str(error)):
+                    break
+                console.print(f"{'not compiled' if compile else 'without a graph'}: {said}", markup=False)
+        return {"error": said}
 
 
-def _trained(job: Json, device: str, capture: bool, console: Console) -> Result:
+def _ways(job: Json, cuda: bool) -> Iterator[tuple[bool, bool]]:
+    """(compile, capture), the fastest first; what a mechanism cannot is left out."""
+    capture = cuda and job["capture"]
+    if job["compile"]:
+        yield True, capture
+    yield False, capture
+    if capture:
+        yield False, False
+
+
+def _trained(job: Json, device: str, compile: bool, capture: bool, console: Console) -> Result:
     from subquad.tasks import TASKS
 
     task = make_task(TASKS[job["task"]], job["data"])
-    training = TrainingConfig.from_dict({**task.training.to_dict(), **job["training"], "capture": capture})
+    faster = {"compile": compile, "capture": capture}
+    training = TrainingConfig.from_dict({**task.training.to_dict(), **job["training"], **faster})
     return train(
         task, training, job["model"], job["folder"], resume=True, device=device, console=console, leg=job["leg"]
     )  # fmt: skip
