@@ -50,7 +50,8 @@ def test_an4_is_read_with_its_phones_and_people_kept_apart(data: Path) -> None:
     assert batch["targets"][1].tolist() == [5, 6, 0, 0, 0]
     assert batch["target_lengths"].tolist() == [5, 2]
     assert batch["lengths"].tolist() == [13, 10]
-    assert batch["frames"].shape == (2, 13, 13)
+    assert batch["frames"].shape == (2, 14, 13)  # even steps to the longest
+    assert not batch["frames"][0, 13:].any()
     assert not batch["frames"][1, 10:].any()
     raw = made[found.test.names[1]]
     np.testing.assert_allclose(batch["frames"][1, :10], (raw - found.train.mean) / found.train.deviation, rtol=1e-5)

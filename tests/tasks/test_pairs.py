@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from subquad.models import Seq2Seq
-from subquad.tasks.pairs import END, START, WRITTEN, Fixed, Pairs, collate, date_pair, translate
+from subquad.tasks.pairs import END, LONGEST, START, WRITTEN, Fixed, Pairs, collate, date_pair, translate
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -20,6 +20,8 @@ def test_dates_as_people_write_them() -> None:
     assert "1999/03/22" in written
     assert len(set(written)) == len(WRITTEN)
     assert "13th" in date_pair(day - 9, 4)[0]
+    year = [date_pair(day + later, form) for later in range(365) for form in range(len(WRITTEN))]
+    assert tuple(max(map(len, texts)) for texts in zip(*year, strict=True)) == LONGEST
 
 
 def test_splits_share_no_day_and_batches_repeat() -> None:
@@ -40,7 +42,7 @@ def test_greedy_decoding_finds_exactly_what_the_model_prefers(cross: str) -> Non
     torch.manual_seed(0)
     model = task.make_model({**task.model, **SMALL, "cross": cross}).eval()
     assert isinstance(model, Seq2Seq)
-    batch = collate([("abc", "x"), ("defgh", "yz")])
+    batch = collate([("abc", "x"), ("defgh", "yz")], (5, 2))
     with torch.no_grad():
         written = translate(model, batch["source"], batch["source_lengths"], 4)
         for row in range(2):
@@ -56,7 +58,7 @@ def test_greedy_decoding_finds_exactly_what_the_model_prefers(cross: str) -> Non
 
 def test_only_a_whole_right_answer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Pairs()
-    batch = collate([("a", "xy"), ("b", "x"), ("c", "xyz")])
+    batch = collate([("a", "xy"), ("b", "x"), ("c", "xyz")], (1, 3))
     answers = torch.tensor([[ord("x"), ord("y"), END, 0], [ord("x"), ord("y"), END, 0], [ord("x")] * 4])
     monkeypatch.setattr("subquad.tasks.pairs.translate", lambda *_: answers)
     model = task.make_model({**task.model, **SMALL}).eval()
@@ -73,3 +75,25 @@ def test_pairs_once_and_for_all() -> None:
     assert batch["target"].tolist() == [[START, 99, END, 0, 0], [START, 97, 32, 98, END]]
     with pytest.raises(ValueError, match="dates"):
         Pairs(set="poems")
+
+
+def test_batches_come_in_few_shapes_and_padding_counts_for_nothing() -> None:
+    task = Pairs()
+    pairs = [("ab" * n, "a b" * n) for n in range(1, 60)]
+    source = Fixed(pairs)
+    shapes = {tuple(batch[name].shape for name in ("source", "target")) for batch in (
+        source.batch(np.array([i, i // 2]), 0) for i in range(len(pairs))
+    )}  # fmt: skip
+    assert len({a for a, _ in shapes}) <= 8
+    assert len({b for _, b in shapes}) <= 8
+    torch.manual_seed(0)
+    model = task.make_model({**task.model, **SMALL}).double().eval()
+    batch = source.batch(np.array([8, 4]), 0)
+    sizes = {name: int(batch[f"{name}_lengths"].max()) for name in ("source", "target")}
+    assert all(batch[name].shape[1] > size for name, size in sizes.items())
+    tight = {**batch, **{name: batch[name][:, :size] for name, size in sizes.items()}}
+    for (a, count), (b, other) in zip(
+        task.measure(model, batch).values(), task.measure(model, tight).values(), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+        assert int(count) == int(other)

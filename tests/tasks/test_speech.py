@@ -1,8 +1,11 @@
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +103,58 @@ def test_every_row_of_the_table_is_made_and_hears(data: Data) -> None:
     assert isinstance(lstm, LSTM)
     assert lstm.config.bidirectional
     assert float(task.loss(lstm.eval(), batch).total) > 0
+
+
+MECHANISMS = ("softmax", "linear", ["reformer", {"rounds": 4, "chunk": 32, "buckets": 64}], "lstm")
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda found: found if isinstance(found, str) else found[0])
+def test_what_is_padded_changes_no_loss_no_gradient_and_no_error(data: Data, mechanism: Any) -> None:
+    torch.manual_seed(0)
+    task = Speech()
+    still = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0} if mechanism != "lstm" else {"dropout": 0.0}
+    fields = {"dim": 16, "depth": 2, **({} if mechanism == "lstm" else {"heads": 2}), "mechanism": mechanism}
+    model = task.make_model({**task.model, **fields, **still}).double()
+    batch = task.source("train").batch(np.array([1, 0]), 0)
+    batch["frames"] = batch["frames"].double()
+    longest, said = (int(batch[name].max()) for name in ("lengths", "target_lengths"))
+    tight = {**batch, "frames": batch["frames"][:, :longest], "targets": batch["targets"][:, :said]}
+    wide = {**batch, "frames": F.pad(tight["frames"], (0, 0, 0, 23)), "targets": F.pad(tight["targets"], (0, 9))}
+    found = []
+    for made in (tight, batch, wide):
+        with torch.enable_grad():
+            loss = task.loss(model, made)
+            gradients = torch.autograd.grad(loss.total, list(model.parameters()))
+        measured = {name: tuple(map(float, pair)) for name, pair in task.measure(model.eval(), made).items()}
+        found.append((loss, gradients, measured))
+        model.train()
+    (first, gradients, measured), *others = found
+    for loss, other, sums in others:
+        torch.testing.assert_close(loss.total, first.total)
+        torch.testing.assert_close(other, gradients, rtol=1e-9, atol=1e-9)
+        assert loss.count == first.count
+        assert sums["per"] == measured["per"]
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": False}, {"stack": 3}], ids=str)
+def test_batches_come_in_few_shapes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    sizes = np.arange(69, 640, 7)
+    many = dataclasses.replace(
+        utterances(),
+        names=tuple(map(str, sizes)),
+        frames=np.ones((sizes.sum(), 4), np.float32),
+        starts=np.concatenate(([0], sizes.cumsum())),
+        targets=np.ones(sizes.sum() // 7, np.int64),
+        target_starts=np.concatenate(([0], sizes.cumsum() // 7)),
+    )
+    monkeypatch.setattr(speech, "_load", lambda *_: Data("made up", many, many, many, ("", "A")))
+    for split in ("train", "test"):
+        source = Speech(**options).source(split)
+        made = [source.batch(np.array([i, i // 2]), epoch) for i in range(0, len(source), 3) for epoch in (0, 1)]
+        assert len({batch["frames"].shape[1] for batch in made}) <= 8
+        assert len({batch["targets"].shape[1] for batch in made}) == 1
+        for batch in made:
+            assert int(batch["lengths"].max()) <= batch["frames"].shape[1]
 
 
 def test_augmentation_repeats_itself_and_leaves_room_for_what_is_said() -> None:

@@ -16,6 +16,7 @@ Symbol 0 is CTC's blank and fills targets up.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from subquad.data import audio, files
+from subquad.data.padding import pad
 
 CEPSTRA = 13
 FILTERS = 40
@@ -65,7 +67,7 @@ class Said(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Utterances:
     """A source: {"frames": [B, T, D] float32, "lengths": [B], "targets": [B, U] int64, "target_lengths": [B]}, padded
-    with zeros to the longest of the batch. Frames have mean 0 and deviation 1 over the training part."""
+    with zeros: T is one of few, U always the same. Frames have mean 0 and deviation 1 over the training part."""
 
     names: tuple[str, ...]
     frames: np.ndarray  # [sum of T, D], as read, may be memory-mapped
@@ -78,20 +80,22 @@ class Utterances:
     def __len__(self) -> int:
         return len(self.names)
 
+    @cached_property
+    def longest(self) -> int:
+        return int(np.diff(self.starts).max())
+
+    @cached_property
+    def most_said(self) -> int:
+        return int(np.diff(self.target_starts).max())
+
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         frames = [self.frames[self.starts[i] : self.starts[i + 1]] for i in indices]
         targets = [self.targets[self.target_starts[i] : self.target_starts[i + 1]] for i in indices]
-        lengths, target_lengths = ([len(part) for part in parts] for parts in (frames, targets))
-        padded = torch.zeros(len(frames), max(lengths), self.frames.shape[1])
-        symbols = torch.zeros(len(targets), max(target_lengths), dtype=torch.int64)
-        for row, (part, said) in enumerate(zip(frames, targets, strict=True)):
-            padded[row, : len(part)] = torch.from_numpy((part - self.mean) / self.deviation)
-            symbols[row, : len(said)] = torch.from_numpy(said)
         return {
-            "frames": padded,
-            "lengths": torch.tensor(lengths),
-            "targets": symbols,
-            "target_lengths": torch.tensor(target_lengths),
+            "frames": pad([torch.from_numpy((part - self.mean) / self.deviation) for part in frames], self.longest),
+            "lengths": torch.tensor([len(part) for part in frames]),
+            "targets": pad([torch.from_numpy(said) for said in targets], self.most_said, lengths=1),
+            "target_lengths": torch.tensor([len(said) for said in targets]),
         }
 
 

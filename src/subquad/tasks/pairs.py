@@ -10,12 +10,14 @@ What counts is the share of pairs written without a single error, by greedy deco
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from subquad.data.padding import pad
 from subquad.mechanisms.base import at_least, one_of
 from subquad.models import Seq2Seq
 from subquad.models.loss import cross_entropy, shift
@@ -36,6 +38,8 @@ WRITTEN = (  # y, m and d are numbers, M the month's name, w the day of the week
     "{w:.3} {M:.3} {d} {y}", "{y}/{m:02}/{d:02}", "the {d}{th} of {M} in {y}", "{y} {M} {d}",
 )  # fmt: skip
 
+LONGEST = (len("Wednesday, 30th of September 2099"), len("2099-09-30"))
+
 
 def date_pair(day: int, form: int) -> tuple[str, str]:
     """A day since FIRST in one of the ways to write it, and as ISO 8601."""
@@ -55,7 +59,7 @@ class Dates:
 
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:
         forms = [int(np.random.default_rng([epoch, int(i)]).integers(len(WRITTEN))) for i in indices]
-        return collate([date_pair(int(self.days[i]), form) for i, form in zip(indices, forms, strict=True)])
+        return collate([date_pair(int(self.days[i]), form) for i, form in zip(indices, forms, strict=True)], LONGEST)
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,27 @@ class Fixed:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        return max(len(a.encode()) for a, _ in self.pairs), max(len(b.encode()) for _, b in self.pairs)
+
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002 -- the same in every epoch
-        return collate([self.pairs[int(i)] for i in indices])
+        return collate([self.pairs[int(i)] for i in indices], self.longest)
 
 
-def collate(pairs: Sequence[tuple[str, str]]) -> Batch:
-    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths."""
-    found: Batch = {}
-    for name, texts in (("source", [a for a, _ in pairs]), ("target", [b for _, b in pairs])):
-        rows = [torch.tensor(list(text.encode())) for text in texts]
-        if name == "target":
-            rows = [torch.cat((torch.tensor([START]), row, torch.tensor([END]))) for row in rows]
-        found[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        found[f"{name}_lengths"] = torch.tensor([len(row) for row in rows])
-    return found
+def collate(pairs: Sequence[tuple[str, str]], longest: tuple[int, int]) -> Batch:
+    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths.
+
+    longest: bytes of the longest source and of the longest target that any batch may have.
+    """
+    sources = [torch.tensor(list(a.encode())) for a, _ in pairs]
+    targets = [torch.tensor([START, *b.encode(), END]) for _, b in pairs]
+    return {
+        "source": pad(sources, longest[0]),
+        "source_lengths": torch.tensor([len(row) for row in sources]),
+        "target": pad(targets, longest[1] + 2),
+        "target_lengths": torch.tensor([len(row) for row in targets]),
+    }
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.data import speech
+from subquad.data.padding import pad
 from subquad.mechanisms.base import at_least, one_of, refuse
 from subquad.models import LSTM, Classifier
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
@@ -34,7 +35,7 @@ MASKS, WIDEST = 2, 0.1  # stretches of silence put over an utterance, and their 
 class Augmented:
     """Utterances at other speeds and with gaps, drawn from the epoch and the index of each."""
 
-    source: Source
+    source: speech.Utterances
     stack: int = 1  # frames that will become one
 
     def __len__(self) -> int:
@@ -48,8 +49,8 @@ class Augmented:
                 made["frames"], made["lengths"].tolist(), made["target_lengths"], indices, strict=True
             )
         ]
-        lengths = torch.tensor([len(row) for row in rows])
-        return {**made, "frames": nn.utils.rnn.pad_sequence(rows, batch_first=True), "lengths": lengths}
+        longest = math.ceil(self.source.longest * (1 + STRETCH))
+        return {**made, "frames": pad(rows, longest), "lengths": torch.tensor([len(row) for row in rows])}
 
 
 def _changed(frames: Tensor, said: int, random: np.random.Generator) -> Tensor:
@@ -115,8 +116,8 @@ class Speech(Task):
         return Classifier(**{"features": features, "classes": classes, "pooling": "none", **fields})
 
     def source(self, split: Split) -> Source:
-        found: Source = getattr(_load(self.set, self.path), split)
-        found = Augmented(found, self.stack) if split == "train" and self.augment else found
+        said: speech.Utterances = getattr(_load(self.set, self.path), split)
+        found: Source = Augmented(said, self.stack) if split == "train" and self.augment else said
         return Stacked(found, self.stack) if self.stack > 1 else found
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
