@@ -52,10 +52,18 @@ class Captured:
                 self.compute(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        # a capture that fails leaves its stream as the current one, and the generator waiting for the capture's end
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        unused = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the next batch is made meanwhile
+            # thread_local: the next batch is made meanwhile
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 loss = self.compute(inputs)
         except RuntimeError as error:
+            generator.graphsafe_set_state(unused)
             raise ValueError(
                 "training.capture=true cannot work with this model: something in it waits for the GPU "
                 f"({str(error).strip().splitlines()[0]}); accepted is false"
