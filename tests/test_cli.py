@@ -1,9 +1,13 @@
+import os
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import subquad
 from subquad.cli import app
+from tests.training.tiny import start
 
 run = CliRunner(env={"COLUMNS": "160"})
 
@@ -43,3 +47,26 @@ def test_error_where_there_is_nothing_to_compare_with() -> None:
     result = run.invoke(app, ["show", "fnet", "--error"])
     assert result.exit_code == 2
     assert "approximates no softmax" in result.output
+
+
+def _one_of_two(rank: int, folder: Path) -> None:
+    """What torchrun would start, with what it prints in a file."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    small = ("training.steps=2", "training.batch=4", "training.evaluate_batches=1", "model.dim=16", "model.depth=1")
+    settings = [word for setting in (*small, "model.heads=2") for word in ("--set", setting)]
+    result = run.invoke(app, ["train", "digits", "--out", str(folder / "run"), "--device", "cpu", *settings])
+    dist.destroy_process_group()
+    (folder / f"said_{rank}").write_text(result.output)
+    os._exit(result.exit_code)
+
+
+def test_of_all_ranks_the_first_one_speaks(tmp_path: Path) -> None:
+    ranks = [start(_one_of_two, rank, tmp_path) for rank in range(2)]
+    for process in ranks:
+        process.join(120)
+    said = [(tmp_path / f"said_{rank}").read_text() for rank in range(2)]
+    assert [process.exitcode for process in ranks] == [0, 0], said
+    assert said[0].count("2 steps in") == 1
+    assert said[1] == ""

@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -304,19 +305,20 @@ def train(
     given += [] if mechanism is None else [f"model.mechanism={mechanism}"]
     given += [] if minutes is None else [f"training.minutes={minutes}"]
     folder = Path("runs") / task if out is None else out
+    said = console if os.environ.get("RANK", "0") == "0" else Console(quiet=True)  # once, of all that torchrun started
     try:
-        result = start(task, folder, given, resume=resume, device=device, leg=leg, console=console)
+        result = start(task, folder, given, resume=resume, device=device, leg=leg, console=said)
     except Interrupted as interruption:
-        console.print(str(interruption), soft_wrap=True)
+        said.print(str(interruption), soft_wrap=True)
         raise typer.Exit(interruption.code) from None
     except KeyboardInterrupt:
-        console.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
+        said.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
         raise typer.Exit(130) from None
     except (ValueError, OSError, Stopped) as error:
         Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
     if result.ended_by != "leg":
-        console.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
+        said.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
 
 
 @app.command()

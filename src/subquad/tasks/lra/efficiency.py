@@ -1,13 +1,14 @@
 """The arena's second table: training steps a second and peak memory on byte text, as the sequence grows.
 
-A step is forward, backward and AdamW of the small model on `batch` sequences. Exact softmax stands there twice: as a
-flash kernel, and "naive", with the T x T matrix in memory as in the paper's implementation.
+A step is forward, backward and AdamW of the small model on `batch` sequences, on a GPU as the arena trains it: with
+gradients from a CUDA graph where a mechanism can ("captured"). Exact softmax stands there twice: as a flash kernel, and
+"naive", with the T x T matrix in memory as in the paper's implementation. Peak memory is without the graph.
 """
 
 import contextlib
 import datetime
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from subquad.tasks.lra.recipes import mixer
 from subquad.tasks.lra.store import generated
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
+from subquad.training.capture import Captured
+from subquad.training.task import Batch, Loss
 
 Json = dict[str, Any]
 NAIVE = "softmax, naive"
@@ -65,18 +68,33 @@ class Step(Subject):
                     block.mixer.forward = block.mixer.reference  # type: ignore[method-assign,assignment]
         self.mix = self.model  # type: ignore[assignment]
         self.x = tokens.to(shape.device)
-        self.labels = (torch.arange(shape.batch) % 2).to(shape.device)
+        self.batch = {"tokens": self.x, "labels": (torch.arange(shape.batch) % 2).to(shape.device)}
+        self.gradients: Callable[[Batch], Loss] = self._gradients
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=shape.device != "cpu")
 
     def training(self) -> None:
         self.model.train()
+        self.gradients(self.batch)
+        self.optimiser.step()
+        self.model.zero_grad(set_to_none=not isinstance(self.gradients, Captured))
+
+    def _gradients(self, batch: Batch) -> Loss:
         kind = torch.device(self.shape.device).type
         half = torch.autocast(kind, torch.bfloat16) if self.shape.dtype == "bfloat16" else contextlib.nullcontext()
         with half:
-            loss = self.model.loss(self.x, self.labels)
+            loss = self.model.loss(batch["tokens"], batch["labels"])
         loss.backward()
-        self.optimiser.step()
-        self.model.zero_grad(set_to_none=True)
+        return Loss(loss.detach(), loss.new_ones(()))
+
+    def capture(self) -> bool:
+        """From now on a graph computes the gradients, unless something in the mechanism waits for the GPU."""
+        captured = Captured(self._gradients, self.model)
+        try:
+            captured(self.batch)
+        except ValueError:
+            return False
+        self.gradients = captured
+        return True
 
     def own_bytes(self) -> int:
         held = [t for state in self.optimiser.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -138,13 +156,14 @@ def byte_text(count: int) -> tuple[Tensor, str]:
 
 def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[Json], limit: float) -> Json:
     row: Json = {"mechanism": name, "length": shape.length, "steps_per_second": None, "peak_bytes": None}
-    row |= {"step_ms": None, "skipped": None}
+    row |= {"step_ms": None, "captured": False, "skipped": None}
     reason = _too_much(name, shape, rows, limit)
     if reason is not None:
         return {**row, "skipped": reason}
     try:
         step = Step(name, shape, tokens)
         peak, slow = first_run(step)
+        row["captured"] = torch.device(shape.device).type == "cuda" and step.capture()
         times, _ = time_beside({"training": step.training}, shape.device, None, 0.5, 8, slow=slow, wait=False)
         found = spread(times["training"])
         assert found is not None
