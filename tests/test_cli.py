@@ -54,7 +54,7 @@ def _one_of_two(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    small = ("training.steps=2", "training.batch=4", "training.evaluate_batches=1", "model.dim=16", "model.depth=1")
+    small = ("training.steps=2", "training.batch=4", "training.evaluate_batch=200", "model.dim=16", "model.depth=1")
     settings = [word for setting in (*small, "model.heads=2") for word in ("--set", setting)]
     result = run.invoke(app, ["train", "digits", "--out", str(folder / "run"), "--device", "cpu", *settings])
     dist.destroy_process_group()
