@@ -232,8 +232,8 @@ class UnfinishedSlotForgotten(Compressed):
 class LandmarksOfTheBatch(Nystrom):
     """Segments follow the longest row, in place of the row's own length."""
 
-    def _landmarks(self, t: Tensor, counts: Tensor) -> Tensor:
-        return super()._landmarks(t, torch.full_like(counts, t.shape[1]))
+    def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
+        return super()._landmarks(t, None)
 
 
 class BlocksOfTheSeed(Bigbird):

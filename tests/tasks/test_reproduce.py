@@ -13,7 +13,7 @@ from subquad.report.report import write as report
 from subquad.tasks import reproduce as module
 from subquad.tasks.figures import beside, copy_to
 from subquad.tasks.reproduce import choose, reproduce
-from subquad.tasks.rows import Budget, command_of
+from subquad.tasks.rows import Budget, command_of, gather
 from subquad.tasks.tables import TABLES
 from subquad.tasks.train import start
 from subquad.training.folder import Folder, read_config
@@ -54,6 +54,8 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     assert row["value"] == row["test"]["bits/symbol"] > 0
     assert (row["steps"], row["steps_wanted"], row["cut_short_by_time"]) == (2, 2, False)
     assert [step for step, _ in row["curve"]] == [1, 2]
+    assert row["warm_up_counted"]  # two updates are not enough
+    assert row["examples_per_second"] == row["examples_per_second_overall"]
     assert json.loads((tmp_path / "copy" / "results.json").read_text())["results"]["linear"]["value"] == row["value"]
     assert (tmp_path / "copy" / "copy.png").read_bytes().startswith(b"\x89PNG")
 
@@ -74,10 +76,24 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     assert "linear" in shown
     assert "bits/symbol" in shown
     assert "what differs: hardware: cpu" in shown
+    assert "warm-up counted" in " ".join(shown.split())
     copy_to(found, tmp_path / "results" / "copy.json")
     assert (tmp_path / "results" / "copy.png").exists()
     html = report([tmp_path / "copy"]).html.read_text()
     assert "bits/symbol" in html
+
+
+def test_speed_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> None:
+    (row,) = choose(TABLES["copy"], ["linear"])
+    start("copy", tmp_path, [*TINY, 'model.mechanism="linear"'], device="cpu", console=Console(quiet=True))
+    rates = (None, 7.0, 100.0, 120.0, 3000.0, 110.0)
+    lines = [{"step": n, "split": "train", "loss": 1.0, "examples_per_second": r} for n, r in enumerate(rates, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = gather(TABLES["copy"], row, tmp_path)
+    assert found["examples_per_second"] == 110.0
+    assert not found["warm_up_counted"]
+    assert found["seconds_per_epoch"] == found["epochs"] ** -1 * 2 * 4 / 110.0  # two updates of four examples
+    assert found["seconds"] == json.loads((tmp_path / "result.json").read_text())["seconds"]
 
 
 def test_a_failed_row_says_why_and_costs_no_other(

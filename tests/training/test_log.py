@@ -3,9 +3,10 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from subquad.training.log import METRICS, Log, Meter, duration, forget
+from subquad.training.log import METRICS, WARMUP, Log, Meter, duration, forget
 
 
 def _lines(path: Path) -> list[dict[str, object]]:
@@ -58,11 +59,21 @@ def test_durations_are_read_by_people() -> None:
     assert [duration(seconds) for seconds in (7, 67, 3667, math.nan)] == ["0:07", "1:07", "1:01:07", "-"]
 
 
-def test_a_meter_does_not_count_what_lies_between_updates() -> None:
-    meter = Meter(10)
-    meter.begun -= 5
+def test_a_meter_counts_neither_the_first_updates_nor_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("subquad.training.log.time.perf_counter", lambda: now[0])
+    meter = Meter(30)
+    assert (meter.warm, meter.counts) == (30 + WARMUP, False)
+    now[0] += 50  # of compiling
+    assert meter.read(35) == pytest.approx(5 / 50)
+    assert not meter.counts
+    now[0] += 5
+    meter.restart(40)
+    now[0] += 2
     with meter.paused():
-        meter.begun -= 0
-    rate = meter.read(20)
-    assert 0 < rate <= 2
-    assert meter.step == 20
+        now[0] += 1000
+    now[0] += 3
+    assert meter.counts
+    assert meter.read(60) == pytest.approx(20 / 5)
+    now[0] += 2
+    assert meter.read(64) == pytest.approx(2)

@@ -93,6 +93,19 @@ def test_accumulation_makes_the_same_update_as_one_batch(tmp_path: Path, ragged:
         assert_close_run(tmp_path / str(micro), tmp_path / "None")
 
 
+def test_rates_are_of_updates_after_the_first_ones_of_a_process(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 25, "log_every": 5, "evaluate_every": 10, "checkpoint_every": 10}
+    run(tmp_path / "whole", **settings)
+    _die_at(tmp_path / "cut", 17, **settings)
+    run(tmp_path / "cut", resume=True, **settings)
+    for name, cold in (("whole", [5, 10]), ("cut", [5, 10, 15, 20])):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for key in ("examples_per_second", "tokens_per_second"):
+            rates = {line["step"]: line[key] for line in lines if line["split"] == "train"}
+            assert [step for step, rate in rates.items() if rate is None] == cold
+            assert all(rate > 0 for step, rate in rates.items() if step not in cold)
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     run(tmp_path / "kept", STILL, steps=3, eps=EPS)
     run(tmp_path / "again", {**STILL, "checkpoint": True}, steps=3, eps=EPS)

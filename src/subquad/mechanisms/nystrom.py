@@ -9,7 +9,7 @@ Definition  O = softmax(Q K̃ᵀ) Z softmax(Q̃ Kᵀ) V + conv(V) per head, scor
 Cost        train O(T·landmarks·D + landmarks³·H) time, O(T·(D + landmarks)) memory; no decoding
 Departures  each matrix has its own norms in Z₀ (the authors' default takes the largest of the batch, which ties rows
             together); segments need not be equal; no convolution in cross-attention, where values have positions of
-            their own; all but the convolution in at least float32, because Z can be large; dropout on both long factors
+            their own; Z in at least float32, because it can be large; dropout on both long factors
 Verified    tests/mechanisms/test_nystrom.py: landmarks ≥ T is full attention, 1e-12; Z becomes the pseudo-inverse;
             transformers 5.22.2 NystromformerSelfAttention with the per-matrix norms, and the PyPI package
             nystrom-attention 0.0.14 with one row and one head (its norms span the batch), both with copied weights and
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+
+BLOCK = 64  # tokens that a convolution makes at once
+PIECES = 16  # a long row of queries meets the landmarks in so many pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class Nystrom(Mixer):
         if self.conv is not None and context is None:
             present = keep(lengths, x.shape[1])
             v = v if present is None else v.masked_fill(~present[..., None, None], 0)
-            o = o + self.conv(v.transpose(1, 2)).transpose(1, 2)
+            o = o + convolve(v, self.conv.weight[:, 0, :, 0].to(v.dtype))
         return self.heads.merge(o)
 
     def _reference(
@@ -97,37 +100,52 @@ class Nystrom(Mixer):
         return *self._rotate(q, k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        exact = torch.promote_types(q.dtype, torch.float32)
-        q, k, v = (t.to(exact) for t in (q, k, v))
-        counts, key_counts = _counts(lengths, q), _counts(key_lengths, k)  # [B, 1, 1, 1]
-        few_q, few_k = self._landmarks(q, counts), self._landmarks(k, key_counts)  # [B, H, M, K]
+        few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
+        dropout = self.options.dropout if self.training else 0.0
+        if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
+            q, k, v = q.float(), k.float(), v.float()
+        few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        visible, few_visible = (_visible(key_lengths, t.shape[2]) for t in (k, few_k))
+        if q.shape[2] <= few or k.shape[2] <= few:
+            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout).transpose(1, 2)
 
-        scores = few_q @ few_k.mT / math.sqrt(q.shape[-1])
+        few_visible = _visible(key_lengths, few)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        scores = few_q.to(exact) @ few_k.to(exact).mT / math.sqrt(q.shape[-1])
         if few_visible is not None:
             scores = scores.masked_fill(~few_visible, -math.inf)
         inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
-        dropout = self.options.dropout if self.training else 0.0
         summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
-        # where every key is its own landmark, its own value is exact
-        own = key_counts <= self.options.landmarks
-        values = torch.where(own, v[:, :, : few_k.shape[2]], inverse @ summary)  # [B, H, M, V]
-        o = F.scaled_dot_product_attention(q, few_k, values, few_visible, dropout_p=dropout)
-        # where every query is its own landmark, its own summary is exact
-        own = ~own & (counts <= self.options.landmarks)
-        size = few_q.shape[2]
-        return torch.cat((torch.where(own, summary, o[:, :, :size]), o[:, :, size:]), dim=2).transpose(1, 2)
+        values = (inverse @ summary.to(exact)).to(v.dtype)  # [B, H, M, V]
+        if key_lengths is not None:  # where every key is its own landmark, its own value is exact
+            own_key = (key_lengths <= few)[:, None, None, None]
+            values = torch.where(own_key, v[:, :, :few], values)
+        o = _read(q, few_k, values, few_visible, dropout)
+        if lengths is not None:  # where every query is its own landmark, its own summary is exact
+            own = (lengths <= few)[:, None, None, None]
+            own = own if key_lengths is None else own & ~own_key
+            o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
+        return o.transpose(1, 2)
 
-    def _landmarks(self, t: Tensor, counts: Tensor) -> Tensor:
-        """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]"""
-        size = min(self.options.landmarks, t.shape[1])
-        n = counts[:, :, 0]  # [B, 1, 1]
+    def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
+        """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]
+
+        In t's own type, so that A and both long factors are made of the same landmarks.
+        """
+        length, size = t.shape[1], min(self.options.landmarks, t.shape[1])
+        exact = torch.promote_types(t.dtype, torch.float32)
+        if lengths is None and length % size == 0:
+            return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
+        # a product of zeros and ones, exact in any type
+        n = torch.full((len(t),), length, device=t.device) if lengths is None else lengths.clamp(min=1)
+        n = n[:, None, None]
         m = n.clamp(max=size)
-        segment = (torch.arange(1, t.shape[1] + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
+        segment = (torch.arange(1, length + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
         index = torch.arange(size, device=t.device)[:, None]
-        member = ((segment == index) & (index < m)).to(t.dtype)  # [B, M, T]
-        return torch.einsum("bmt,bthk->bhmk", member, t) / member.sum(-1).clamp(min=1)[:, None, :, None]
+        member = (segment == index) & (index < m)  # [B, M, T]
+        sums = (member.to(t.dtype) @ t.flatten(2)).to(exact)  # [B, M, H*K]
+        means = sums / member.sum(-1, keepdim=True).clamp(min=1)
+        return means.to(t.dtype).unflatten(-1, t.shape[2:]).transpose(1, 2)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The matrix that multiplies the values of one row: q [H, n, K] -> [H, n, S]"""
@@ -154,20 +172,46 @@ class Nystrom(Mixer):
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     """Iterate towards the Moore-Penrose inverse of a matrix without negative entries, [..., M, N] -> [..., N, M]."""
     z = a.mT / (a.sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
-    one = torch.eye(a.shape[-2], dtype=a.dtype, device=a.device)
+    shape, a, z = z.shape, a.flatten(0, -3), z.flatten(0, -3)
     for _ in range(iterations):
         az = a @ z
-        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
-    return z
+        p = torch.baddbmm(az, az, az, beta=7, alpha=-1)  # AZ (7 - AZ)
+        p = torch.baddbmm(az, az, p, beta=15, alpha=-1)  # AZ (15 - AZ (7 - AZ))
+        z = torch.baddbmm(z, z, p, beta=13 / 4, alpha=-1 / 4)
+    return z.view(shape)
 
 
-def _counts(lengths: Tensor | None, t: Tensor) -> Tensor:
-    """Tokens in each row, [B, 1, 1, 1]; at least one, so that no mean is over nothing."""
-    n = torch.full((len(t),), t.shape[1], device=t.device) if lengths is None else lengths.clamp(min=1)
-    return n[:, None, None, None]
+def convolve(v: Tensor, kernel: Tensor) -> Tensor:
+    """Σ_j kernel_j v_{t+j-half} for each head: v [B, T, H, V], kernel [H, width] -> [B, T, H, V].
+
+    A block of tokens is one product of a banded matrix with the tokens around it, so that both gradients are matrix
+    products too; those of a grouped convolution take many times as long, on a GPU and on a CPU.
+    """
+    length, width = v.shape[1], kernel.shape[1]
+    around = BLOCK + width - 1
+    # rows of one element more than the matrix has columns: each row starts one column later
+    rows = F.pad(kernel[:, None].expand(-1, BLOCK, -1), (0, BLOCK))  # [H, BLOCK, around + 1]
+    band = rows.flatten(1)[:, : BLOCK * around].unflatten(1, (BLOCK, around))
+    padded = F.pad(v, (0, 0, 0, 0, width // 2, width // 2 + -length % BLOCK))
+    windows = padded.unfold(1, around, BLOCK)  # [B, N, H, V, around]
+    return torch.einsum("hca,bnhva->bnchv", band, windows).flatten(1, 2)[:, :length]
+
+
+def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
+    """softmax(Q K̃ᵀ) values, [B, H, T, V].
+
+    The gradient of attention is one program on a GPU for each block of keys, and there are few keys: so the queries
+    are cut into pieces, as many rows of a batch.
+    """
+    pieces = math.gcd(q.shape[2], PIECES)
+    q = q.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [B*pieces, H, T/pieces, K]
+    few_k, values = few_k.repeat_interleave(pieces, 0), values.repeat_interleave(pieces, 0)
+    visible = None if visible is None else visible.repeat_interleave(pieces, 0)
+    o = F.scaled_dot_product_attention(q, few_k, values, visible, dropout_p=dropout)
+    return o.unflatten(0, (-1, pieces)).transpose(1, 2).flatten(2, 3)
 
 
 def _visible(lengths: Tensor | None, size: int) -> Tensor | None:
-    """Keys a query may see, [B, 1, 1, S]."""
+    """Keys a query may see, [B, 1, 1, S]; at least one."""
     mask = None if lengths is None else keep(lengths.clamp(min=1), size)
     return None if mask is None else mask[:, None, None]

@@ -33,6 +33,7 @@ def _cells(label: str, found: Mapping[str, Any], metric: str) -> list[Cell]:
     remarks = [found["error"]] if "error" in found else []
     remarks += ["cut short by the time budget"] if found.get("cut_short_by_time") else []
     remarks += ["not finished"] if found.get("unfinished") else []
+    remarks += ["examples/s with warm-up"] if found.get("warm_up_counted") else []
     remarks += [f"longest N {found['longest']:,}"] if "longest" in found else []
     return [
         Cell(label),

@@ -113,7 +113,8 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     result = json.loads((run / RESULT).read_text())
     training, examples = begun["training"], len(task.source("train"))
     rates = [line["examples_per_second"] for line in _lines(run) if line["split"] == "train"]
-    rate = statistics.median(rates) if rates else result["examples_per_second"]
+    warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
+    rate = statistics.median(warm) if warm else result["examples_per_second"]
     return {
         **found,
         "value": result["test"][table.metric],
@@ -123,8 +124,9 @@ def gather(table: Table, row: Row, run: Path) -> Json:
         "cut_short_by_time": result["ended_by"] == "minutes",
         "seconds": result["seconds"],
         "epochs": result["steps"] * training["batch"] / examples,
-        "examples_per_second": rate,  # of training alone
-        "examples_per_second_overall": result["examples_per_second"],  # with evaluations and checkpoints
+        "examples_per_second": rate,  # of updates alone, the median over the run
+        "warm_up_counted": not warm,  # the run was too short for anything else: it is the overall rate
+        "examples_per_second_overall": result["examples_per_second"],  # with warm-up, evaluations and checkpoints
         "seconds_per_epoch": examples / max(rate, 1e-9),
         "peak_bytes": result["peak_bytes"],
         "parameters": result["parameters"],

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from subquad.models.store import write_whole
 
 METRICS = "metrics.jsonl"
+WARMUP = 10  # updates of a process that no rate counts
 
 
 class Log:
@@ -91,16 +92,25 @@ class Log:
 
 
 class Meter:
-    """Updates a second since the last reading, without what happens between updates."""
+    """Updates a second since the last reading, without what happens between updates.
+
+    The first updates of a process compile, choose kernels and make room: a reading with one of them in it is no rate.
+    At `warm` the caller waits for the device and calls `restart`.
+    """
 
     def __init__(self, step: int) -> None:
         self.step, self.begun = step, time.perf_counter()
+        self.warm = step + WARMUP
+        self.counts = False  # whether what is read now is of warm updates alone
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         stopped = time.perf_counter()
         yield
         self.begun += time.perf_counter() - stopped
+
+    def restart(self, step: int) -> None:
+        self.step, self.begun, self.counts = step, time.perf_counter(), True
 
     def read(self, step: int) -> float:
         now = time.perf_counter()

@@ -114,11 +114,14 @@ class Run:
                 fresh, tenth = now > tenth, max(now, tenth)
                 if self.step % training.log_every == 0 or done:
                     self._report(log, meter, progress, seconds)
+                if self.step == meter.warm:
+                    self._read_window()
+                    meter.restart(self.step)
                 if done or self._due(training.evaluate_every, fresh):
-                    with meter.paused():
+                    with self._pause(meter):
                         self._evaluate(log, signals)
                 if done or self._due(training.checkpoint_every or training.evaluate_every, fresh):
-                    with meter.paused():
+                    with self._pause(meter):
                         self._save(log)
                 if stop or (signals.number and self.ranks.world == 1):
                     self._save(log)
@@ -140,6 +143,11 @@ class Run:
     def seconds(self) -> float:
         """Of training, over all legs."""
         return self.carried + time.perf_counter() - self.begun
+
+    def _pause(self, meter: Meter) -> AbstractContextManager[None]:
+        """What is no update; those that a GPU still computes are waited for, since they are."""
+        self._read_window()
+        return meter.paused()
 
     def _due(self, every: int | None, fresh_tenth: bool) -> bool:
         """At its own interval, else ten times in a run, by steps or by time."""
@@ -226,7 +234,8 @@ class Run:
         rates = {"tokens_per_second": rate * count / updates, "examples_per_second": rate * self.training.batch}
         used = memory(self.ranks.device)
         values = {"loss": loss / max(1.0, count), "lr": self.lr, "grad_norm": norm / updates, **rates}
-        log.write(self.step, "train", {**values, "seconds": seconds, "memory_bytes": used})
+        logged = {**values, "seconds": seconds, "memory_bytes": used}
+        log.write(self.step, "train", logged if meter.counts else {**logged, **dict.fromkeys(rates)})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
         log.show(
             f"loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
