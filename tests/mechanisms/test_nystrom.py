@@ -6,7 +6,7 @@ from torch import Tensor
 
 from subquad import build
 from subquad.mechanisms.base import Mixer
-from subquad.mechanisms.nystrom import Nystrom, pseudo_inverse
+from subquad.mechanisms.nystrom import Nystrom, convolve, pseudo_inverse
 
 
 def make(**options: object) -> Nystrom:
@@ -121,9 +121,44 @@ def test_autocast_keeps_the_inverse_in_single_precision() -> None:
         y = mix(x)
         q, k, v = mix._qkv(x)
     assert y.dtype == q.dtype == torch.bfloat16
-    o = mix._attend(q.float(), k.float(), v.float(), None, None).bfloat16()
+    o = mix._attend(q, k, v, None, None)  # here autocast rounds nothing
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(mix.heads.merge(o), y)
+    exact = mix._attend(q.double(), k.double(), v.double(), None, None)
+    assert float((o - exact).abs().max().detach()) < 0.02 * float(exact.abs().max().detach())
+
+
+@given(length=st.integers(1, 150), width=st.sampled_from([1, 3, 33, 131]))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_the_banded_product_is_a_convolution(length: int, width: int) -> None:
+    """Values and both gradients, at lengths around the block and for kernels wider than it."""
+    results = []
+    for banded in (True, False):
+        v, kernel = tokens(2, length, 3, 4).requires_grad_(), tokens(3, width, seed=2).requires_grad_()
+        if banded:
+            y = convolve(v, kernel)
+        else:
+            plain = torch.nn.functional.conv2d(
+                v.transpose(1, 2), kernel[:, None, :, None], padding=(width // 2, 0), groups=3
+            )
+            y = plain.transpose(1, 2)
+        results.append((y, *torch.autograd.grad(y, (v, kernel), tokens(2, length, 3, 4, seed=3))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_of_the_attention_alone(dtype: torch.dtype) -> None:
+    """Near the float64 result although the inverse enlarges what rounding left of the summaries."""
+    half, x = make(landmarks=8).to(dtype), (2 * tokens(2, 300, 16)).to(dtype).requires_grad_()
+    exact = make(landmarks=8)
+    exact.load_state_dict(half.state_dict())
+    y, row = half(x), x.detach().double().requires_grad_()
+    want = exact(row)
+    weight = tokens(2, 300, 16, seed=4)
+    (grad,), (best,) = (torch.autograd.grad((t * weight).sum(), at) for t, at in ((y, x), (want, row)))
+    for got, right in ((y, want), (grad, best)):
+        assert float((got - right).norm().detach() / right.norm()) < 0.02
 
 
 def test_equals_the_transformers_library_with_copied_weights() -> None:

@@ -172,7 +172,7 @@ class Nystrom(Mixer):
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     """Iterate towards the Moore-Penrose inverse of a matrix without negative entries, [..., M, N] -> [..., N, M]."""
     z = a.mT / (a.sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
-    shape, a, z = z.shape, a.flatten(0, -3), z.flatten(0, -3)
+    shape, a, z = z.shape, a.reshape(-1, *a.shape[-2:]), z.reshape(-1, *z.shape[-2:])
     for _ in range(iterations):
         az = a @ z
         p = torch.baddbmm(az, az, az, beta=7, alpha=-1)  # AZ (7 - AZ)
