@@ -158,7 +158,7 @@ def test_half_precision_of_the_attention_alone(dtype: torch.dtype) -> None:
     weight = tokens(2, 300, 16, seed=4)
     (grad,), (best,) = (torch.autograd.grad((t * weight).sum(), at) for t, at in ((y, x), (want, row)))
     for got, right in ((y, want), (grad, best)):
-        assert float((got - right).norm().detach() / right.norm()) < 0.02
+        assert float(((got - right).norm() / right.norm()).detach()) < 0.02
 
 
 def test_equals_the_transformers_library_with_copied_weights() -> None:
