@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad.bench.settings import Settings
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier, LanguageModel
+from subquad.training.short import short_run
 
 DIM, DEPTH, HEADS, BATCH = 64, 2, 2, 32  # of every model here
 CONTEXT = 256  # tokens of the user's own data in one sequence
@@ -64,27 +65,16 @@ def make_task(settings: Settings, causal: bool) -> Task | None:
 
 
 def learn(task: Task, name: str, settings: Settings) -> dict[str, Any]:
-    """AdamW with warm-up and cosine decay, the same for all."""
+    """A short run, the same for all."""
     torch.manual_seed(0)
     model = task.make(name).to(settings.device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = max(1, settings.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda n: min((n + 1) / warmup, 0.5 * (1 + math.cos(math.pi * n / settings.steps)))
-    )
     generator = torch.Generator().manual_seed(0)
     every = max(1, settings.steps // CURVE)
     curve, recent = [], []
     begun = time.perf_counter()
-    model.train()
-    for step in range(1, settings.steps + 1):
-        loss = task.loss(model, generator)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        recent.append(loss.detach())
+    losses = short_run(model, lambda: task.loss(model, generator), settings.steps, lr=2e-3, weight_decay=0.01)
+    for step, loss in enumerate(losses, start=1):
+        recent.append(loss)
         if step % every == 0:
             curve.append([step, float(torch.stack(recent).mean())])
             recent = []

@@ -14,6 +14,7 @@ from subquad.data import digits
 from subquad.models import LanguageModel
 from subquad.models.sampling import Sampling
 from subquad.training.config import TrainingConfig
+from subquad.training.short import short_run
 from subquad.training.task import Batch, Loss, Split, Sums, Task
 
 PIXELS = digits.SIDE**2
@@ -92,26 +93,17 @@ def with_start(images: Tensor) -> Tensor:
 
 
 def train(model: LanguageModel, images: Tensor, steps: int, told: Told | None = None, batch: int = 32) -> list[float]:
-    """AdamW with warm-up and cosine decay; returns bits/dim a step, and tells each to `told`."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05, betas=(0.9, 0.98))
-    warmup = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda n: min((n + 1) / warmup, 0.5 * (1 + math.cos(math.pi * n / steps)))
-    )
+    """A short run; returns bits/dim a step, and tells each to `told`."""
     generator = torch.Generator().manual_seed(0)
-    curve = []
-    model.train()
-    for step in range(1, steps + 1):
-        rows = images[torch.randint(len(images), (batch,), generator=generator)]
-        loss = model.loss(with_start(rows))
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        curve.append(loss.item() / math.log(2))
+
+    def loss() -> Tensor:
+        return model.loss(with_start(images[torch.randint(len(images), (batch,), generator=generator)]))
+
+    curve: list[float] = []
+    for nats in short_run(model, loss, steps, lr=3e-3, weight_decay=0.05):
+        curve.append(nats.item() / math.log(2))
         if told is not None:
-            told(step, curve[-1])
+            told(len(curve), curve[-1])
     return curve
 
 
