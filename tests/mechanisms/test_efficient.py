@@ -1,5 +1,6 @@
 """Efficient attention: both normalisations, and a running normaliser that is exact for any logits."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.efficient import LIMIT, Efficient, _moderate
 
 
 def build(**options: Any) -> Efficient:
@@ -110,6 +111,79 @@ def test_gradients_with_logits_far_apart(how: str) -> None:
         assert x.grad is not None
         grads.append(x.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-8 * float(grads[1].abs().max()))
+
+
+def test_sums_of_plain_exponentials_up_to_the_limit() -> None:
+    """Features that go from one end of the range to the other, where the two ways to sum must agree."""
+    time = torch.linspace(-1, 1, 200)[:, None]
+    x = (LIMIT - 1) * time * (torch.arange(16) - 7.5).sign() + 0.3 * tokens(1, 200, 16)
+    mix = build(causal=True).bfloat16()
+    heads = mix.heads.split(x.clamp(-LIMIT, LIMIT).bfloat16())
+    assert _moderate(heads[1], mix.init_state(1).max)
+
+    def sums(way: str, dtype: torch.dtype) -> list[Tensor]:
+        """o, s, z, max and the gradients of q, k, v."""
+        leaves = [t.detach().to(dtype).requires_grad_() for t in heads]
+        made = getattr(mix.to(dtype), way)(*leaves, mix.init_state(1))
+        loss = (made[0] * tokens(1, 200, 2, 8, seed=1)).sum() + made[1].sum() + made[2].sum()
+        return [t.detach().double() for t in (*made, *torch.autograd.grad(loss, leaves))]
+
+    exact = sums("_running_softmax", torch.float64)
+    torch.testing.assert_close(sums("_plain_sums", torch.float64), exact, rtol=1e-9, atol=1e-9)
+    for got, other, want in zip(
+        sums("_plain_sums", torch.float32), sums("_running_softmax", torch.float32), exact, strict=True
+    ):
+        assert (got - want).norm() <= 2 * (other - want).norm() + 1e-6 * want.norm()
+    half = sums("_plain_sums", torch.bfloat16)
+    assert all(torch.isfinite(t).all() for t in half)
+    for got, want in zip(half[:4], exact[:4], strict=True):
+        assert (got - want).norm() <= 0.005 * want.norm()
+
+
+def test_one_logit_beyond_the_limit_is_summed_with_a_running_maximum() -> None:
+    mix = build(causal=True).double()
+    x = tokens(2, 90, 16)
+    x[1, 50, 3] = LIMIT + 1
+    k = mix.heads.split(x)[1]
+    start = mix.init_state(2).max
+    assert _moderate(k[:1], start[:1])
+    assert not _moderate(k, start)
+    assert not _moderate(-k, start)
+    torch.testing.assert_close(mix(x), mix.reference(x))
+    # what a state holds can be beyond it, too
+    _, state = mix.prefill(x[:, :60])
+    assert not _moderate(k[:, 60:], state.max)
+    torch.testing.assert_close(mix.prefill(x[:, 60:], state=state)[0], mix(x)[:, 60:])
+
+
+@pytest.mark.parametrize("offset", [-300.0, -31.0, 31.0, 300.0])
+def test_half_precision_of_large_logits(offset: float) -> None:
+    """Bidirectional sums in units of exp(shift): the difference of a large logit and a large shift is exact."""
+    x = tokens(1, 400, 16).bfloat16()
+    mix = build().bfloat16()
+    with torch.no_grad():
+        mix.heads.qkv.bias[16:32] = offset
+    y, grad = run(mix, x)
+    want, best = run(copy.deepcopy(mix).double(), x.double(), mix.heads.split(x)[1])
+    for got, right in ((y, want), (grad, best)):
+        assert float((got - right).norm() / right.norm()) < 0.02
+
+
+def run(mix: Efficient, x: Tensor, rounded: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """y and the gradient of x; `rounded` takes the place of the keys, whose sum with a large bias 16 bits round."""
+    x = x.clone().requires_grad_()
+    if rounded is not None:
+        split = mix.heads.split
+
+        def keys_of_the_other(x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = split(x, context)
+            return q, k + (rounded.detach() - k).detach(), v
+
+        mix.heads.split = keys_of_the_other  # type: ignore[method-assign]
+    y = mix(x)
+    (y * tokens(*y.shape, seed=4)).sum().backward()
+    assert x.grad is not None
+    return y.detach().double(), x.grad.double()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

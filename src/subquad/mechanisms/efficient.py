@@ -11,6 +11,7 @@ Departures  the paper is bidirectional; the causal form is ours. The paper's res
 Verified    tests/mechanisms/test_efficient.py; the authors' release (softmax, bidirectional) with copied weights, 1e-15
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from subquad.ops.linear import (
 )
 
 BLOCK = 64
+LIMIT = 30.0  # of logits whose exponentials, their sums and the quotients of these stay far inside float32 and bfloat16
 NOTHING = -1e30  # a feature's largest logit before the first key; finite, so that differences are numbers
 PADDED = -1e38  # below NOTHING: a padded key weighs nothing even where it is alone
 
@@ -80,13 +82,15 @@ class Efficient(Mixer):
         q, k, v = self.heads.split(x, context)
         count = lengths if context is None else context_lengths
         if self.options.normalize == "softmax":
-            q, k = _wide(q).softmax(-1), _mask(_wide(k), count).softmax(1)
-        else:
-            q, k = _wide(q), _wide(k)
-            n = k.shape[1] if count is None else count.clamp(min=1).to(k.dtype)[:, None, None, None]
-            q, k = q / n**0.5, k / n**0.5
-        o = linear_attention(q.to(v.dtype), k.to(v.dtype), v, causal=False, key_lengths=count, **self._how())
-        return self.heads.merge(o)
+            with torch.autocast(x.device.type, enabled=False):
+                weight, z = _exponentials(_mask(_roomy(k), count))
+                # a feature's normaliser divides its queries, so that no softmax runs along positions
+                q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
+            o = linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
+            return self.heads.merge(o)
+        n = k.shape[1] if count is None else _wide(count.clamp(min=1).to(k.dtype))[:, None, None, None]
+        q, k = (q / n**0.5).to(v.dtype), (k / n**0.5).to(v.dtype)
+        return self.heads.merge(linear_attention(q, k, v, causal=False, key_lengths=count, **self._how()))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
@@ -94,8 +98,11 @@ class Efficient(Mixer):
         position = self._advance(state.position, x, lengths)
         if self.options.normalize == "softmax":
             with torch.autocast(x.device.type, enabled=False):
-                o, s, z, largest = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
-            return self.heads.merge(o.to(v.dtype)), State(s, z, largest, position)
+                if _moderate(k, state.max):
+                    sums = self._plain_sums(_roomy(q), _mask(_roomy(k), lengths), _roomy(v), state)
+                else:
+                    sums = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
+            return self.heads.merge(sums[0].to(v.dtype)), State(*sums[1:], position)
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
@@ -124,9 +131,10 @@ class Efficient(Mixer):
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
         if self.options.normalize == "softmax":
-            k = _mask(_wide(k), lengths).softmax(1)
-        else:
-            k = _wide(k) / lengths.clamp(min=1)[:, None, None, None]
+            weight, z = _exponentials(_mask(_wide(k), lengths))
+            sums = linear_attention_sums(weight, v, feature_map="identity")
+            return Memory(sums.s / z[..., None], lengths)
+        k = _wide(k) / lengths.clamp(min=1)[:, None, None, None]
         return Memory(linear_attention_sums(k, v, feature_map="identity", lengths=lengths).s, lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
@@ -142,6 +150,18 @@ class Efficient(Mixer):
         s = self._like.new_zeros(batch, heads, width, width, dtype=wide)
         position = torch.zeros(batch, dtype=torch.int64, device=s.device)
         return State(s, s.new_zeros(batch, heads, width), s.new_full((batch, heads, width), NOTHING), position)
+
+    def _plain_sums(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_running_softmax` for logits up to LIMIT: their exponentials are summed as they are, in one unit."""
+        weight, unit = k.exp(), state.max.clamp(-LIMIT, LIMIT).exp()
+        before = LinearState(state.s * unit[..., None], state.z * unit)
+        z = _running_sum(_wide(weight).flatten(2), before.z.flatten(1)).view(weight.shape)
+        z = z.clamp(min=math.exp(-LIMIT) / 2)  # less there is only where no key is
+        q = (q.softmax(-1, z.dtype) / z).to(weight.dtype)
+        o, sums = linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
+        largest = torch.maximum(state.max, k.detach().amax(1))
+        unit = largest.clamp(-LIMIT, LIMIT).neg().exp()
+        return o, sums.s * unit[..., None], sums.z * unit, largest
 
     def _running_softmax(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Causal softmax normalisation: o [B, T, H, V], and s, z, max after the last key.
@@ -232,6 +252,44 @@ def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((o[..., 0, :, :], o[..., 1, :, :] + scores @ v[..., 0, :, :]), dim=-2)
 
 
+def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(k - shift) [B, S, H, K], and its sum over positions in at least float32 [B, H, K].
+
+    The shift brings a feature's largest logit to within LIMIT and is mostly zero. The difference is then k itself; one
+    from the largest would be rounded to 16 bits, and the exponential enlarges what is lost. Where it is not zero, it is
+    as coarse as the keys that weigh, and the difference is exact for them.
+    """
+    largest = k.detach().amax(1, keepdim=True)
+    weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp()
+    return weight, weight.sum(1, dtype=torch.promote_types(k.dtype, torch.float32))
+
+
+def _moderate(k: Tensor, largest: Tensor) -> bool:
+    """Whether all logits, those of the state included, are within LIMIT. While a graph is recorded nobody can look."""
+    if torch.compiler.is_compiling() or (k.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    low, high = torch.aminmax(k.detach())
+    past = (largest.abs() <= LIMIT) | (largest == NOTHING)
+    return bool((low >= -LIMIT) & (high <= LIMIT) & past.all())
+
+
+def _running_sum(x: Tensor, start: Tensor) -> Tensor:
+    """start + Σ_{s<=t} x_s over [B, T, D]: in blocks a product with a triangle of ones, and their sums likewise.
+
+    A cumulative sum along T would walk it token by token on a GPU.
+    """
+    batch, length, width = x.shape
+    size = min(BLOCK, length)
+    blocks = F.pad(x, (0, 0, 0, -length % size)) if length % size else x
+    blocks = blocks.unflatten(1, (-1, size))  # [B, N, C, D]
+    before = start[:, None]
+    if length > size:
+        before = torch.cat((before, _running_sum(blocks[:, :-1].sum(2), start)), dim=1)  # [B, N, D]
+    ones = x.new_ones(size, size).tril().expand(batch * blocks.shape[1], -1, -1)
+    sums = torch.baddbmm(before.flatten(0, 1)[:, None], ones, blocks.flatten(0, 1))
+    return sums.view(batch, -1, width)[:, :length].contiguous()
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -239,3 +297,8 @@ def _wide(x: Tensor) -> Tensor:
 def _mask(k: Tensor, lengths: Tensor | None) -> Tensor:
     mask = keep(lengths, k.shape[1])
     return k if mask is None else k.masked_fill(~mask[..., None, None], PADDED)
+
+
+def _roomy(x: Tensor) -> Tensor:
+    """A type that holds exp(±LIMIT): float16 does not."""
+    return x.float() if x.dtype == torch.float16 else x
