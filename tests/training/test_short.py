@@ -7,6 +7,7 @@ from subquad.training.short import short_run
 
 def test_updates_are_warmed_up_decayed_and_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rates, norms = nn.Linear(3, 1, bias=False), [], []
+    nn.init.ones_(model.weight)
 
     class Spy(torch.optim.AdamW):
         def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -28,6 +29,8 @@ def test_updates_are_warmed_up_decayed_and_clipped(monkeypatch: pytest.MonkeyPat
 
 def test_the_loss_is_that_before_the_update_and_carries_no_graph() -> None:
     model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
     x = torch.ones(2)
     before = float(model(x).detach().square())
     first = next(short_run(model, lambda: model(x).square().sum(), 5, lr=0.1, weight_decay=0.0))
