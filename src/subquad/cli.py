@@ -253,6 +253,7 @@ def generate(
 ) -> None:
     """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
     from subquad.models import LanguageModel, checkpoints
+    from subquad.models.device import available
     from subquad.models.sampling import Sampling
     from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
     from subquad.tasks.music import write_pieces
@@ -262,7 +263,7 @@ def generate(
     )
     folder = checkpoints.find(checkpoint)
     card = checkpoints.card(folder)
-    model = LanguageModel.load(folder, device)
+    model = LanguageModel.load(folder, available(device))
     if device == "cpu":
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
     if card.get("task") == "music":

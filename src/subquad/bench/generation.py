@@ -18,6 +18,7 @@ from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
+from subquad.models.device import available
 from subquad.models.generation import UNROLL
 from subquad.models.loop import Loop, decoder_of, values_of
 from subquad.models.memory import bytes_per_stream, largest_batch
@@ -231,6 +232,7 @@ def bench(
         line = f"{head} {rates} {row['milliseconds_per_step']:9.3f} ms a token  {state}"
         console.print(line, highlight=False, soft_wrap=True)
 
+    device = available(device)
     figures: Figures = {**facts(device), "dim": dim, "depth": depth, "heads": heads, "dtype": dtype}
     figures["rows"] = sweep(
         names, _numbers(lengths, "lengths"), _numbers(batches, "batches"), dim=dim, depth=depth, heads=heads,

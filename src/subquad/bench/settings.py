@@ -12,6 +12,7 @@ import torch
 from subquad.bench.measure import DTYPES, YARDSTICK, Shape
 from subquad.mechanisms import MECHANISMS, mechanism
 from subquad.mechanisms.base import at_least, one_of, refuse
+from subquad.models.device import available
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TASKS = ("copy", "digits", "listops")
@@ -59,12 +60,7 @@ class Settings:
         if self.causal is False and (self.data is not None or self.task == "copy"):
             what = "data" if self.data is not None else "task"
             refuse(what, getattr(self, what), "one that can be learned both ways with causal=False: digits or listops")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            refuse("device", self.device, '"cpu" or "cuda"')
-        if device.type == "cuda" and not torch.cuda.is_available():
-            refuse("device", self.device, '"cpu" here: torch finds no GPU')
+        object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:
         return Shape(

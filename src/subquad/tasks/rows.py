@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from subquad.bench.compare import save
+from subquad.models.device import available
 from subquad.tasks import figures
 from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
@@ -35,9 +35,7 @@ class Budget:
 
     @property
     def place(self) -> str:
-        if self.device != "auto":
-            return self.device
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return available(self.device)
 
 
 @dataclass

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import attempt, join
@@ -36,7 +36,7 @@ def train(
     leave the rest to a later call with resume=True."""
     training = task.training if training is None else training
     fields = {**task.model, **(model or {})}
-    ranks = join(training.parallel, _device(device))
+    ranks = join(training.parallel, available(device))
     console = console or Console()
     folder = Folder(Path(out))
     config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
@@ -68,9 +68,3 @@ def train(
 def options_of(task: Task) -> dict[str, Any]:
     """The `data.*` settings of a task: the fields of its dataclass."""
     return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else {}
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

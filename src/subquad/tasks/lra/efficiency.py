@@ -37,6 +37,7 @@ from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier
 from subquad.models.blocks import Block
+from subquad.models.device import available
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.recipes import mixer
 from subquad.tasks.lra.store import generated
@@ -113,7 +114,7 @@ def efficiency(
     commit: str | None = None,
 ) -> Json:
     """Measure, write `out` after each row, and return what it holds."""
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    place = available(device)
     kind = torch.device(place).type
     dtype = dtype or ("bfloat16" if kind == "cuda" else "float32")
     text, source = byte_text(batch * max(lengths))

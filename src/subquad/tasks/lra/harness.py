@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import subquad
@@ -28,6 +27,7 @@ from subquad.bench.compare import save
 from subquad.bench.provenance import commit as known_commit
 from subquad.bench.provenance import machine
 from subquad.mechanisms.base import refuse
+from subquad.models.device import available
 from subquad.tasks import TASKS
 from subquad.tasks.lra.recipes import RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
@@ -65,9 +65,7 @@ class Arena:
 
     @property
     def place(self) -> str:
-        if self.device != "auto":
-            return self.device
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return available(self.device)
 
     def seconds_a_run(self) -> float | None:
         if self.cap is not None or self.minutes is None:
