@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad.ops.lengths import check_lengths, shape_of
 from subquad.ops.rotary import rotate
 
 StateKind = Literal["constant", "window", "growing"]
@@ -334,7 +335,7 @@ class Mixer(nn.Module):
         """A prompt in parallel, ragged or not, from nothing or from a state: y, and the state after each row's end."""
         self._check_stateful("prefill")
         self._check_tokens(x, "x")
-        lengths = self._check_lengths(lengths, x, "lengths")
+        lengths = check_lengths(lengths, x, "lengths")
         if state is not None:
             self._check_state(state, x.shape[0])
         mask = keep(lengths, x.shape[1])
@@ -348,7 +349,7 @@ class Mixer(nn.Module):
         """
         self._check_stateful("step")
         if not isinstance(x, Tensor) or x.ndim != 2:
-            raise ValueError(f"x has shape {_shape(x)}: step takes one token, [B, {self.options.dim}]")
+            raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [B, {self.options.dim}]")
         self._check_tokens(x[:, None], "x")
         self._check_state(state, x.shape[0])
         return self._step_inplace(x, state) if inplace else self._step(x, state)
@@ -386,7 +387,7 @@ class Mixer(nn.Module):
         self, mix: Any, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         self._check_tokens(x, "x")
-        lengths = self._check_lengths(lengths, x, "lengths")
+        lengths = check_lengths(lengths, x, "lengths")
         if context is None:
             if context_lengths is not None:
                 raise ValueError("context_lengths came without context: pass both or neither")
@@ -403,9 +404,9 @@ class Mixer(nn.Module):
     def _check_tokens(self, x: Tensor, name: str) -> None:
         dim = self.options.dim
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != dim:
-            raise ValueError(f"{name} has shape {_shape(x)}: accepted is [batch, T, {dim}]")
+            raise ValueError(f"{name} has shape {shape_of(x)}: accepted is [batch, T, {dim}]")
         if x.shape[0] == 0 or x.shape[1] == 0:
-            raise ValueError(f"{name} has shape {_shape(x)}: at least one row and one token are needed")
+            raise ValueError(f"{name} has shape {shape_of(x)}: at least one row and one token are needed")
         cast = torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         if x.dtype != self._like.dtype and not cast:
             raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
@@ -417,7 +418,7 @@ class Mixer(nn.Module):
 
     def _recalled(self, x: Tensor, lengths: Tensor | None, memory: Any, context_lengths: Tensor | None) -> Tensor:
         self._check_tokens(x, "x")
-        lengths = self._check_lengths(lengths, x, "lengths")
+        lengths = check_lengths(lengths, x, "lengths")
         if context_lengths is not None:
             raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
         self._check_memory(memory, x.shape[0])
@@ -433,24 +434,8 @@ class Mixer(nn.Module):
         if self.options.rotary:
             raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
         self._check_tokens(context, "context")
-        lengths = self._check_lengths(lengths, context, "context_lengths")
+        lengths = check_lengths(lengths, context, "context_lengths")
         return _zero_padding(context, keep(lengths, context.shape[1])), lengths
-
-    def _check_lengths(self, lengths: Tensor | None, x: Tensor, name: str) -> Tensor | None:
-        if lengths is None:
-            return None
-        batch, size = x.shape[:2]
-        if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
-            raise ValueError(f"{name} has shape {_shape(lengths)}: accepted is one integer a row, [{batch}]")
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
-        lengths = lengths.to(x.device, torch.int64)
-        # Reading the values waits for the device; a compiled or captured program must not
-        if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            low, high = (int(v) for v in torch.stack((lengths.min(), lengths.max())).tolist())
-            if low < 0 or high > size:
-                raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
-        return lengths
 
     def _check_memory(self, memory: Any, batch: int) -> None:
         name = type(self).__name__
@@ -525,10 +510,6 @@ class Mixer(nn.Module):
             ]
             self._shape_memo = (self._like.dtype, shapes)
         return self._shape_memo[1]
-
-
-def _shape(x: object) -> object:
-    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -49,6 +49,7 @@ from subquad.ops.buckets import (
 )
 from subquad.ops.cache import append
 from subquad.ops.clusters import kmeans_step
+from subquad.ops.lengths import check_lengths
 
 
 class State(NamedTuple):
@@ -126,7 +127,7 @@ class Routing(Mixer):
     def commitment(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Mean squared distance of queries and keys to their centroids; the paper adds 1e-4 times this to the loss."""
         self._check_tokens(x, "x")
-        lengths = self._check_lengths(lengths, x, "lengths")
+        lengths = check_lengths(lengths, x, "lengths")
         if lengths is not None:
             x = x.masked_fill(~keep(lengths, x.shape[1])[..., None], 0)  # type: ignore[index]
         routed = self._project(x)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from subquad.mechanisms.base import keep, refuse
 from subquad.models.config import EmbeddingConfig
-from subquad.models.inputs import clean_frames, clean_ids, readable, shape_of
+from subquad.models.inputs import clean_frames, clean_ids
 from subquad.models.positions import Grid, Sinusoidal
+from subquad.ops.lengths import readable, shape_of
 
 
 class Embedding(nn.Module):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.base import refuse
-from subquad.models.inputs import INTEGERS, check_lengths, shape_of
 from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of
 from subquad.models.memory import check_memory, imagine
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, batch_of, leaves, map_state, rebuild
+from subquad.ops.lengths import INTEGERS, check_lengths, shape_of
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seed = int | Sequence[int] | Tensor

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.base import keep
-
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from subquad.ops.lengths import INTEGERS, check_lengths, readable, shape_of
 
 
 def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str) -> Tensor:
@@ -43,36 +42,11 @@ def check_type(x: Tensor, like: Tensor, name: str) -> None:
         raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
 
 
-def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
-    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None."""
-    if lengths is None:
-        return None
-    batch, size = x.shape[:2]
-    if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
-        raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{batch}]")
-    if lengths.dtype not in INTEGERS:
-        raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
-    if readable(lengths):
-        low, high = (int(v) for v in torch.aminmax(lengths))
-        if low < 0 or high > size:
-            raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
-    return lengths.to(x.device, torch.int64)
-
-
 def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     """x [B, T, D] with zeros beyond each row's length."""
     mask = keep(lengths, x.shape[1])
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
-def readable(x: Tensor) -> bool:
-    """Whether values may be looked at: a GPU would have to be waited for, a compiled program has none yet."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def batch_of(x: object) -> int:
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0
-
-
-def shape_of(x: object) -> object:
-    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import keep, refuse
-from subquad.models.inputs import INTEGERS, check_lengths, readable, shape_of
+from subquad.ops.lengths import INTEGERS, check_lengths, readable, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -15,9 +15,10 @@ from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, assemble, flags, optional_at_least, probabilities
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
-from subquad.models.inputs import batch_of, check_lengths, zero_padding
+from subquad.models.inputs import batch_of, zero_padding
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
+from subquad.ops.lengths import check_lengths
 
 
 class State(NamedTuple):

@@ -11,11 +11,12 @@ from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import batch_of, check_lengths
+from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State as DecoderState
 from subquad.models.transformer import Transformer
+from subquad.ops.lengths import check_lengths
 
 
 class State(NamedTuple):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from subquad.mechanisms.base import refuse
 from subquad.models.config import EmbeddingConfig, TransformerConfig
 from subquad.models.embedding import Embedding
-from subquad.models.inputs import check_lengths
 from subquad.models.transformer import Transformer
+from subquad.ops.lengths import check_lengths
 
 
 class Tower(nn.Module):

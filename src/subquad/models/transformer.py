@@ -11,8 +11,9 @@ from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_lengths, check_type, clean_frames, shape_of, zero_padding
+from subquad.models.inputs import check_type, clean_frames, zero_padding
 from subquad.models.model import Model
+from subquad.ops.lengths import check_lengths, shape_of
 
 
 class State(NamedTuple):

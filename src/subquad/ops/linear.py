@@ -27,6 +27,7 @@ from torch import Tensor
 from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
+from subquad.ops.lengths import readable
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
@@ -822,13 +823,6 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _reading() -> bool:
-    """Whether values may be looked at: not while a graph is being recorded."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
@@ -861,7 +855,7 @@ def _check_lengths(name: str, lengths: Tensor, rows: int, most: int, device: tor
         )
     if lengths.device != device:
         raise ValueError(f"{name} is on {lengths.device}, q on {device}: accepted is one device")
-    if _reading() and bool(((lengths < 0) | (lengths > most)).any()):
+    if readable(lengths) and bool(((lengths < 0) | (lengths > most)).any()):
         raise ValueError(f"{name}={lengths.tolist()}: accepted are lengths from 0 to {most}")
 
 
@@ -898,7 +892,7 @@ def _check_masks(
                 f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}:"
                 f" accepted are int32 or int64 of shape [N+1] on {q.device}"
             )
-        if _reading():
+        if readable(cu_seqlens):
             ends = cu_seqlens.tolist()
             if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
                 raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
@@ -916,8 +910,7 @@ def _check_masks(
 
 
 def _check_gate(log_gate: Tensor) -> None:
-    # on a GPU this look at every gate would make the host wait
-    if log_gate.device.type == "cpu" and _reading() and not bool((log_gate.detach() <= 0).all()):
+    if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
 
 

@@ -1,0 +1,31 @@
+"""Lengths of right-padded rows, and what may be asked of tensors without waiting for a GPU."""
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
+    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None; values are looked at on the CPU."""
+    if lengths is None:
+        return None
+    batch, size = x.shape[:2]
+    if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
+        raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{batch}]")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
+    if readable(lengths):
+        low, high = (int(v) for v in torch.aminmax(lengths.long()))
+        if low < 0 or high > size:
+            raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
+    return lengths.to(x.device, torch.int64)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at: a GPU would have to be waited for, a compiled program has none yet."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def shape_of(x: object) -> object:
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
