@@ -25,7 +25,7 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # OSError: a file that is not there, a folder that cannot be written
             Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}")
             raise typer.Exit(2) from None
 
@@ -139,7 +139,7 @@ def compare(
     """Measure every mechanism against exact softmax: time, memory, decoding, state, growth and quality."""
     from subquad.bench.compare import compare as run
     from subquad.bench.compare import save as write
-    from subquad.bench.compare import tables
+    from subquad.bench.compare import tables, whole
     from subquad.bench.settings import Settings, parse_lengths, parse_mechanisms
 
     settings = Settings(
@@ -154,19 +154,22 @@ def compare(
         console.print("interrupted: what was measured is kept")
     if save is not None:
         write(results, save)
-    console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
+    how = "" if whole(results) else f" --from {out}"
+    console.print(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them", soft_wrap=True)
+    if results["interrupted"]:
+        raise typer.Exit(130)
 
 
 @app.command()
 @_say_errors
 def recommend(
-    length: Annotated[int, typer.Option(help="Tokens in your sequences.")],
+    length: Annotated[str, typer.Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
     causal: Annotated[
         bool, typer.Option("--causal/--bidirectional", help="Whether a token may see later ones.")
     ] = False,
     decode: Annotated[bool, typer.Option("--decode", help="You will generate token by token.")] = False,
     cross: Annotated[bool, typer.Option("--cross", help="You need attention to another sequence.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default that of --from, else cpu.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="A results.json, or the folder of a comparison.")
     ] = None,
@@ -174,8 +177,11 @@ def recommend(
     """The three best mechanisms for your length and device, with reasons, from measured figures."""
     from subquad.bench.recommend import Request
     from subquad.bench.recommend import recommend as choose
+    from subquad.bench.settings import parse_length
 
-    advice = choose(Request(length=length, causal=causal, decode=decode, cross=cross, device=device), source)
+    advice = choose(
+        Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device), source
+    )
     console.print(f"[bold]{escape(advice.verdict)}[/bold]\n", soft_wrap=True, highlight=False)
     for rank, choice in enumerate(advice.choices, start=1):
         console.print(f"{rank}. [bold]{choice.mechanism}[/bold]", highlight=False)

@@ -46,7 +46,7 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Path, cache: Path) -> None:
+def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear", "fnet"), lengths=(16, 32), task="digits", steps=1, **TINY)
     results = compare(settings, tmp_path, QUIET, isolated=False)
     assert read(tmp_path) == json.loads(json.dumps(results))
@@ -69,7 +69,27 @@ def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Pa
         }  # fmt: skip
     assert [found["metric"] for found in results["quality"]] == ["bits/dim", "bits/dim", "accuracy"]
     assert {"device", "cpu", "threads", "python", "torch", "triton", "memory_bytes"} <= results["machine"].keys()
-    assert json.loads((cache / "compare_cpu.json").read_text())["rows"] == read(tmp_path)["rows"]
+
+
+def test_only_a_whole_comparison_is_kept_for_advice(tmp_path: Path, cache: Path) -> None:
+    def work(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[dict[str, Any]]:
+        for job in jobs:
+            yield {"begin": job}
+            yield {"row": timed(job["mechanism"], job["length"])}
+
+    def stopped(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[dict[str, Any]]:
+        yield from work(settings, jobs[:3], rows)
+        raise KeyboardInterrupt
+
+    kept = cache / "compare_cpu.json"
+    compare(Settings(mechanisms=("linear", "local"), lengths=(16,), **TINY), tmp_path, QUIET, work=work)
+    compare(Settings(lengths=(16,), **TINY), tmp_path, QUIET, work=stopped)
+    assert not kept.exists()
+    compare(Settings(lengths=(16,), **TINY), tmp_path, QUIET, work=work)
+    assert json.loads(kept.read_text())["rows"] == read(tmp_path)["rows"]
+    before = kept.read_text()
+    compare(Settings(mechanisms=("linear", "local"), lengths=(16,), **TINY), tmp_path, QUIET, work=work)
+    assert kept.read_text() == before
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -172,6 +192,18 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
     assert "additive 32 too slow [for a test]" in lines
 
 
+@pytest.mark.parametrize("width", [80, 140])
+def test_quality_is_shown_at_every_width(width: int, tmp_path: Path) -> None:
+    settings = Settings(mechanisms=("linear",), lengths=(16,), task="digits", steps=1, **TINY)
+    results = compare(settings, tmp_path, QUIET, isolated=False)
+    console = Console(width=width, record=True, file=(tmp_path / "out.txt").open("w"))
+    for table in tables(results, width):
+        console.print(table)
+    text = console.export_text()
+    assert "bits/dim" in text
+    assert all(f"{found['value']:.3f}" in text for found in results["quality"])
+
+
 def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_elsewhere", worker.work)
     run = CliRunner(env={"COLUMNS": "160"})
@@ -181,7 +213,7 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "new" / "cpu.json").read_text()) == read(out)
     assert "linear, T = 32: training" in result.output
-    assert str(out / "results.json") in result.output
+    assert f"{out / 'results.json'}; `subquad recommend --from {out}` goes by them" in result.output
     wrong = run.invoke(app, ["compare", "--mechanisms", "linaer"])
     assert wrong.exit_code == 2
     assert "did you mean 'linear'" in wrong.output

@@ -102,7 +102,10 @@ def test_between_lengths_and_beyond_them(tmp_path: Path) -> None:
     source = figures(tmp_path / "a.json")
     assert "at T = 8,192" in recommend(Request(length=8192, causal=True), source).choices[0].reasons[0]
     beyond = recommend(Request(length=100_000, causal=True), source)
-    assert "T = 100,000 was not measured: what follows is T = 16,384" in beyond.figures
+    assert beyond.verdict == (
+        "use sinkhorn: 20 times as fast as exact softmax at T = 16,384; "
+        "T = 100,000 was not measured, the nearest that was is 16,384"
+    )
 
 
 def test_a_clear_loss_of_quality_comes_after(tmp_path: Path) -> None:
@@ -144,7 +147,29 @@ def test_this_machine_before_shipped_ones(cache: Path, monkeypatch: pytest.Monke
     own = find(request)
     assert "this machine" in own.origin
     assert own.results["machine"]["cpu"] == "Some CPU"
-    assert "Some CPU, 2 thread(s), float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
+    assert "Some CPU, 2 threads, float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
+
+
+def test_shipped_figures_that_come_nearer_to_the_length_before_this_machine_s(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = json.loads(figures(tmp_path / "a.json").read_text())
+    monkeypatch.setattr(module, "_shipped", lambda: [longer])
+    short = json.loads(figures(cache / "compare_cpu.json").read_text())
+    short["rows"] = [row for row in short["rows"] if row["length"] < 16384]
+    (cache / "compare_cpu.json").write_text(json.dumps(short))
+    assert "this machine (" in find(Request(length=4096, causal=True)).origin
+    assert "this machine (" in find(Request(length=100, causal=True)).origin
+    assert "ship with subquad" in find(Request(length=16384, causal=True)).origin
+
+
+def test_named_figures_answer_for_their_own_device_only(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json")
+    assert recommend(Request(length=4096, causal=True), source) == recommend(
+        Request(length=4096, causal=True, device="cpu"), source
+    )
+    with pytest.raises(ValueError, match=r"device='cuda' cannot work: .*a\.json was measured on 'cpu'"):
+        recommend(Request(length=4096, causal=True, device="cuda"), source)
 
 
 def test_requests_and_files_that_cannot_work(tmp_path: Path) -> None:
@@ -166,7 +191,7 @@ def test_requests_and_files_that_cannot_work(tmp_path: Path) -> None:
 def test_the_command_says_three_and_whose_figures(tmp_path: Path) -> None:
     run = CliRunner(env={"COLUMNS": "160"})
     source = figures(tmp_path / "results.json", device="cuda")
-    arguments = ["recommend", "--length", "16000", "--causal", "--decode", "--device", "cuda", "--from", str(tmp_path)]
+    arguments = ["recommend", "--length", "16k", "--causal", "--decode", "--device", "cuda", "--from", str(tmp_path)]
     result = run.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "use linear" in result.output

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from subquad.bench.settings import Settings, cache_folder, parse_lengths, parse_mechanisms, readable
+from subquad.bench.settings import Settings, cache_folder, parse_length, parse_lengths, parse_mechanisms, readable
 from subquad.mechanisms import MECHANISMS
 
 
@@ -29,6 +29,8 @@ def test_json_there_and_back() -> None:
         ({"task": "copy", "causal": False}, "task='copy' cannot work"),
         ({"device": "abacus"}, "device='abacus'"),
         ({"limit": 0.0}, "limit=0.0"),
+        ({"memory": 0}, "memory=0"),
+        ({"mechanisms": ()}, "mechanisms=''"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -46,6 +48,10 @@ def test_each_mechanism_in_the_form_it_has() -> None:
 
 def test_words_to_values() -> None:
     assert parse_lengths("512, 4k,16K") == (512, 4096, 16384)
+    assert (parse_length("16k"), parse_length("16000")) == (16384, 16000)
+    for wrong in ("512,1024", "many", ""):
+        with pytest.raises(ValueError, match="length="):
+            parse_length(wrong)
     assert parse_mechanisms("all") == tuple(MECHANISMS)
     assert parse_mechanisms("linear, local") == ("linear", "local")
     with pytest.raises(ValueError, match="lengths='512,many'"):

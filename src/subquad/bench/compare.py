@@ -30,6 +30,7 @@ from subquad.bench.provenance import commit, machine
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
+from subquad.mechanisms import MECHANISMS
 from subquad.models.store import write_whole
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
@@ -52,7 +53,8 @@ def compare(
 ) -> Results:
     """Measure, write out/results.json after each figure, and return what it holds.
 
-    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend`.
+    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend`,
+    if it is a whole comparison: one of a few mechanisms, or half of one, would hide better figures.
     Ctrl-C ends the measuring, not this function.
     """
     if settings.data is not None:
@@ -70,10 +72,15 @@ def compare(
         except KeyboardInterrupt:
             results["interrupted"] = True
     save(results, out / "results.json")
-    if remember and results["rows"]:
+    if remember and whole(results):
         form = "_bidirectional" if settings.causal is False else ""
         save(results, cache_folder() / f"compare_{torch.device(settings.device).type}{form}.json")
     return results
+
+
+def whole(results: Results) -> bool:
+    """Whether every mechanism was compared, to the end."""
+    return not results["interrupted"] and set(MECHANISMS) <= set(results["settings"]["mechanisms"])
 
 
 def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
@@ -312,7 +319,13 @@ def tables(results: Results, width: int = 120) -> list[Table]:
             reasons.add_row(name, f"{lost[0]['length']:,}{until}", escape(lost[0]["error"] or lost[0]["skipped"]))
     for missing in results["quality_missing"]:
         reasons.add_row(missing["mechanism"], missing["task"], escape(missing["reason"]))
-    return [table, reasons] if reasons.row_count else [table]
+    learned = Table(box=None, padding=(0, 2, 0, 0))
+    if quality and not wide:  # has no room beside the others
+        learned.add_column("learned", no_wrap=True)
+        learned.add_column(f"{_metric(quality)} on {results['quality'][0]['task']}", justify="right", no_wrap=True)
+        for name in quality:
+            learned.add_row(name, _quality_cell(quality, name), style="bold" if name == YARDSTICK else None)
+    return [found for found in (table, learned, reasons) if found.row_count]
 
 
 def _longest(rows: list[Row]) -> list[Row]:

@@ -27,11 +27,12 @@ class Request:
     causal: bool = False
     decode: bool = False
     cross: bool = False
-    device: str = "cpu"
+    device: str | None = None  # None: that of the figures that are named, else the CPU
 
     def __post_init__(self) -> None:
         at_least(self, length=1)
-        one_of(self, device=("cpu", "cuda"))
+        if self.device is not None:
+            one_of(self, device=("cpu", "cuda"))
         if self.decode and not self.causal:
             raise ValueError("decode=True cannot work with causal=False: generating one token at a time is causal")
         if self.cross and self.causal:
@@ -66,15 +67,15 @@ def recommend(request: Request, source: Path | None = None) -> Advice:
     rows = [row for row in results["rows"] if row["causal"] == request.causal]
     where = f"{figures.origin}; {_described(results)}"
     if not _serves(results, request):
-        form = "causal" if request.causal else "bidirectional"
-        raise ValueError(f"{figures.origin} hold too few {form} measurements: run `subquad compare --{form}` first")
-    lengths = sorted({row["length"] for row in rows if row["training_ms"]})
-    at = min(max(request.length, lengths[0]), lengths[-1])
-    if at != request.length:
-        where += f". T = {request.length:,} was not measured: what follows is T = {at:,}, the nearest that was"
+        form, other = ("causal", "--bidirectional") if request.causal else ("bidirectional", "--causal")
+        raise ValueError(
+            f"{figures.origin} hold too few {form} measurements: run `subquad compare --{form}` first, or ask for "
+            f"{other}"
+        )
+    at = _nearest(results, request)
     quality = _quality(results, request)
     if not quality:
-        where += ". They hold no quality: what follows is fast, how well it learns `subquad compare --task` can say"
+        where += ". They hold no quality: this is by speed alone, how well each learns `subquad compare --task` can say"
     choices = [
         choice
         for name, cls in MECHANISMS.items()
@@ -84,27 +85,44 @@ def recommend(request: Request, source: Path | None = None) -> Advice:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
     choices.sort(key=lambda choice: (_falls_short(choice.mechanism, quality), _rank_cost(choice)))
     best = tuple(choices[:3])
-    return Advice(where, _verdict(best[0], request, rows, choices, at), best)
+    verdict = _verdict(best[0], request, rows, choices, at)
+    if at != request.length:
+        verdict += f"; T = {request.length:,} was not measured, the nearest that was is {at:,}"
+    return Advice(where, verdict, best)
 
 
 def find(request: Request, source: Path | None = None) -> Figures:
-    """The named file, else this machine's last comparison, else those that ship with the package."""
+    """The named file; else of this machine's last comparison and of those that ship the one that comes nearest to the
+    length, this machine's where they are equally near."""
     if source is not None:
         path = source / "results.json" if source.is_dir() else source
-        return Figures(_read(path), f"figures of {path}")
-    for own in sorted(cache_folder().glob(f"compare_{request.device}*.json")):
+        results = _read(path)
+        if request.device not in (None, _device(results)):
+            raise ValueError(f"device={request.device!r} cannot work: {path} was measured on {_device(results)!r}")
+        return Figures(results, f"figures of {path}")
+    device = request.device or "cpu"
+    found = []
+    for own in sorted(cache_folder().glob(f"compare_{device}*.json")):
         results = _read(own)
-        if _serves(results, request):
-            count = len(_measured(results, request))
-            return Figures(results, f"figures of this machine ({own}, {count} mechanisms)")
-    for results in _shipped():
-        if _device(results) == request.device and _serves(results, request):
-            return Figures(results, "figures that ship with subquad, not of this machine")
+        count = len(_measured(results, request))
+        found.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
+    shipped = "figures that ship with subquad, not of this machine"
+    found += [Figures(results, shipped) for results in _shipped() if _device(results) == device]
+    found = [figures for figures in found if _serves(figures.results, request)]
+    if found:
+        return min(found, key=lambda figures: abs(math.log(_nearest(figures.results, request) / request.length)))
     form = "causal" if request.causal else "bidirectional"
     raise ValueError(
-        f"device={request.device!r}: there are no {form} figures for it, neither of this machine nor shipped; "
-        f"run `subquad compare --{form} --device {request.device}` first"
+        f"device={device!r}: there are no {form} figures for it, neither of this machine nor shipped; "
+        f"run `subquad compare --{form} --device {device}` first"
     )
+
+
+def _nearest(results: Results, request: Request) -> int:
+    """The length that is asked for, or the end of what was measured."""
+    rows = [row for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]]
+    lengths = [row["length"] for row in rows]
+    return min(max(request.length, min(lengths)), max(lengths))
 
 
 def _shipped() -> list[Results]:
@@ -140,11 +158,15 @@ def _device(results: Results) -> str:
 def _described(results: Results) -> str:
     settings, machine = results["settings"], results["machine"]
     name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
-    threads = f", {machine['threads']} thread(s)" if _device(results) == "cpu" else ""
+    threads = f", {_counted(machine['threads'], 'thread')}" if _device(results) == "cpu" else ""
     return (
         f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
-        f"{settings['heads']} heads, {str(results['date'])[:10]}"
+        f"{_counted(settings['heads'], 'head')}, {str(results['date'])[:10]}"
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _has_form(traits: Traits, request: Request) -> bool:

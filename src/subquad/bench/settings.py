@@ -43,6 +43,8 @@ class Settings:
         if not self.lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.lengths):
             refuse("lengths", self.lengths, "one or more integers of at least 1")
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+        if not self.mechanisms:
+            refuse("mechanisms", "", "names with commas between them, or all")
         for name in self.mechanisms:
             mechanism(name)  # an unknown name raises here
         if YARDSTICK not in self.mechanisms:  # what everything is compared with has a row of its own
@@ -51,8 +53,10 @@ class Settings:
         one_of(self, dtype=DTYPES)
         if self.dim % self.heads:
             refuse("heads", self.heads, f"a divisor of dim={self.dim}")
-        if not self.limit > 0 or not self.seconds > 0:
-            refuse("limit" if not self.limit > 0 else "seconds", min(self.limit, self.seconds), "a positive number")
+        for name in ("limit", "seconds", "memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                refuse(name, value, "a positive number")
         if self.task is not None:
             one_of(self, task=TASKS)
             if self.data is not None:
@@ -102,6 +106,15 @@ def parse_lengths(text: str) -> tuple[int, ...]:
             refuse("lengths", text, "whole numbers with commas between them, such as 512,4096 or 4k,16k")
         lengths.append(int(number) * factor)
     return tuple(lengths)
+
+
+def parse_length(text: str) -> int:
+    """ "16000" or "16k": k is 1,024."""
+    try:
+        (length,) = parse_lengths(text)
+    except ValueError:
+        refuse("length", text, "a whole number, such as 16000 or 16k")
+    return length
 
 
 def cache_folder() -> Path:

@@ -165,7 +165,7 @@ class Bench:
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
         if expected > limit:
             raise Skip(
-                f"too slow: a training step took {spent:.2g} s at T = {length}, so about {expected:.2g} s here; "
+                f"too slow: a training step took {spent:.2g} s at T = {length}, so about {_seconds(expected)} s here; "
                 f"the limit is {limit:g} s"
             )
 
@@ -209,6 +209,11 @@ def _build(name: str, shape: Shape) -> Subject:
 def _line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else "no message"
+
+
+def _seconds(value: float) -> str:
+    """Two digits, and never a power of ten."""
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
 
 
 def _end_with_parent() -> None:
