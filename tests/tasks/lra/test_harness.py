@@ -51,6 +51,12 @@ def test_fewer_steps_warm_up_for_less() -> None:
     assert training_of("listops", "small", 250, 0)["warmup"] == 20
 
 
+def test_a_few_steps_are_not_spent_on_evaluations() -> None:
+    assert "evaluate_every" not in training_of("listops", "small", 500, 0)
+    assert training_of("listops", "small", 250, 0)["evaluate_every"] == 50
+    assert training_of("listops", "small", 20, 0)["evaluate_every"] == 20
+
+
 def test_names() -> None:
     assert recipes.parse_tasks("listops, imdb") == ("listops", "text")
     assert recipes.parse_tasks("all") == ("listops", "text", "retrieval", "image", "pathfinder")

@@ -27,6 +27,7 @@ class Recipe:
 
 WARM = {"warmup": 200, "evaluate_batch": 250, "evaluate_batches": 8, "keep": 1}
 ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
+SELDOM = 50  # steps at least between two evaluations: on a CPU one of them takes as long as so many steps
 
 
 def grid(side: int) -> dict[str, Any]:
@@ -167,4 +168,6 @@ def training_of(task: str, size: Size, steps: int | None, seed: int) -> dict[str
     if steps is not None:
         chosen["warmup"] = max(1, round(chosen["warmup"] * steps / chosen["steps"]))
         chosen["steps"] = steps
+        if steps < 10 * SELDOM:
+            chosen["evaluate_every"] = min(steps, SELDOM)
     return {**chosen, "seed": seed}
