@@ -9,6 +9,7 @@ from torch import Tensor
 
 import subquad
 from subquad.mechanisms.performer import Performer
+from subquad.ops.random_features import exponents
 
 KERNELS = ["softmax", "hyperbolic", "trig", "relu"]
 EXACT = ["softmax", "hyperbolic", "trig"]
@@ -74,9 +75,9 @@ def test_average_over_redraws_is_the_exponential() -> None:
     total, g = torch.zeros(5, 5, dtype=torch.float64), torch.Generator().manual_seed(5)
     for _ in range(400):
         mix.redraw(g)
-        phi, exponent = mix._features(x[:, :, None])
-        assert exponent is not None
-        phi = phi[0, :, 0] * exponent[0].exp()
+        found = exponents(x[:, :, None], mix.directions.double(), 0.5)  # over K^¼
+        factor = found.factor[0].exp()
+        phi = mix._exponentials(x[:, :, None], found, torch.float64)[0, :, 0] * factor
         total += phi @ phi.mT / 400
     want = (x[0] @ x[0].mT / 4).exp()
     torch.testing.assert_close(total, want, rtol=0.04, atol=0.0)

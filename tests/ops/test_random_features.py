@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subquad.ops.random_features import draw_directions, fourier, positive, project, trigonometric
+from subquad.ops.random_features import draw_directions, exponents, fourier, positive, project, trigonometric
 
 DRAWS, WIDTH = 60_000, 8
 
@@ -18,6 +18,13 @@ def pair() -> tuple[Tensor, Tensor]:
     return 0.5 * x / x.norm(), 0.4 * y / y.norm()
 
 
+def exponential(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive features and the logarithm of the factor to them."""
+    found = exponents(x, directions)
+    factor = found.factor
+    return positive(x, directions, found), factor
+
+
 def estimates(kernel: str, count: int, orthogonal: bool = False, draws: int = DRAWS) -> Tensor:
     """φ(x)·φ(y) for independent draws of the directions, [draws]; each draw is one head."""
     g = torch.Generator().manual_seed(count)
@@ -25,9 +32,9 @@ def estimates(kernel: str, count: int, orthogonal: bool = False, draws: int = DR
     x, y = (t.expand(1, 1, draws, WIDTH) for t in pair())
     if kernel == "gaussian":
         return (fourier(x, w) * fourier(y, w)).sum(-1).flatten()
-    features = trigonometric if kernel == "trig" else positive
-    options = {"hyperbolic": True} if kernel == "hyperbolic" else {}
-    (a, log_a), (b, log_b) = features(x, w, **options), features(y, w, **options)
+    w = torch.cat((w, -w), dim=1) if kernel == "hyperbolic" else w
+    features = trigonometric if kernel == "trig" else exponential
+    (a, log_a), (b, log_b) = features(x, w), features(y, w)
     return ((a * b).sum(-1) * (log_a + log_b).exp()).flatten()
 
 
@@ -101,7 +108,7 @@ def test_many_features_reach_the_kernel() -> None:
     distance = torch.cdist(x[0, :, 0], y[0, :, 0])
     gaussian = fourier(x, w)[0, :, 0] @ fourier(y, w)[0, :, 0].mT
     assert (gaussian - (-distance.square() / 2).exp()).square().mean() < 1e-4
-    (a, log_a), (b, log_b) = positive(x, w), positive(y, w)
+    (a, log_a), (b, log_b) = exponential(x, w), exponential(y, w)
     favor = a[0, :, 0] @ b[0, :, 0].mT * (log_a[0] + log_b[0].mT).exp()
     assert (favor - (x[0, :, 0] @ y[0, :, 0].mT).exp()).square().mean() < 1e-3
 
@@ -115,8 +122,72 @@ def test_projection_is_exact_in_half_precision_and_under_autocast() -> None:
             got = project(x, w)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
-    for features in (positive, trigonometric):
+    for features in (exponential, trigonometric):
         phi, exponent = features(x, w)
         assert torch.isfinite(phi).all()
         assert torch.isfinite(exponent).all()
         assert phi.abs().max() <= 1
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 5, 3, 6, generator=g, dtype=torch.float64)
+    return x.requires_grad_(), torch.randn(3, 7, 6, generator=g, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("with_unit", [False, True])
+def test_positive_features_and_their_gradients(eps: float, with_unit: bool) -> None:
+    x, w = leaves()
+    unit = torch.linspace(-1, 1, 30, dtype=torch.float64).view(2, 5, 3) if with_unit else None
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        y = 0.7 * x
+        p = torch.einsum("bthk,hmk->bthm", y, w) - y.square().sum(-1, keepdim=True) / 2 - math.log(7) / 2
+        largest = p.amax(-1, keepdim=True)
+        return (p - (largest if unit is None else unit[..., None])).exp() + eps * (
+            1 if unit is None else (largest - unit[..., None]).exp()
+        )
+
+    def features(x: Tensor, w: Tensor) -> Tensor:
+        return positive(x, w, exponents(x, w, 0.7), scale=0.7, unit=unit, eps=eps)
+
+    torch.testing.assert_close(features(x, w), plain(x, w))
+    assert torch.autograd.gradcheck(features, (x, w))
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_fourier_features_and_their_gradients(unit: bool) -> None:
+    x, w = leaves()
+    p = torch.einsum("bthk,hmk->bthm", torch.nn.functional.normalize(x, dim=-1) if unit else x, w)
+    want = torch.cat((p.sin(), p.cos()), dim=-1) / math.sqrt(7)
+    torch.testing.assert_close(fourier(x, w, unit=unit), want)
+    assert torch.autograd.gradcheck(lambda x, w: fourier(x, w, unit=unit), (x, w))
+
+
+def test_a_vector_without_a_direction_is_divided_by_a_constant() -> None:
+    x = torch.full((1, 1, 1, 6), 1e-9, dtype=torch.float64, requires_grad=True)
+    w = leaves()[1][:1].detach()
+    torch.testing.assert_close(fourier(x, w, unit=True), fourier(x / 1e-6, w))
+    assert torch.autograd.gradcheck(lambda x: fourier(x, w, unit=True), x, eps=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_in_half_precision_are_those_of_float64_rounded(dtype: torch.dtype) -> None:
+    """Only the result is rounded: scores are exact, however long the vectors are."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (5 * torch.randn(1, 40, 2, 16, generator=g)).to(dtype), draw_directions(2, 30, 16, g)
+    weight = torch.randn(1, 40, 2, 60, generator=g).to(dtype)
+
+    def run(x: Tensor, unit: bool, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        phi = fourier(x, w, unit=True, dtype=kind) if unit else positive(x, w, exponents(x, w), dtype=kind)
+        assert phi.dtype == kind
+        (phi * weight[..., : phi.shape[-1]].to(kind)).sum().backward()
+        assert x.grad is not None
+        return phi.detach().double(), x.grad.double()
+
+    for unit in (False, True):
+        (phi, grad), (exact, slope) = run(x, unit, dtype), run(x.double(), unit, torch.float64)
+        assert float((phi - exact).norm() / exact.norm()) < 0.0025
+        assert float((grad - slope).norm() / slope.norm()) < 0.0075  # of three products, each rounded

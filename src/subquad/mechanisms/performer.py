@@ -35,7 +35,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
-from subquad.ops.random_features import Norms, draw_directions, positive, project, trigonometric
+from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
 
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
 KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 1e-6, "relu": 1e-3}  # and their eps
@@ -144,7 +144,7 @@ class Performer(Mixer):
         return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        q, _ = self._features(self.heads.queries(x))
+        q = self._query_features(self.heads.queries(x), memory.s.dtype)
         sums, eps = LinearState(memory.s, memory.z), self._how()["eps"]
         return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=eps))
 
@@ -165,45 +165,70 @@ class Performer(Mixer):
         A query's factor is the same above and below the fraction, so it is left out.
         """
         k, v, gate, largest = self._prepare_keys(k, v, lengths, largest)
-        return self._features(q)[0].to(v.dtype), k, v, gate, largest
+        return self._query_features(q, v.dtype), k, v, gate, largest
 
     def _prepare_keys(
         self, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """A key's factor is exp(its exponent - the largest so far), and what was summed in units of the old largest
         decays to the new one."""
-        (k, exponent), gate = self._features(k), None
-        if exponent is None:
-            largest = largest if largest is not None else k.new_full((k.shape[0], k.shape[2]), NOTHING)
-        else:
-            mask = keep(lengths, k.shape[1])
-            if mask is not None:
-                exponent = exponent.masked_fill(~mask[..., None], NOTHING)
-            reached = exponent.detach()  # [B, S, H]
-            if self.options.causal:
-                start = largest if largest is not None else torch.full_like(reached[:, 0], NOTHING)
-                so_far = torch.cat((start[:, None], reached), dim=1).cummax(dim=1).values
-                before, reached, largest = so_far[:, :-1], so_far[:, 1:], so_far[:, -1]
-                gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
-            else:
-                reached = reached.amax(dim=1, keepdim=True)
-                largest = reached[:, 0]
-            k = k * (exponent - reached).exp()[..., None]
         # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
         narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
         dtype = v.dtype if narrow else torch.promote_types(v.dtype, torch.float32)
-        return k.to(dtype), v.to(dtype), gate, largest
+        v = v.to(dtype)
+        if self.options.kernel == "relu":
+            largest = largest if largest is not None else _nothing(k)
+            return self._rectified(k).to(dtype), v, None, largest
+        if self.options.kernel == "trig":
+            phi, exponent = trigonometric(self._scaled(k), self.directions)
+            reached, gate, largest = self._reached(exponent.detach(), lengths, largest)
+            return (phi * (exponent - reached).exp()[..., None]).to(dtype), v, gate, largest
+        found = exponents(k, self._signed(), self.width**-0.25)
+        reached, gate, largest = self._reached(found.factor, lengths, largest)
+        return self._exponentials(k, found, dtype, reached), v, gate, largest
 
-    def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features [B, T, H, M] of moderate size, and the logarithm of the factor to them, if any: [B, T, H]."""
-        kernel = self.options.kernel
-        x = x.to(torch.promote_types(x.dtype, torch.float32)) * self.width**-0.25
-        if kernel == "trig":
-            return trigonometric(x, self.directions)
-        if kernel == "relu":
-            return torch.relu(project(x, self.directions) if self.options.features else x) + self.eps, None
-        phi, exponent = positive(x, self.directions, hyperbolic=kernel == "hyperbolic")
-        return phi + self.eps, exponent
+    def _reached(
+        self, exponent: Tensor, lengths: Tensor | None, largest: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The unit of each key, the largest exponent so far; the log gate; and the largest after the last: [B, S, H]"""
+        mask = keep(lengths, exponent.shape[1])
+        if mask is not None:
+            exponent = exponent.masked_fill(~mask[..., None], NOTHING)
+        gate = None
+        if self.options.causal:
+            start = largest if largest is not None else torch.full_like(exponent[:, 0], NOTHING)
+            so_far = torch.cat((start[:, None], exponent), dim=1).cummax(dim=1).values
+            before, reached, largest = so_far[:, :-1], so_far[:, 1:], so_far[:, -1]
+            gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
+        else:
+            reached = exponent.amax(dim=1, keepdim=True)
+            largest = reached[:, 0]
+        if mask is not None:
+            reached = torch.where(mask[..., None], reached, -NOTHING)  # in such units a padded key is nothing
+        return reached, gate, largest
+
+    def _query_features(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Features [B, T, H, M] up to the factor of each query."""
+        if self.options.kernel == "relu":
+            return self._rectified(q).to(dtype)
+        if self.options.kernel == "trig":
+            return trigonometric(self._scaled(q), self.directions)[0].to(dtype)
+        return self._exponentials(q, exponents(q, self._signed(), self.width**-0.25), dtype)
+
+    def _exponentials(self, x: Tensor, found: Exponents, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
+        scale = self.width**-0.25
+        return positive(x, self._signed(), found, scale=scale, unit=unit, eps=self.eps, dtype=dtype)
+
+    def _signed(self) -> Tensor:
+        d = self.directions
+        return torch.cat((d, -d), dim=1) if self.options.kernel == "hyperbolic" else d
+
+    def _rectified(self, x: Tensor) -> Tensor:
+        x = self._scaled(x)
+        return torch.relu(project(x, self.directions) if self.options.features else x) + self.eps
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32)) * self.width**-0.25
 
     def _how(self) -> dict[str, Any]:
         # only the trigonometric denominator can come near zero; 1e-30 is for rows without any key
@@ -252,3 +277,8 @@ class Performer(Mixer):
         if kernel == "trig":
             d = torch.where(d < 0, d.clamp(max=-self.eps), d.clamp(min=self.eps))
         return (weights / d).to(q.dtype)
+
+
+def _nothing(k: Tensor) -> Tensor:
+    """The largest exponent before the first key of k [B, S, H, K]: [B, H]"""
+    return k.new_full((k.shape[0], k.shape[2]), NOTHING, dtype=torch.promote_types(k.dtype, torch.float32))

@@ -30,7 +30,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
-from subquad.ops.random_features import draw_directions, fourier
+from subquad.ops.random_features import SHORT, draw_directions, fourier
 
 
 class State(NamedTuple):
@@ -96,7 +96,7 @@ class RFA(Mixer):
     def _forward(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
-        q, k, v, gate = self._prepare(x, *self._project(x, context))
+        q, k, v, gate = self._prepare(x, *self._split(x, context))
         own, other = (lengths, None) if context is None else (None, context_lengths)
         causal = self.options.causal
         o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
@@ -104,7 +104,7 @@ class RFA(Mixer):
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
-        q, k, v, gate = self._prepare(x, *self._project(x, position=state.position))
+        q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
         before = LinearState(state.s, state.z)
         o, sums = linear_attention(
             q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
@@ -113,7 +113,7 @@ class RFA(Mixer):
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         x = x[:, None]
-        q, k, v, gate = self._prepare(x, *self._project(x, position=state.position))
+        q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
         gate = None if gate is None else gate[:, 0]
         before = LinearState(state.s, state.z)
         o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
@@ -127,35 +127,38 @@ class RFA(Mixer):
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
-        k = fourier(_unit(k), self._frequencies())
+        k = fourier(k, self._frequencies(), unit=True)
         return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        q = fourier(_unit(self.heads.queries(x)), self._frequencies())
+        q = fourier(self.heads.queries(x), self._frequencies(), unit=True)
         sums = LinearState(memory.s, memory.z)
         return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self.options.eps))
 
-    def _project(
+    def _split(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads.split(x, context)
+        return *self._rotate(q, k, position), v
+
+    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q and k of length 1, in at least float32, and v."""
         q, k, v = self.heads.split(x, context)
-        return *self._rotate(_unit(q), _unit(k), position), v
+        return *self._rotate(_unit(q), _unit(k)), v
 
     def _frequencies(self) -> Tensor:
         return self.directions * self.sigma[:, None] / self.options.tau  # [H, features, K]
 
     def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
-        frequencies = self._frequencies()
-        q, k = fourier(q, frequencies), fourier(k, frequencies)
-        gate = None
-        if self.gate is not None:
-            logit = self.gate(x).to(q.dtype)  # [B, T, H]
-            gate, k = F.logsigmoid(logit), k * torch.sigmoid(-logit)[..., None]
         # float16 holds neither a small 1 - g nor the gradient of a small denominator
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
-        return q.to(dtype), k.to(dtype), v.to(dtype), gate
+        frequencies = self._frequencies()
+        q, k = (fourier(t, frequencies, unit=True, dtype=dtype) for t in (q, k))
+        if self.gate is None:
+            return q, k, v.to(dtype), None
+        logit = self.gate(x).to(torch.promote_types(dtype, torch.float32))  # [B, T, H]
+        return q, (k * torch.sigmoid(-logit)[..., None]).to(dtype), v.to(dtype), F.logsigmoid(logit)
 
     def _how(self) -> dict[str, Any]:
         return {"feature_map": "identity", "eps": self.options.eps, "impl": self.options.impl}
@@ -207,4 +210,4 @@ class RFA(Mixer):
 
 def _unit(x: Tensor) -> Tensor:
     """Vectors of length 1, in at least float32."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-6)
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=SHORT)

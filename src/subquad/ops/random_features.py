@@ -6,17 +6,36 @@ hyperbolic  exp(x·y)          exp(±ω·x - |x|²/2) / √2           positive,
 trig        exp(x·y)          exp(|x|²/2) (sin ω·x, cos ω·x)    signed: precise where exp(x·y) is large
 Gaussian    exp(-|x - y|²/2)  (sin ω·x, cos ω·x)                signed, bounded
 
-exp(|x|²/2) overflows at |x| = 14, so the first three are returned as features of moderate size and the logarithm of the
-factor to them, which the caller keeps in an exponent.
+exp(|x|²/2) overflows at |x| = 14, so the first three are features of moderate size and the logarithm of the factor to
+them, which the caller keeps in an exponent or has multiplied in where it knows a unit in which nothing overflows.
+
+The features are M/K times as large as their tokens, so what costs is how often they are read and written. Each map is
+one operator: float32 is written once, by the product, the features are made from it in the type they are needed in, and
+their gradient is found from the features themselves.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Norms = Literal["chi", "sqrt"]
+SHORT = 1e-6  # a vector shorter than this has no direction: it is divided by this
+
+
+class Exponents(NamedTuple):
+    """What positive features are made of, without gradients; `positive` overwrites `scores`."""
+
+    scores: Tensor  # [H, B*T, M] ω·x before the scale, at least float32
+    largest: Tensor  # [B, T, H] the largest scaled score of a token
+    half: Tensor  # [B, T, H] |x|²/2 + log(M)/2
+
+    @property
+    def factor(self) -> Tensor:
+        """The logarithm of a token's largest feature."""
+        return self.largest - self.half
 
 
 def draw_directions(
@@ -55,25 +74,144 @@ def project(x: Tensor, directions: Tensor) -> Tensor:
         return torch.einsum("bthk,hmk->bthm", x.to(exact), directions.to(exact))
 
 
-def fourier(x: Tensor, directions: Tensor) -> Tensor:
-    """The Gaussian kernel's features, [B, T, H, 2M]."""
-    p = project(x, directions)
-    return torch.cat((p.sin(), p.cos()), dim=-1) / math.sqrt(directions.shape[-2])
+def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """The Gaussian kernel's features, [B, T, H, 2M], in at least float32 or in `dtype`; unit: those of x/|x|."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _Fourier.apply(x, directions, unit, dtype or _wide(x))
 
 
 def trigonometric(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Features [B, T, H, 2M] and the logarithm of the factor to them, [B, T, H]."""
-    return fourier(x, directions), _half_square(x)
+    return fourier(x, directions), x.to(_wide(x)).square().sum(-1) / 2
 
 
-def positive(x: Tensor, directions: Tensor, hyperbolic: bool = False) -> tuple[Tensor, Tensor]:
-    """Features [B, T, H, M], or 2M, the largest of each token 1, and the logarithm of the factor to them, [B, T, H]."""
-    p = project(x, directions)
-    if hyperbolic:
-        p = torch.cat((p, -p), dim=-1)
-    largest = p.amax(-1)
-    return (p - largest[..., None]).exp(), largest - _half_square(x) - math.log(p.shape[-1]) / 2
+@torch.no_grad()
+def exponents(x: Tensor, directions: Tensor, scale: float = 1.0) -> Exponents:
+    """The exponents of the positive features of scale·x."""
+    scores = _product(x, directions)
+    largest = scale * _tokens(scores.amax(-1, keepdim=True), x)[..., 0]
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=scores.dtype)
+    return Exponents(scores, largest, (scale * norm).square() / 2 + math.log(scores.shape[-1]) / 2)
 
 
-def _half_square(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1) / 2
+def positive(
+    x: Tensor,
+    directions: Tensor,
+    found: Exponents,
+    *,
+    scale: float = 1.0,
+    unit: Tensor | None = None,
+    eps: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """exp(ω·x) + eps for scale·x with all its factors [B, T, H, M], from `exponents` of the same arguments.
+
+    unit   the logarithm of what the features are divided by, a constant that broadcasts with [B, T, H]; without it
+           each token's largest feature is 1 + eps
+    eps    is added in units of a token's own largest feature
+    dtype  of the result: at least float32 if not given
+    """
+    origin = found.largest if unit is None else found.half + unit
+    with torch.autocast(x.device.type, enabled=False):
+        return _Positive.apply(x, directions, found, origin, scale, unit is not None, eps, dtype or _wide(x))
+
+
+class _Fourier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, directions, unit, dtype):  # type: ignore[no-untyped-def]
+        scores = _product(x, directions)
+        inverse = None
+        if unit:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scores.dtype)
+            inverse = norm.clamp(min=SHORT).reciprocal()  # [B, T, H, 1]
+            scores *= _rows(inverse)
+        sin, cos = (torch.empty_like(scores, dtype=dtype) for _ in range(2))
+        phi = torch.cat((torch.sin(scores, out=sin), torch.cos(scores, out=cos)), -1)
+        phi *= scores.shape[-1] ** -0.5
+        phi = _tokens(phi, x)
+        ctx.save_for_backward(x, directions, phi, inverse)
+        return phi
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, directions, phi, inverse = ctx.saved_tensors
+        (sin, cos), (of_sin, of_cos) = phi.chunk(2, -1), grad.chunk(2, -1)
+        of_scores = (cos * of_sin).addcmul_(sin, of_cos, value=-1)
+        if inverse is not None:
+            of_scores *= inverse.to(of_scores.dtype)
+        dx, of_directions = _product_backward(ctx, of_scores, x, directions)
+        if inverse is not None and dx is not None:  # a unit vector moves at right angles to itself
+            along = (dx * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
+            along.masked_fill_(inverse > 0.999 / SHORT, 0)
+            dx = dx.addcmul(along.to(dx.dtype), x.to(dx.dtype), value=-1)
+        return None if dx is None else dx.to(x.dtype), of_directions, None, None
+
+
+class _Positive(torch.autograd.Function):
+    """φ = exp(scale·ω·x - origin) + b, where b = eps·exp(largest - origin).
+
+    The origin is the token's largest score, or moves with its |x|²/2 if `moves`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, directions, found, origin, scale, moves, eps, dtype):  # type: ignore[no-untyped-def]
+        b = eps * (found.largest - origin).exp()[..., None]
+        scores = torch.add(_rows(origin[..., None]).neg(), found.scores, alpha=scale, out=found.scores)
+        phi = scores.exp_() if dtype == scores.dtype else torch.exp(scores, out=torch.empty_like(scores, dtype=dtype))
+        phi += _rows(b).to(dtype)
+        phi = _tokens(phi, x)
+        ctx.save_for_backward(x, directions, phi, b)
+        ctx.scale, ctx.moves = scale, moves
+        return phi
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, directions, phi, b = ctx.saved_tensors
+        of_scores = (phi - b.to(phi.dtype)).mul_(grad)
+        total = of_scores.sum(-1, keepdim=True, dtype=b.dtype)  # [B, T, H, 1]
+        of_largest = b * grad.sum(-1, keepdim=True, dtype=b.dtype) if ctx.moves else -total
+        of_scores.scatter_add_(-1, phi.argmax(-1, keepdim=True), of_largest.to(of_scores.dtype))
+        dx, of_directions = _product_backward(ctx, of_scores, x, directions, ctx.scale)
+        if ctx.moves and dx is not None:
+            dx = dx.addcmul((total + of_largest).to(dx.dtype), x.to(dx.dtype), value=-(ctx.scale**2))
+        return None if dx is None else dx.to(x.dtype), of_directions, *(None for _ in range(6))
+
+
+def _product(x: Tensor, directions: Tensor) -> Tensor:
+    """ω·x in at least float32, [H, B*T, M], without a gradient."""
+    rows, wide = _rows(x), _wide(x)
+    if x.is_cuda and x.dtype != wide:
+        # 16-bit factors with sums in float32; float32 directions as two of them
+        columns = directions.to(x.dtype)
+        if directions.dtype != x.dtype:
+            rows, columns = torch.cat((rows, rows), -1), torch.cat((columns, (directions - columns).to(x.dtype)), -1)
+        return torch.bmm(rows, columns.mT, out_dtype=wide)
+    return torch.bmm(rows.to(wide), directions.to(wide).mT)
+
+
+def _product_backward(ctx, grad, x, directions, scale=1.0):  # type: ignore[no-untyped-def]
+    """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None where not needed."""
+    with torch.autocast(x.device.type, enabled=False):
+        grad, dx, of_directions = _rows(grad), None, None  # [H, B*T, M]
+        if ctx.needs_input_grad[0]:
+            empty = grad.new_empty(*grad.shape[:2], directions.shape[-1])
+            dx = _tokens(torch.baddbmm(empty, grad, directions.to(grad.dtype), beta=0, alpha=scale), x)
+        if ctx.needs_input_grad[1]:
+            of_directions = (scale * torch.bmm(grad.mT, _rows(x).to(grad.dtype))).to(directions.dtype)
+        return dx, of_directions
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, T, H, D] -> [H, B*T, D]"""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _tokens(rows: Tensor, like: Tensor) -> Tensor:
+    """[H, B*T, D] -> [B, T, H, D]"""
+    return rows.unflatten(1, like.shape[:2]).permute(1, 2, 0, 3)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
