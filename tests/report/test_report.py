@@ -228,3 +228,26 @@ def test_on_a_phone_in_the_dark(run: Path, tmp_path: Path) -> None:
     assert seen["result"]["lines"] == len(MECHANISMS)
     red, green, blue = (int(v) for v in re.findall(r"\d+", seen["result"]["paper"])[:3])
     assert red + green + blue < 150
+
+
+def test_a_training_run_is_shown_with_its_curves(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    told = {"task": "digits", "data": {}, "model": {"mechanism": "linear"}, "training": {"steps": 4, "lr": 0.003}}
+    (folder / "config.json").write_text(json.dumps({**told, "machine": {"device": "cpu"}, "commit": "0123abc"}))
+    lines = [{"step": 2, "split": "train", "loss": 1.5, "lr": 0.1}, {"step": 2, "split": "validation", "bits/dim": 2.5}]
+    lines += [{"step": 4, "split": "train", "loss": 1.25, "lr": 0.1}, {"step": 4, "split": "test", "bits/dim": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 5, "sp')
+    written = write([folder])
+    page = written.html.read_text()
+    views = specs(page)["l0-chart"]["views"]
+    assert [(view["label"], view["series"][0]["points"]) for view in views] == [
+        ("Training loss", [[2, 1.5], [4, 1.25]]),
+        ("Validation: bits/dim", [[2, 2.5]]),
+    ]
+    assert "Not finished: 4 steps so far." in page
+    assert [path.name for path in written.beside] == ["report_mine.png"]
+    ended = {"metric": "bits/dim", "test": {"bits/dim": 2.0}, "best_step": 2, "steps": 4, "seconds": 3.2}
+    (folder / "result.json").write_text(json.dumps({**ended, "parameters": 1234}))
+    page = write([folder]).html.read_text()
+    assert "test 2.000 bits/dim, with the weights of step 2. 1,234 parameters, 4 steps in 3.20 s." in page

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from subquad.report import charts
+from subquad.report import charts, trained
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import TABLES, beside
 from subquad.report.reproduced import section
@@ -36,9 +36,11 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Written:
 
 def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
     """The document."""
-    main, others = compared(runs), [run for run in runs if run.kind not in ("compare", "reproduce")]
+    main, others = compared(runs), [run for run in runs if run.kind not in ("compare", "reproduce", "train")]
     nav = [("subquad report", "#top")]
-    parts = ['<h1 id="top">Which attention, at which length?</h1>', _summary(main)]
+    learning = [run for run in runs if run.kind == "train"]
+    heading = "Which attention, at which length?" if main or not learning else "What was trained"
+    parts = [f'<h1 id="top">{heading}</h1>', "" if learning and not main else _summary(main)]
     for i, run in enumerate(main):
         sections = list(_sections(run, f"r{i}"))
         if len(main) > 1:
@@ -49,6 +51,9 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
             parts.append(f'<section><{level} id="r{i}-{anchor}">{title}</{level}>{body}</section>')
             if len(main) == 1:
                 nav.append((title, f"#r{i}-{anchor}"))
+    for i, run in enumerate(learning):
+        parts.append(trained.section(run, f"l{i}"))
+        nav.append((run.name, f"#l{i}"))
     for i, run in enumerate(reproduced(runs)):
         parts.append(section(run, f"t{i}", _pictures(run)))
         nav.append((run.data["table"], f"#t{i}"))
@@ -123,7 +128,7 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         found.sort(key=lambda q: q["value"], reverse=not found[0].get("lower_is_better", True))
         best = ", ".join(f"{escape(q['mechanism'])} {number(q['value']).shown}" for q in found[:3])
         yield f"Best {escape(metric)} on {escape(task)}: {best}."
-    left_out = [r for r in (*rows, *run.data.get("quality", [])) if r.get("skipped") or r.get("error")]
+    left_out = [r for r in rows if r.get("skipped") or r.get("error")] + run.data.get("quality_missing", [])
     if left_out:
         what = "1 measurement was" if len(left_out) == 1 else f"{len(left_out)} measurements were"
         yield f'{what} not possible; <a href="#{name}-left-out">the reasons</a> are listed.'
@@ -182,10 +187,8 @@ def _figures(run: Run, name: str) -> str:
                 size(r.get("peak_bytes")), spread["decode_ms"], size(r.get("state_bytes")),
             ]
         )  # fmt: skip
-    for q in run.data.get("quality", []):
-        reason = q.get("skipped") or q.get("error")
-        if reason:
-            missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(reason, css="long")])
+    for q in run.data.get("quality_missing", []):
+        missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(q["reason"], css="long")])
     body = table(columns, rows, name=f"{name}-rows", caption="medians; low to high in brackets", filtered=True)
     if missing:
         body += f'<h3 id="{name}-left-out">Not measured, and why</h3>' + table(["mechanism", "at", "reason"], missing)
@@ -372,6 +375,12 @@ def _csv(path: Path, records: Sequence[Json]) -> Path:
 
 def _write_png(runs: Sequence[Run], out: Path) -> list[Path]:
     written = []
+    for run in runs:
+        learning = trained.curves(run) if run.kind == "train" else None
+        if learning:
+            path = out.with_name(f"{out.stem}_{run.name}.png")
+            charts.draw(learning, range(len(learning["views"])), path)
+            written.append(path)
     many = len(compared(runs)) > 1
     for index, run in enumerate(compared(runs)):
         stem = f"{out.stem}_{index + 1}" if many else out.stem

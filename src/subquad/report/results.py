@@ -35,8 +35,15 @@ class Run(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> list[Run]:
-    """The runs at these paths: JSON files, folders with a results.json, or folders of JSON files."""
-    runs = [_load(file) for path in paths for file in _files(path)]
+    """The runs at these paths: JSON files, folders with a results.json or of `subquad train`, folders of JSON files."""
+    from subquad.report import trained
+
+    runs = []
+    for path in paths:
+        learning = trained.is_run(path)
+        runs += [trained.load(path)] if learning else []
+        if not learning or (path / "results.json").is_file():
+            runs += [_load(file) for file in _files(path)]
     if not runs:
         raise ValueError("no run was given: accepted are folders with a results.json and JSON files")
     return _told_apart(runs)
