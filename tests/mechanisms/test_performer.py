@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.mechanisms.performer import Performer, running_max
+from subquad.mechanisms.performer import Performer
 from subquad.ops.random_features import exponents
 
 KERNELS = ["softmax", "hyperbolic", "trig", "relu"]
@@ -164,12 +164,6 @@ def test_padding_does_not_set_the_maximum(kernel: str, causal: bool) -> None:
     if causal:
         _, state = mix.prefill(x.float(), lengths=torch.tensor([20]))
         torch.testing.assert_close(state.max, mix.prefill(x[:, :20].float())[1].max)
-
-
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000])
-def test_running_max(length: int) -> None:
-    x = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(running_max(x), x.cummax(-1).values)
 
 
 def test_relu_without_projection() -> None:

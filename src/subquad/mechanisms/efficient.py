@@ -29,6 +29,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
+from subquad.ops.running import running_sum
 
 BLOCK = 64
 LIMIT = 30.0  # of logits whose exponentials, their sums and the quotients of these stay far inside float32 and bfloat16
@@ -155,7 +156,7 @@ class Efficient(Mixer):
         """`_running_softmax` for logits up to LIMIT: their exponentials are summed as they are, in one unit."""
         weight, unit = k.exp(), state.max.clamp(-LIMIT, LIMIT).exp()
         before = LinearState(state.s * unit[..., None], state.z * unit)
-        z = _running_sum(_wide(weight).flatten(2), before.z.flatten(1)).view(weight.shape)
+        z = running_sum(_wide(weight).flatten(2), before.z.flatten(1)).unflatten(2, weight.shape[2:])
         z = z.clamp(min=math.exp(-LIMIT) / 2)  # less there is only where no key is
         q = (q.softmax(-1, z.dtype) / z).to(weight.dtype)
         o, sums = linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
@@ -271,23 +272,6 @@ def _moderate(k: Tensor, largest: Tensor) -> bool:
     low, high = torch.aminmax(k.detach())
     past = (largest.abs() <= LIMIT) | (largest == NOTHING)
     return bool((low >= -LIMIT) & (high <= LIMIT) & past.all())
-
-
-def _running_sum(x: Tensor, start: Tensor) -> Tensor:
-    """start + Σ_{s<=t} x_s over [B, T, D]: in blocks a product with a triangle of ones, and their sums likewise.
-
-    A cumulative sum along T would walk it token by token on a GPU.
-    """
-    batch, length, width = x.shape
-    size = min(BLOCK, length)
-    blocks = F.pad(x, (0, 0, 0, -length % size)) if length % size else x
-    blocks = blocks.unflatten(1, (-1, size))  # [B, N, C, D]
-    before = start[:, None]
-    if length > size:
-        before = torch.cat((before, _running_sum(blocks[:, :-1].sum(2), start)), dim=1)  # [B, N, D]
-    ones = x.new_ones(size, size).tril().expand(batch * blocks.shape[1], -1, -1)
-    sums = torch.baddbmm(before.flatten(0, 1)[:, None], ones, blocks.flatten(0, 1))
-    return sums.view(batch, -1, width)[:, :length].contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

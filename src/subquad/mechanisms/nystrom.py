@@ -104,11 +104,12 @@ class Nystrom(Mixer):
         dropout = self.options.dropout if self.training else 0.0
         if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
             q, k, v = q.float(), k.float(), v.float()
-        few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        if q.shape[2] <= few or k.shape[2] <= few:
+        if q.shape[1] <= few or k.shape[1] <= few:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout).transpose(1, 2)
 
+        few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         few_visible = _visible(key_lengths, few)
         exact = torch.promote_types(q.dtype, torch.float32)
         scores = few_q.to(exact) @ few_k.to(exact).mT / math.sqrt(q.shape[-1])

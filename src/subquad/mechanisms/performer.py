@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.mechanisms import base
@@ -37,8 +36,8 @@ from subquad.ops.linear import (
     linear_attention_sums,
 )
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
+from subquad.ops.running import running_max
 
-BLOCK = 128
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
 KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 1e-6, "relu": 1e-3}  # and their eps
 
@@ -279,14 +278,6 @@ class Performer(Mixer):
         if kernel == "trig":
             d = torch.where(d < 0, d.clamp(max=-self.eps), d.clamp(min=self.eps))
         return (weights / d).to(q.dtype)
-
-
-def running_max(x: Tensor) -> Tensor:
-    """The largest so far along the last axis, in blocks: a scan of few long rows would leave most of a GPU idle."""
-    blocks = F.pad(x, (0, -x.shape[-1] % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
-    within = blocks.cummax(-1).values
-    before = F.pad(within[..., -1].cummax(-1).values, (1, -1), value=-torch.inf)
-    return torch.maximum(within, before[..., None]).flatten(-2)[..., : x.shape[-1]]
 
 
 def _nothing(k: Tensor) -> Tensor:
