@@ -429,7 +429,8 @@ def lra(
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"figures: {out / 'results.json'}; notes: {out / 'notes.json'}", soft_wrap=True)
     if results["left"]:
-        console.print(f"{len(results['left'])} runs are left: the same command goes on with them")
+        left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
+        console.print(f"{left} left: the same command goes on from there")
     if results["interrupted"]:
         raise typer.Exit(130)
 

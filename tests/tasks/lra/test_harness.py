@@ -1,4 +1,7 @@
+import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +109,25 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
     assert {q["task"] for q in again["quality"]} == {"Pathfinder"}
     changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", quiet())
     assert "other settings" in next(r for r in changed["runs"] if r["mechanism"] == "linear")["error"]
+
+
+def test_a_worker_whose_parent_is_gone_stops_as_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    parents = iter((1234, 1234, 1))
+    monkeypatch.setattr("os.getppid", lambda: next(parents))
+    monkeypatch.setattr("os.kill", lambda *which: sent.append(which))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    worker.end_with(1234)
+    assert sent == [(os.getpid(), signal.SIGINT)]
+
+    def nobody(_: str) -> int:
+        raise BrokenPipeError
+
+    answers = io.StringIO()
+    monkeypatch.setattr(answers, "write", nobody)
+    monkeypatch.setattr(worker, "run", lambda *_: {"result": {}})
+    jobs = [{"threads": torch.get_num_threads(), "device": "cpu", "once": False}, {"name": "a"}]
+    worker.serve(io.StringIO("".join(f"{json.dumps(job)}\n" for job in jobs)), answers)
 
 
 def test_what_a_mechanism_cannot_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ input closes, nobody waits any more, and it ends.
 import gc
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -92,16 +95,30 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
     for line in jobs:
         job = json.loads(line)
         answer = run(job, first["device"])
-        answers.write(json.dumps({"name": job["name"], **answer}) + "\n")
-        answers.flush()
+        try:
+            answers.write(json.dumps({"name": job["name"], **answer}) + "\n")
+            answers.flush()
+        except BrokenPipeError:
+            break  # nobody asks any more
         if first["once"] or "CUDA error" in answer.get("error", ""):
             break  # memory of a CPU process is only ever counted up, and an error of the GPU outlives its run
 
 
+def end_with(parent: int) -> None:
+    """Once whoever started this process is gone, however it went: save and end, as at Ctrl-C."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    serve(sys.stdin, answers)
+    try:
+        serve(sys.stdin, answers)
+    except KeyboardInterrupt:  # the run has saved, and whoever pressed Ctrl-C is told so by the harness
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
