@@ -26,6 +26,8 @@ def table() -> str:
         source = facts.source
         if re.fullmatch(r"\d{4}\.\d{4,5}", source):
             source = f"[{source}](https://arxiv.org/abs/{source})"
+        elif f"OpenReview:{source}" in facts.paper:
+            source = f"[{source}](https://openreview.net/forum?id={source})"
         lines.append(
             f"| `{name}` | {cls.family} | {facts.training_cost} | {marks} | {traits.state or '-'} | {source} |"
         )

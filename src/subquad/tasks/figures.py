@@ -51,7 +51,7 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     yield "-" if iteration is None else f"{iteration['iteration_ms']['median']:.0f} ms{theirs}"
     seconds, steps = found.get("seconds"), found.get("steps")
     yield "-" if seconds is None or steps is None else f"{steps:,} steps, {seconds / 60:.1f} min"
-    epoch = f"; {found['seconds_per_epoch']:.1f} s an epoch" if "seconds_per_epoch" in found else ""
+    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch" if "seconds_per_epoch" in found else ""
     cold = ", warm-up counted" if found.get("warm_up_counted") else ""
     yield f"{found['examples_per_second']:,.0f}/s{epoch}{cold}" if "examples_per_second" in found else "-"
 
