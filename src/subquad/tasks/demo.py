@@ -74,7 +74,7 @@ def demo(
     save(results, out / "results.json")
     console.print()
     console.print(_digits_table(learned))
-    for table in tables(results, console.width):
+    for table in tables({**results, "quality": []}, console.width):  # what was learned stands above
         console.print(table)
     console.print(f"\ndigits written by linear as an RNN: {out / written['picture']['file']}", soft_wrap=True)
     console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
