@@ -89,7 +89,8 @@ class Efficient(Mixer):
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
             o = linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
             return self.heads.merge(o)
-        n = k.shape[1] if count is None else _wide(count.clamp(min=1).to(k.dtype))[:, None, None, None]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        n = k.shape[1] if count is None else count.clamp(min=1).to(wide)[:, None, None, None]
         q, k = (q / n**0.5).to(v.dtype), (k / n**0.5).to(v.dtype)
         return self.heads.merge(linear_attention(q, k, v, causal=False, key_lengths=count, **self._how()))
 
@@ -261,7 +262,7 @@ def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
     as coarse as the keys that weigh, and the difference is exact for them.
     """
     largest = k.detach().amax(1, keepdim=True)
-    weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp()
+    weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp_()
     return weight, weight.sum(1, dtype=torch.promote_types(k.dtype, torch.float32))
 
 
