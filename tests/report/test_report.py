@@ -251,3 +251,12 @@ def test_a_training_run_is_shown_with_its_curves(tmp_path: Path) -> None:
     (folder / "result.json").write_text(json.dumps({**ended, "parameters": 1234}))
     page = write([folder]).html.read_text()
     assert "test 2.000 bits/dim, with the weights of step 2. 1,234 parameters, 4 steps in 3.20 s." in page
+
+
+@needs_chromium
+def test_no_line_goes_on_where_nothing_was_measured(run: Path, tmp_path: Path) -> None:
+    script = """result = [...document.querySelector("#r0-curves-chart svg").querySelectorAll(".leader")].map(
+        (line) => parseFloat(line.getAttribute("d").slice(1)));"""
+    starts = visit(run / "report.html", script, tmp_path)["result"]
+    assert len(starts) == len(MECHANISMS) - 1  # gmlp ends before the others
+    assert max(starts) - min(starts) < 0.1

@@ -145,7 +145,7 @@ def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
         hint = (
             '<p class="note">Both axes are logarithmic: a straight line of slope 1 grows like T, of slope 2 like '
             "T². Rings mark where a mechanism begins to win over softmax of its own form (causal or bidirectional). "
-            "Point at a line to read it, press a name to keep it.</p>"
+            "A line that ends early was not measured further. Point at a line to read it, press a name to keep it.</p>"
         )
         yield "curves", "Cost over length", chart(f"{name}-curves-chart", curves) + hint
     if _crossed(run):

@@ -208,7 +208,7 @@
       }
       // names stand at the ends of the lines, pushed apart; on a phone only those chosen have room
       const shown = labels.filter((l) => !narrow || l.on || !lines).sort((a, b) => a.y - b.y);
-      const gap = 13.5;
+      const gap = 13.5, end = Math.max(...labels.map((l) => l.x));
       if (!lines) scatterNames(shown, m, width, height);
       else {
         shown.forEach((l, i) => { l.to = Math.max(l.y, i ? shown[i - 1].to + gap : m.top); });
@@ -217,7 +217,8 @@
           if (narrow) {
             l.g.append(node("text", { class: "name", x: l.x - 8, y: l.to - 9, "text-anchor": "end" }, l.name));
           } else {
-            l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
+            // only from the last of all points: from an earlier one it would look like measurements that went on
+            if (l.x > end - 1) l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
             l.g.append(node("text", { class: "name", x: width - m.right + 17, y: l.to + 4 }, l.name));
           }
         }
