@@ -323,7 +323,7 @@ def train(
         raise typer.Exit(130) from None
     except (ValueError, OSError, Stopped) as error:
         Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     if result.ended_by != "leg":
         said.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
 

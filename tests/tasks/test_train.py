@@ -45,11 +45,11 @@ def test_a_command_trains_and_its_model_writes(whole: Path, tmp_path: Path) -> N
 
 def test_a_run_is_not_overwritten_and_resumes_with_its_own_settings(whole: Path) -> None:
     again = _train("digits", "--out", whole)
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "holds a run" in again.stderr
     assert _train("digits", "--out", whole, "--resume").exit_code == 0  # nothing has to be said twice
     other = _train("digits", "--out", whole, "--resume", "--set", "training.lr=1.0", "--mechanism", "linear")
-    assert other.exit_code == 1
+    assert other.exit_code == 2
     assert 'model.mechanism is "linear", was "softmax"' in other.stderr
     assert "training.lr is 1.0, was 0.003" in other.stderr
 
@@ -68,7 +68,7 @@ def test_a_run_is_not_overwritten_and_resumes_with_its_own_settings(whole: Path)
 )
 def test_what_cannot_work_is_one_line_and_no_folder(tmp_path: Path, arguments: list[str], words: str) -> None:
     done = _train(*arguments, "--out", tmp_path / "run")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
@@ -103,7 +103,7 @@ def test_a_model_may_depend_on_the_data(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_resumed_run_is_of_the_same_task(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "sized", Sized)
     done = _train("sized", "--out", whole, "--resume")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "holds a run of 'digits', not of 'sized'" in done.stderr
 
 

@@ -37,11 +37,25 @@ def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     with Log(tmp_path, Console(file=out, force_terminal=True, width=100), "digits") as log:
         log.tick(5, 0.5)
-        log.show("loss 1.2, 100 tokens/s, 0.1 GiB, 0:07 left")
+        log.show(5, "loss 1.2, 100 tokens/s, 0.1 GiB, 0:07 left")
         log.say("[step 5] as it is")
     assert "0:07 left" in out.getvalue()
     assert "step 5" in out.getvalue()
     assert "[step 5] as it is" in out.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), [1000.0]
+    monkeypatch.setattr("subquad.training.log.time.monotonic", lambda: now[0])
+    with Log(tmp_path, Console(file=out, width=100), "digits") as log:
+        log.say("begun")
+        for step, seconds in ((20, 30.0), (40, 70.0), (60, 90.0), (80, 140.0)):
+            now[0] = 1000.0 + seconds
+            log.show(step, f"loss of {step}")
+    assert [line for line in out.getvalue().splitlines() if "loss" in line] == [
+        "step 40: loss of 40",
+        "step 80: loss of 80",
+    ]
 
 
 def test_other_ranks_say_nothing() -> None:
@@ -50,7 +64,7 @@ def test_other_ranks_say_nothing() -> None:
         log.write(1, "train", {"loss": 1.0})
         log.say("x")
         log.tick(1, 0.1)
-        log.show("y")
+        log.show(1, "y")
         log.sync()
     assert out.getvalue() == ""
 

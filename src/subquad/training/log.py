@@ -20,6 +20,10 @@ from subquad.models.store import write_whole
 
 METRICS = "metrics.jsonl"
 WARMUP = 10  # updates of a process that no rate counts
+QUIET = 60.0  # seconds between two lines where there is no bar
+
+
+_MISSED: set[str] = set()
 
 
 class Log:
@@ -31,6 +35,7 @@ class Log:
         self.file: IO[str] | None = None
         self.board: Any = None
         self.bar: Progress | None = None
+        self.said = 0.0  # when the last line was
         if path is None:
             return
         forget(path / METRICS, step)
@@ -82,11 +87,14 @@ class Log:
         if self.bar is not None:
             self.bar.update(self.task, completed=min(1.0, progress), step=step)
 
-    def show(self, info: str) -> None:
+    def show(self, step: int, info: str) -> None:
         if self.bar is not None:
             self.bar.update(self.task, info=info)
+        elif time.monotonic() - self.said > QUIET:
+            self.say(f"step {step:,}: {info}")
 
     def say(self, text: str) -> None:
+        self.said = time.monotonic()
         if self.file is not None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -157,6 +165,8 @@ def _board(path: Path, step: int, console: Console) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        console.print("tensorboard is not installed: metrics.jsonl has the curves", highlight=False)
+        if "tensorboard" not in _MISSED:  # a process that trains many models says it once
+            console.print("tensorboard is not installed: metrics.jsonl has the curves", highlight=False)
+        _MISSED.add("tensorboard")
         return None
     return SummaryWriter(str(path), purge_step=step + 1)

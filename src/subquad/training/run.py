@@ -100,7 +100,10 @@ class Run:
         self.wired.train()
         parameters = sum(p.numel() for p in self.model.parameters())
         if self.step == 0:
-            log.say(f"{self.task.name}: {parameters:,} parameters, {self.precision.name}, {self.ranks.device}")
+            budget = f"{training.steps:,} steps of {training.batch}"
+            budget += "" if training.minutes is None else f", at most {training.minutes:g} minutes"
+            about = f"{parameters:,} parameters, {self.precision.name}, {self.ranks.device}"
+            log.say(f"{self.task.name}: {about}; {budget}")
         else:
             log.say(f"{self.task.name}: on from step {self.step:,}")
         meter = Meter(self.step)
@@ -238,6 +241,7 @@ class Run:
         log.write(self.step, "train", logged if meter.counts else {**logged, **dict.fromkeys(rates)})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
         log.show(
+            self.step,
             f"loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
             f"{used / 2**30:.1f} GiB, {duration(left)} left",
         )
