@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import subquad
+from subquad.mechanisms import reformer
 from subquad.mechanisms.base import Mixer
 
 
@@ -115,3 +116,21 @@ def test_impossible_buckets_raise(buckets: Any) -> None:
 def test_impossible_sizes_raise(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=0"):
         build(**{option: 0})
+
+
+def test_few_tokens_take_all_pairs_and_get_what_slots_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = subquad.build("reformer", dim=8, heads=2, causal=True, rounds=3, chunk=8, buckets=16).double()
+    x, lengths = torch.randn(2, 30, 8, dtype=torch.float64), torch.tensor([30, 17])
+    found = []
+    for most in (reformer.most_slots, lambda *_: 0):  # with none to spare the slots are taken
+        monkeypatch.setattr(reformer, "most_slots", most)
+        given = x.clone().requires_grad_()
+        y = mix(given, lengths)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (given, *mix.parameters()))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    called = []
+    monkeypatch.undo()
+    monkeypatch.setattr(mix, "_attend_short", lambda *_: called.append(1) or x)  # type: ignore[func-returns-value]
+    mix(x)
+    assert called

@@ -39,7 +39,9 @@ from subquad.ops.buckets import (
     give_back,
     in_reach,
     lookup,
+    most_slots,
     rank_slots,
+    ranks,
     recall,
     rounds_together,
     same_bucket,
@@ -146,6 +148,8 @@ class Reformer(Mixer):
     ) -> Tensor:
         """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
         size, chunk = q.shape[1], self.options.chunk
+        if self.strict and lists is None and size**2 <= most_slots(size, self.buckets, chunk) * 2 * chunk**2:
+            return self._attend_short(q, k, v, bucket)
         token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
         if lists is not None and start is not None:
             bucket, token = in_reach(lists, bucket, start)
@@ -175,6 +179,23 @@ class Reformer(Mixer):
         share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
         o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
         return self.out(o.transpose(1, 2).flatten(-2))
+
+    def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
+        """All pairs: few tokens in many buckets would leave most places of the slots empty."""
+        size = q.shape[1]
+        chunk = ranks(bucket, self.buckets)[0] // self.options.chunk  # [B, H, R, T]
+        own = torch.eye(size, dtype=torch.bool, device=q.device)
+        seen = own
+        for mine, part in zip(bucket.unbind(2), chunk.unbind(2), strict=True):
+            gap = part[..., :, None] - part[..., None, :]
+            seen = seen | (mine[..., :, None] == mine[..., None, :]) & (gap >= 0) & (gap <= 1)
+        seen = seen & torch.ones_like(own).tril()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
+        scores = q @ k.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) - SELF * own
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = F.dropout(weights, self.options.dropout, self.training)
+        return self.out((weights.to(v.dtype) @ v).transpose(1, 2).flatten(-2))
 
     def _reference(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None

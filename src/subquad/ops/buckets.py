@@ -24,13 +24,17 @@ def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
     bucket [G, T]. A token's rank among the earlier tokens of its bucket decides its slot, so later tokens move nothing.
     The slot before a bucket's first one belongs to another bucket: `same_bucket` hides it.
     """
-    size = bucket.shape[-1]
-    rank, count = _ranks(bucket, buckets)
-    slots = min(size, size // chunk + buckets)  # a bound that does not depend on the data
+    rank, count = ranks(bucket, buckets)
+    slots = most_slots(bucket.shape[-1], buckets, chunk)
     needed = (count + chunk - 1) // chunk  # [G, buckets]
     first = needed.cumsum(-1) - needed
     place = first.gather(-1, bucket.clamp(min=0)) * chunk + rank
     return _with_neighbours(place, bucket >= 0, slots, chunk, ahead=False)
+
+
+def most_slots(size: int, buckets: int, chunk: int) -> int:
+    """How many `rank_slots` may need for `size` tokens: a bound that does not depend on the data."""
+    return min(size, size // chunk + buckets)
 
 
 def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
@@ -148,7 +152,7 @@ def empty_lists(shape: tuple[int, ...], buckets: int, chunk: int, device: torch.
 def admit(lists: Lists, bucket: Tensor, position: Tensor) -> Lists:
     """New lists, after tokens of these buckets [G, T] at these positions [G, T], in order."""
     buckets, size = lists.members.shape[-2:]
-    rank, more = _ranks(bucket, buckets)
+    rank, more = ranks(bucket, buckets)
     count = lists.total + more
     own = bucket.clamp(min=0)
     rank = rank + lists.total.gather(-1, own)
@@ -179,7 +183,7 @@ def in_reach(lists: Lists, bucket: Tensor, start: Tensor) -> tuple[Tensor, Tenso
     return buckets, torch.cat((earlier.flatten(-2), fresh.expand_as(bucket)), dim=-1)
 
 
-def _ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+def ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """Each token's rank among the earlier ones of its bucket [G, T], and the size of each bucket [G, buckets]."""
     size = bucket.shape[-1]
     last = torch.where(bucket < 0, buckets, bucket)
