@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import subquad
-from subquad.mechanisms import reformer
 from subquad.mechanisms.base import Mixer
+from subquad.ops.buckets import most_slots
 
 
 def build(**options: Any) -> Mixer:
@@ -122,8 +122,8 @@ def test_few_tokens_take_all_pairs_and_get_what_slots_give(monkeypatch: pytest.M
     mix = subquad.build("reformer", dim=8, heads=2, causal=True, rounds=3, chunk=8, buckets=16).double()
     x, lengths = torch.randn(2, 30, 8, dtype=torch.float64), torch.tensor([30, 17])
     found = []
-    for most in (reformer.most_slots, lambda *_: 0):  # with none to spare the slots are taken
-        monkeypatch.setattr(reformer, "most_slots", most)
+    for most in (most_slots, lambda *_: 0):  # with none to spare the slots are taken
+        monkeypatch.setattr("subquad.mechanisms.reformer.most_slots", most)
         given = x.clone().requires_grad_()
         y = mix(given, lengths)
         found.append((y, *torch.autograd.grad(y.square().sum(), (given, *mix.parameters()))))
