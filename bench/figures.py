@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 bench/figures.py --device cpu --out DIR      about seven minutes on two quiet cores
     PYTHONPATH=src python3 bench/figures.py --device cuda --out DIR     about four minutes
 
-    PYTHONPATH=src python3 bench/figures.py --quality --out DIR         about eight minutes on two quiet cores
+    PYTHONPATH=src python3 bench/figures.py --quality --forms causal --out DIR    six minutes on two quiet cores
 
 Writes DIR/cpu_causal.json and DIR/cpu_bidirectional.json (or cuda_...), which belong in src/subquad/bench/figures.
 --quality trains every mechanism shortly on the digits that ship with the package, on the CPU, and puts what each has
