@@ -138,7 +138,8 @@ def test_contexts_are_those_of_a_trained_model(
     assert "0.9952" in console.export_text()
 
 
-def test_a_budget_becomes_a_command(tmp_path: Path) -> None:
+def test_a_budget_becomes_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.tasks.rows.available", lambda name: name)  # as on a machine with a GPU
     table = TABLES["mnist"]
     (row,) = choose(table, ["reformer-1"])
     budget = Budget(minutes=7, leg=2.5, device="cuda", settings=("training.lr=1e-4",))
@@ -147,6 +148,9 @@ def test_a_budget_becomes_a_command(tmp_path: Path) -> None:
     assert command[command.index("--leg") + 1] == "2.5"
     assert 'model.mechanism=["reformer", {"rounds": 1, "chunk": 29, "buckets": 64}]' in command
     assert command.index("training.minutes=7") < command.index("training.lr=1e-4")
+    assert "training.compile=true" in command
+    on_cpu = command_of(table, row, Budget(minutes=7, device="cpu"), tmp_path)
+    assert "training.compile=true" not in on_cpu  # what pays on a GPU only
 
 
 def test_wrong_names_are_one_line() -> None:
