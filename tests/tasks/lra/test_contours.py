@@ -4,60 +4,77 @@ import numpy as np
 import pytest
 
 from subquad.tasks.lra import pathfinder, tracing
-from subquad.tasks.lra.contours import HARD, Scene, draw, scenes
+from subquad.tasks.lra.contours import DEGREES, FULL, HARD, Scene, disc, draw, render, scenes, stamps
 
 
-def dash_distance(scene: Scene, i: int, a: int, b: int) -> float:
-    share = np.linspace(0, 1, 21)[:, None]
-    left = scene.start[i, a] + share * (scene.head[i, a] - scene.start[i, a])
-    right = scene.start[i, b] + share * (scene.head[i, b] - scene.start[i, b])
-    return float(np.linalg.norm(left[:, None] - right[None], axis=-1).min())
-
-
-@pytest.mark.parametrize("size", [32, 128])
-def test_paths_follow_the_published_parameters(size: int) -> None:
+def masks(scene: Scene, size: int, i: int) -> np.ndarray:
+    """The room that each dash of picture i takes: [P, size, size]"""
     style = HARD[size]
-    scene = scenes(style, 8, seed=0, number=0)
-    long = np.arange(2 * style.contour).reshape(2, -1)
-    widths = np.linalg.norm(scene.head - scene.start, axis=-1)
-    np.testing.assert_allclose(widths[scene.there], style.length, rtol=1e-4)
-    assert scene.there[:, long.ravel()].all()
-    assert scene.start[scene.there].min() > 0
-    assert scene.head[scene.there].max() < size
-    beginnings = np.linalg.norm(scene.start[:, 0] - scene.start[:, style.contour], axis=-1)
-    np.testing.assert_allclose(beginnings, style.seed_distance, rtol=1e-3)
-    whose = np.arange(style.dashes) // style.contour
-    for i in range(8):
-        gaps = [np.linalg.norm(scene.start[i, d + 1] - scene.head[i, d]) for path in long for d in path[:-1]]
-        assert max(gaps) <= 2 * max(style.margins) + 1e-3
-        there = np.flatnonzero(scene.there[i])
-        for a in there:
-            for b in there[there > a]:
-                other = whose[a] != whose[b] or (whose[a] > 1 and (a - 28) // 4 != (b - 28) // 4)
-                if other:
-                    assert dash_distance(scene, i, a, b) > min(style.margins)
+    made = stamps(style, int(scene.margin[i]))
+    reach = made.reach
+    shown = np.zeros((scene.stamp.shape[1], size + 2 * reach, size + 2 * reach), np.float32)
+    for dash in np.flatnonzero(scene.there[i]):
+        y, x = scene.place[i, dash]
+        shown[dash, y : y + 2 * reach + 1, x : x + 2 * reach + 1] = made.mask[scene.stamp[i, dash]]
+    return shown[:, reach:-reach, reach:-reach]
 
 
-def test_turns_follow_the_continuity() -> None:
-    style = HARD[128]
-    scene = scenes(style, 6, seed=1, number=0)
-    along = scene.head[:, :14] - scene.start[:, :14]
-    angle = np.arctan2(along[..., 0], along[..., 1])
-    turn = np.abs((np.diff(angle) + np.pi) % (2 * np.pi) - np.pi)
-    assert turn.max() <= np.pi / 2 / style.continuity + 1e-3
+def angles(scene: Scene, size: int, path: int) -> np.ndarray:
+    """The directions of the dashes of a long path: [N, 14]"""
+    style = HARD[size]
+    out = []
+    for margin, stamp in zip(scene.margin, scene.stamp[:, 14 * path : 14 * (path + 1)], strict=True):
+        made = stamps(style, int(margin))
+        out.append(np.concatenate((made.degrees, made.ways))[stamp])
+    return np.stack(out)
+
+
+@pytest.mark.parametrize(("size", "count"), [(32, 24), (128, 6)])
+def test_paths_follow_the_published_parameters(size: int, count: int) -> None:
+    style = HARD[size]
+    scene = scenes(style, count, seed=0, number=0)
+    assert scene.there[:, : 2 * style.contour].all()
+    assert set(scene.margin) <= set(style.margins)
+    assert (scene.stamp[:, [0, style.contour]] < DEGREES).all()  # a first dash in any direction
+    assert (np.delete(scene.stamp[:, : 2 * style.contour], [0, style.contour], 1) >= DEGREES).all()
+    beginnings = np.linalg.norm(scene.place[:, 0] - scene.place[:, style.contour], axis=-1)
+    np.testing.assert_allclose(beginnings, style.seed_distance, atol=1)  # to whole pixels
+    middle = np.abs(scene.place[:, 0] + 0.5 - size / 2).max()
+    assert middle < size / 2 - 2 * style.seed_distance + style.length + 2
+    for path in (0, 1):
+        turn = np.abs((np.diff(angles(scene, size, path)) + np.pi) % (2 * np.pi) - np.pi)
+        assert turn.max() < np.pi / 2 / style.continuity
+        places = scene.place[:, 14 * path : 14 * path + 14]
+        steps = np.linalg.norm(np.diff(places[:, 1:], axis=1), axis=-1)
+        period = style.length + 2 * scene.margin[:, None]
+        assert (steps <= 2 * period).all()
+        assert steps.mean() == pytest.approx(period.mean(), rel=0.25)
+
+
+@pytest.mark.parametrize(("size", "count"), [(32, 16), (128, 3)])
+def test_paths_keep_their_margins(size: int, count: int) -> None:
+    """Masks of two dashes overlap only where the later was placed before the earlier one counted."""
+    scene = scenes(HARD[size], count, seed=1, number=0)
+    for i in range(count):
+        room = masks(scene, size, i)
+        short = [np.arange(28 + 4 * d, 32 + 4 * d) for d in range(HARD[size].distractors)]
+        long = room[:28].max(0)
+        for path in short:
+            assert (room[path[1:]] + long).max() < FULL  # a first dash has a rule of its own
+        for a in range(28):
+            for b in range(a + 1, 28):
+                if abs(a % 14 - b % 14) > 1:
+                    later, earlier = (a, b) if a % 14 > b % 14 else (b, a)
+                    assert later % 14 > 0
+                    assert (room[later] + room[earlier]).max() < FULL
 
 
 def test_labels_say_whether_the_discs_share_a_path() -> None:
-    style = HARD[32]
-    scene = scenes(style, 40, seed=0, number=3)
+    scene = scenes(HARD[32], 40, seed=0, number=3)
     assert scene.labels.sum() == 20
-    ends = [
-        {tuple(scene.start[i, 14 * path]): path for path in (0, 1)}
-        | {tuple(scene.head[i, 14 * path + 13]): path for path in (0, 1)}
-        for i in range(40)
-    ]
     for i in range(40):
-        first, second = (ends[i][tuple(disc)] for disc in scene.discs[i])
+        begins, ends = ([tuple(scene.place[i, 14 * path + at]) for path in (0, 1)] for at in (0, 13))
+        first, second = begins.index(tuple(scene.discs[i, 0])), ends.index(tuple(scene.discs[i, 1]))
         assert (first == second) == bool(scene.labels[i])
 
 
@@ -69,27 +86,49 @@ def test_pictures_are_the_same_for_a_seed_and_differ_between_chunks() -> None:
     assert not (one[0] == other[0]).all()
     assert one[0].dtype == np.uint8
     assert one[0].max() == 255
-    assert 0.1 < (one[0] > 0).mean() < 0.35
 
 
-@pytest.mark.parametrize(("size", "count", "right"), [(32, 12, 11), (128, 4, 4)])
+def test_a_dash_and_a_disc_look_as_published() -> None:
+    """Straight to the right; 255 the brightest. The disc lies half a pixel above and left of its place, as theirs."""
+    light = np.round(255 * stamps(HARD[32], 1).light[180]).astype(int)
+    assert light.shape == (9, 9)
+    assert light[4].tolist() == [0, 0, 2, 0, 102, 135, 116, 0, 0]
+    assert light.sum() == light[4].sum()
+    assert np.round(255 * disc(HARD[32])).astype(int)[3:7, 3:7].tolist() == [
+        [0, 28, 65, 3], [28, 228, 254, 133], [66, 255, 255, 190], [0, 132, 178, 55]
+    ]  # fmt: skip
+
+
+def test_pictures_are_on_average_as_published() -> None:
+    """Beside 1,500 pictures of the public generator with the same parameters."""
+    pictures, labels = draw(HARD[32], 600, 3, 0)
+    lit = pictures > 20
+    assert lit.mean() == pytest.approx(0.1400, abs=0.006)
+    rows = lit.mean((0, 2))[[1, 4, 8, 12, 16, 20, 24, 28, 30]]
+    np.testing.assert_allclose(rows, [0.014, 0.171, 0.160, 0.173, 0.182, 0.150, 0.117, 0.137, 0.023], atol=0.02)
+    apart = np.array([np.hypot(*np.subtract(*tracing.discs(picture, HARD[32]))) for picture in pictures])
+    assert apart[labels == 0].mean() == pytest.approx(12.9, abs=0.9)
+    assert apart[labels == 1].mean() == pytest.approx(13.6, abs=0.9)
+    assert apart.std() == pytest.approx(5.2, abs=0.5)
+    found = scenes(HARD[32], 600, 3, 0).there[:, 28::4].sum(1).mean()
+    assert found == pytest.approx(71 / 60, abs=0.2)  # of five distractors that are tried
+
+
+@pytest.mark.parametrize(("size", "count", "right"), [(32, 100, 95), (128, 6, 6)])
 def test_a_solver_without_a_network_gets_them_right(size: int, count: int, right: int) -> None:
-    """97 % of small pictures and all large ones in a larger sample; what is wrong is under a disc."""
+    """98 % of 600 small pictures and all large ones; in the others two paths touch."""
     style = HARD[size]
     pictures, labels = draw(style, count, 5, 0)
     found = np.array([tracing.solve(picture, style) for picture in pictures])
     assert (found == labels).sum() >= right
 
 
-def test_the_solver_finds_the_discs() -> None:
-    style = HARD[32]
-    scene = scenes(style, 10, seed=2, number=0)
-    from subquad.tasks.lra.contours import render
-
-    for picture, truth in zip(render(style, scene), scene.discs, strict=True):
-        found = np.stack(tracing.discs(picture, style))
-        apart = np.linalg.norm(found[:, None] - truth[None], axis=-1).min(1)
-        assert apart.max() < 0.2
+@pytest.mark.parametrize("size", [32, 128])
+def test_the_solver_finds_the_discs(size: int) -> None:
+    scene = scenes(HARD[size], 10, seed=2, number=0)
+    for picture, truth in zip(render(HARD[size], scene), scene.discs, strict=True):
+        found = np.stack(tracing.discs(picture, HARD[size]))
+        assert sorted(found.tolist()) == sorted(truth.tolist())
 
 
 def test_the_sheet_is_a_picture(tmp_path: Path) -> None:

@@ -1,24 +1,30 @@
 """Pathfinder pictures: two long dashed paths and short ones between them; do the two discs lie on the same path?
 
 Rules     of the arena's sets (Linsley et al. 2018, arXiv:1805.08315; Tay et al. 2021), with their published parameters:
-          two paths of 14 dashes ("paddles") that begin near the middle and a given distance apart, and distractors of
-          14 // 3 dashes as far as there is room; a dash turns against the one before it by an angle of density
-          cos²(continuity · angle); dashes of one path are 2 · margin apart, dashes of different paths at least that
-          plus their thickness. One disc marks the beginning of a path, the other the end of the same or of the other
-Departs   dashes lie at real coordinates instead of whole pixels; all paths have the same contrast; thousands of
-          pictures grow at once, and those in which a path finds no room or the discs touch are drawn anew
+          two paths of 14 dashes ("paddles") begin near the middle, a given distance apart, and grow in turn; then
+          distractors of 14 // 3 dashes as far as there is room. All lies on whole pixels: a dash ends on a circle
+          around its pivot, in a direction drawn with weight cos²(continuity · turn), and keeps a margin to all that is
+          there. One disc marks the beginning of a path, the other the end of the same or of the other
+Departs   thousands of pictures grow at once; half of the labels are 1, exactly; the first dash of a distractor is
+          sought at PLACES places instead of everywhere
+Verified  dashes, their masks, the discs and the weights of turns are equal, pixel by pixel, to those of the public
+          generator; what 1,500 of its pictures show on average is in tests/tasks/lra/test_contours.py
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image, ImageDraw
 
-CANDIDATES = 4  # random turns tried at once for the next dash
-ARCS, AHEAD = 5, 3  # a turn is preferred from which one of so many arcs goes on freely for so many dashes
-SEEDS = 24  # places tried at once for a path's first dash
-RETRIES = 4  # of a distractor
-HEADINGS = 128  # a full turn, where tables are used
+VERSION = 2  # of the pictures: what was kept of another is not used
+DEGREES = 360  # directions of a first dash
+TRIALS = 3  # of a dash, before its path is given up
+RETRIES = 5  # of a distractor
+PLACES = 32  # tried for a distractor's first dash
+FULL = 1.8  # two masks whose sum reaches this overlap
+CLEAR = 0.3  # a mask up to this leaves room for a first dash
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,9 @@ class Style:
     size: int
     length: int  # of a dash
     thickness: float
-    margins: tuple[int, ...]
+    margins: tuple[int, ...]  # one of them is drawn for each picture
     radius: float  # of the discs
-    seed_distance: float  # of the two paths' beginnings
+    seed_distance: int  # of the two paths' beginnings
     continuity: float
     contrast: float  # of dashes; discs have 1
     distractors: int
@@ -50,10 +56,11 @@ HARD = {
 
 
 class Scene(NamedTuple):
-    """Dashes of N pictures at (row, column), the two long paths first; and which tips are marked."""
+    """Dashes of N pictures, the two long paths first, and which tips are marked; places are (row, column)."""
 
-    start: np.ndarray  # [N, P, 2]
-    head: np.ndarray  # [N, P, 2]
+    margin: np.ndarray  # [N]
+    place: np.ndarray  # [N, P, 2]: where a dash is anchored, a first one at its beginning, others at their end
+    stamp: np.ndarray  # [N, P]: which of Stamps' dashes it is
     there: np.ndarray  # [N, P]: a distractor may have found no room
     discs: np.ndarray  # [N, 2, 2]
     labels: np.ndarray  # [N]: 1 where both discs are on one path
@@ -69,277 +76,292 @@ def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
     if count < 1:
         raise ValueError(f"count={count} cannot work: accepted is an integer of at least 1")
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, style.size])))
-    wanted = {0: count - count // 2, 1: count // 2}
-    parts: dict[int, list[Scene]] = {0: [], 1: []}
-    while any(wanted.values()):
-        found = _attempt(style, random, max(64, 2**21 // style.size**2))
+    labels = random.permutation(np.arange(count) % 2)
+    margins = random.choice(style.margins, count)
+    parts, rows = [], []
+    for margin in style.margins:
         for label in (0, 1):
-            rows = np.flatnonzero(found.labels == label)[: wanted[label]]
-            wanted[label] -= len(rows)
-            parts[label].append(Scene(*(array[rows] for array in found)))
-    order = np.argsort(random.random(count))
-    return Scene(*(np.concatenate(arrays)[order] for arrays in zip(*parts[0], *parts[1], strict=True)))
+            wanted = np.flatnonzero((margins == margin) & (labels == label))
+            missing = len(wanted)
+            while missing:
+                found = _attempt(style, int(margin), label, random, min(64 * missing, 2**23 // style.size**2))
+                parts.append(Scene(*(array[:missing] for array in found)))
+                missing -= len(parts[-1].labels)
+            rows.append(wanted)
+    back = np.argsort(np.concatenate(rows))
+    return Scene(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
 
 
-class _Room:
-    """Which cells of many pictures are taken. Bits 1 and 2: near a dash of the first or the second long path; 4 and 8:
-    near one of them and behind its end, where the path itself may not go; 16: beyond the border.
+class Stamps:
+    """All dashes there are at one margin, as small pictures around their anchor: DEGREES first ones, which begin there,
+    then one for each direction in which a path can go on, which end there."""
 
-    Headings and places are rounded, so that what dashes touch comes from tables.
-    """
+    def __init__(self, style: Style, margin: int):
+        length, step = style.length, style.length + margin
+        self.reach = length + int(np.ceil(style.thickness)) + margin
+        self.degrees = (np.arange(DEGREES) - 180) * np.pi / 180
+        # the pixels on the circle that a path's next dash can end on, from its pivot
+        round_ = np.arange(0, 360, 360 / (2 * step * np.pi)) * np.pi / 180
+        self.ends = np.unique(np.floor(_polar(round_, step) + 0.5**20).astype(np.int64), axis=0)  # [K, 2]
+        self.ways = np.arctan2(self.ends[:, 0], self.ends[:, 1])  # [K]
+        angles = np.concatenate((self.degrees, self.ways + np.where(self.ways < 0, np.pi, -np.pi)))
+        lines = [self._line(style, margin, angle) for angle in angles]
+        self.light, self.mask = (np.stack(arrays).astype(np.float32) for arrays in zip(*lines, strict=True))
+        self.wide = _dilate(np.pad(self.mask, ((0, 0), (margin, margin), (margin, margin))), margin)
+        # where a first dash needs room, from its beginning: a pixel further down and to the right, as published
+        cores = [np.argwhere(mask == 1) + 1 - self.reach for mask in self.mask[:DEGREES]]
+        cores = [core[np.abs(core).max(1) <= step] for core in cores]
+        # as published, too: a direction only counts if its room would reach into the picture from all four corners
+        corners = [(y, x) for y in (-1, 1) for x in (-1, 1)]
+        self.first = np.array([all((core * corner >= 0).all(1).any() for corner in corners) for core in cores])
+        most = max(map(len, cores))
+        self.core = np.stack([np.pad(core, ((0, most - len(core)), (0, 0)), mode="edge") for core in cores])
 
-    def __init__(self, style: Style, margins: np.ndarray):
-        self.scale = 2 if style.size <= 64 else 1  # cells a pixel
-        self.kind = np.searchsorted(style.margins, margins)  # [N], which tables
-        period = style.length + 2 * max(style.margins)
-        border = (AHEAD * period + style.length) * self.scale + 2
-        self.side = style.size * self.scale + 2 * border
-        self.border = border
-        low = border + int((style.padding + 0.5) * self.scale)
-        inside = np.full((self.side, self.side), 16, np.uint8)
-        inside[low:-low, low:-low] = 0
-        self.cells = np.repeat(inside.reshape(1, -1), len(margins), axis=0)
-        angle = (np.arange(HEADINGS) * (2 * np.pi / HEADINGS)).astype(np.float32)
-        self.dash = self._offsets(_points(np.zeros((HEADINGS, 2), np.float32), angle, style.length))  # [headings, S]
-        self.arcs = np.stack([self._arcs(style, angle, m) for m in style.margins])  # [kinds, headings, arcs, points]
-        self.near, self.area = self._areas(style, angle)
-
-    def _offsets(self, points: np.ndarray) -> np.ndarray:
-        at = np.round(points * self.scale).astype(np.int32)
-        return at[..., 0] * self.side + at[..., 1]
-
-    def _arcs(self, style: Style, angle: np.ndarray, margin: int) -> np.ndarray:
-        """Cells of the next dashes after one that ends at (0, 0), if all turn by the same angle."""
-        bend = _bends(style)
-        angle = np.broadcast_to(angle[:, None], (HEADINGS, ARCS))
-        head, cells = np.zeros((HEADINGS, ARCS, 2), np.float32), []
-        for _ in range(AHEAD):
-            pivot, angle = head + margin * _unit(angle), angle + bend
-            start = pivot + margin * _unit(angle)
-            cells.append(self._offsets(_points(start, angle, style.length)))
-            head = start + style.length * _unit(angle)
-        return np.concatenate(cells, axis=-1)
-
-    def _areas(self, style: Style, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(bits 1 and 4 of the cells around a dash that begins at (0, 0) [kinds, headings, cells], their offsets)"""
-        reach = int(np.ceil((style.length + 2 * max(style.margins) + style.thickness) * self.scale))
-        at = np.arange(-reach, reach + 1, dtype=np.float32) / self.scale
-        start = np.zeros((HEADINGS, 2), np.float32)
-        unit = _unit(angle)
-        distance = _distance(at[:, None][None], at[None, :][None], start, style.length * unit)
-        ahead = at[:, None] * unit[:, 0, None, None] + at * unit[:, 1, None, None] - style.length
-        bits = [
-            np.where(distance < 2 * m + style.thickness, np.where(ahead < m, 5, 1), 0).astype(np.uint8)
-            for m in style.margins
-        ]
-        y, x = (a.ravel() for a in np.meshgrid(at, at, indexing="ij"))
-        return np.stack(bits).reshape(len(bits), HEADINGS, -1), self._offsets(np.stack((y, x), axis=-1))
-
-    def _cell(self, points: np.ndarray) -> np.ndarray:
-        at = (points * self.scale).astype(np.int32) + self.border
-        return at[..., 0] * self.side + at[..., 1]
-
-    def free(self, rows: np.ndarray, start: np.ndarray, angle: np.ndarray, bits: int) -> np.ndarray:
-        """Whether dashes [n, K] of pictures `rows` [n] touch nothing: [n, K]"""
-        at = self._cell(np.clip(start, 0, None))[..., None] + self.dash[_heading(angle)]
-        found = self.cells[rows[:, None, None], np.minimum(at, self.side**2 - 1)]
-        return ((found & np.uint8(bits | 16)) == 0).all(-1)
-
-    def goes_on(self, rows: np.ndarray, head: np.ndarray, angle: np.ndarray, bits: int) -> np.ndarray:
-        """Whether an arc goes on freely after dashes [n, K] that end at `head`, inside the picture: [n, K]"""
-        arcs = self.arcs[self.kind[rows][:, None], _heading(angle)]  # [n, K, arcs, points]
-        found = self.cells[rows[:, None, None, None], self._cell(head)[..., None, None] + arcs]
-        return ((found & np.uint8(bits | 16)) == 0).all(-1).any(-1)
-
-    def take(self, rows: np.ndarray, start: np.ndarray, angle: np.ndarray, path: int) -> None:
-        """Dashes [n] of long path 0 or 1 take their cells; distractors count as path 0."""
-        near = self.near[self.kind[rows], _heading(angle)]  # [n, cells]
-        at = self._cell(start)[:, None] + self.area
-        self.cells[rows[:, None], at] |= near << np.uint8(path)
+    def _line(self, style: Style, margin: int, angle: float) -> tuple[np.ndarray, np.ndarray]:
+        """A dash from the middle and the margin around it, drawn finer and then reduced."""
+        side, fine = 2 * self.reach + 1, 2 * self.reach * style.antialias + 1
+        picture = Image.new("L", (fine, fine))
+        middle = self.reach * style.antialias
+        end = np.ceil(middle + _polar(angle, style.length * style.antialias)).astype(int)
+        width = round(style.thickness * style.antialias)
+        ImageDraw.Draw(picture).line([(middle, middle), (int(end[1]), int(end[0]))], fill=255, width=width)
+        around = _dilate(np.array(picture), margin * style.antialias)
+        return _reduce(np.array(picture), side), _reduce(around, side)
 
 
-def _heading(angle: np.ndarray) -> np.ndarray:
-    return np.round(angle * (HEADINGS / (2 * np.pi))).astype(np.int32) % HEADINGS
+@lru_cache
+def stamps(style: Style, margin: int) -> Stamps:
+    return Stamps(style, margin)
 
 
-def _points(start: np.ndarray, angle: np.ndarray, length: int) -> np.ndarray:
-    """Along a dash, a pixel apart: [..., S, 2]"""
-    along = np.arange(length + 1, dtype=np.float32)[:, None]
-    return start[..., None, :] + along * _unit(angle)[..., None, :]
+@lru_cache
+def disc(style: Style) -> np.ndarray:
+    """A disc around the middle of a small picture, from 0 to 1."""
+    reach = int(np.ceil(style.radius)) + 3
+    at = np.arange(-reach * style.antialias, (reach + 1) * style.antialias)
+    inside = at[:, None] ** 2 + at**2 <= (style.radius * style.antialias) ** 2
+    return _reduce((255 * inside).astype(np.uint8), 2 * reach + 1)
 
 
-def _distance(y: np.ndarray, x: np.ndarray, start: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """From points [n, a, b] to dashes [n, 2]"""
-    along = head - start
-    y, x = y - start[:, 0, None, None], x - start[:, 1, None, None]
-    dy, dx = along[:, 0, None, None], along[:, 1, None, None]
-    share = np.clip((y * dy + x * dx) / (along**2).sum(-1)[:, None, None], 0, 1)
-    return np.hypot(y - share * dy, x - share * dx)
+def _polar(angle: np.ndarray | float, length: float) -> np.ndarray:
+    return length * np.stack((np.sin(angle), np.cos(angle)), axis=-1)
 
 
-def _unit(angle: np.ndarray) -> np.ndarray:
-    return np.stack((np.sin(angle), np.cos(angle)), axis=-1).astype(np.float32)
+def _reduce(picture: np.ndarray, side: int) -> np.ndarray:
+    return np.asarray(Image.fromarray(picture).resize((side, side), Image.Resampling.LANCZOS)) / np.float32(255)
 
 
-def _bends(style: Style) -> np.ndarray:
-    """Turns that arcs repeat, the gentlest first."""
-    bends = np.linspace(-1, 1, ARCS, dtype=np.float32) / style.continuity
-    return bends[np.argsort(np.abs(bends), kind="stable")]
+def _dilate(pictures: np.ndarray, radius: int) -> np.ndarray:
+    """[..., n, n]: each pixel the largest within a radius."""
+    padded = np.pad(pictures, [(0, 0)] * (pictures.ndim - 2) + [(radius, radius)] * 2)
+    side, out = pictures.shape[-1], np.zeros_like(pictures)
+    for y in range(-radius, radius + 1):
+        for x in range(-radius, radius + 1):
+            if y * y + x * x <= radius * radius:
+                np.maximum(out, padded[..., radius + y :, radius + x :][..., :side, :side], out=out)
+    return out
 
 
-def _turns(random: np.random.Generator, shape: tuple[int, ...], continuity: float) -> np.ndarray:
-    """Angles of density cos²(continuity · angle), within a quarter of a circle over continuity."""
-    grid = np.linspace(-np.pi / 2, np.pi / 2, 513)
-    mass = (grid + np.sin(2 * grid) / 2) / np.pi + 0.5  # the integral of cos², from 0 to 1
-    return (np.interp(random.random(shape), mass, grid) / continuity).astype(np.float32)
+def step_pivot(style: Style, margin: int, pivot: np.ndarray, angle: np.ndarray) -> np.ndarray:
+    """The pivots [n, 2] of the dashes after those with `pivot` and `angle`."""
+    return np.ceil(pivot + _polar(angle, style.length + 2 * margin)).astype(np.int64)
+
+
+def weights(style: Style, made: Stamps, angle: np.ndarray) -> np.ndarray:
+    """How likely each way to go on is after dashes at an angle [n], but for what is there: [n, K]"""
+    turn = np.abs((made.ways - angle[:, None] + np.pi) % (2 * np.pi) - np.pi)
+    return np.cos(np.minimum(style.continuity * turn, np.pi / 2)) ** 2
+
+
+class _Canvas:
+    """Many small pictures with a border as wide as a stamp, in which stamps are read and put by place."""
+
+    def __init__(self, count: int, size: int, border: int):
+        self.border, self.side = border, size + 2 * border
+        self.flat = np.zeros((count, self.side**2), np.float32)
+
+    @property
+    def inner(self) -> np.ndarray:
+        pictures = self.flat.reshape(-1, self.side, self.side)
+        return pictures[:, self.border : -self.border, self.border : -self.border]
+
+    def cells(self, place: np.ndarray) -> np.ndarray:
+        return (place[..., 0] + self.border) * self.side + place[..., 1] + self.border
+
+    def around(self, place: np.ndarray, reach: int) -> np.ndarray:
+        """Cells of squares [n, (2 reach + 1)²] around places [n, 2]"""
+        at = np.arange(-reach, reach + 1)
+        return self.cells(place)[:, None] + (at[:, None] * self.side + at).ravel()
+
+    def put(self, rows: np.ndarray, place: np.ndarray, stamp: np.ndarray) -> None:
+        """The brighter of what is there and stamps [n, side, side]."""
+        cells = self.around(place, stamp.shape[-1] // 2)
+        self.flat[rows[:, None], cells] = np.maximum(self.flat[rows[:, None], cells], stamp.reshape(-1, cells.shape[1]))
+
+
+class _Path(NamedTuple):
+    """The newest dash of a path in each picture."""
+
+    pivot: np.ndarray  # [N, 2]
+    angle: np.ndarray  # [N]
+    place: np.ndarray  # [N, 2]
+    stamp: np.ndarray  # [N]
+
+    @classmethod
+    def empty(cls, count: int) -> "_Path":
+        pairs = (np.zeros((count, 2), np.int64) for _ in range(2))
+        return cls(next(pairs), np.zeros(count), next(pairs), np.zeros(count, np.int64))
 
 
 class _Growth:
-    """Pictures that grow together; `alive` are those in which everything has found room so far."""
+    """Pictures that grow together at one margin. A dash counts as there only when the next one of its path is."""
 
-    def __init__(self, style: Style, random: np.random.Generator, count: int):
-        self.style, self.random = style, random
-        self.margins = np.array(style.margins)[(random.random(count) * len(style.margins)).astype(np.int64)]
-        self.room = _Room(style, self.margins)
-        self.start = np.zeros((count, style.dashes, 2), np.float32)
-        self.head = np.zeros((count, style.dashes, 2), np.float32)
-        self.angle = np.zeros((count, style.dashes), np.float32)
-        self.there = np.zeros((count, style.dashes), bool)
+    def __init__(self, style: Style, margin: int, random: np.random.Generator, count: int):
+        self.style, self.margin, self.random = style, margin, random
+        self.stamps = stamps(style, margin)
+        border = self.stamps.reach + margin + style.length
+        self.mask, self.wide = (_Canvas(count, style.size, border) for _ in range(2))
+        edge = np.ones((style.size, style.size), np.float32)
+        edge[style.padding : -style.padding, style.padding : -style.padding] = 0
+        self.mask.inner[:] = edge
+        self.wide.inner[:] = _dilate(edge, margin)
+        self.place = np.zeros((count, style.dashes, 2), np.int64)
+        self.stamp = np.zeros((count, style.dashes), np.int64)
 
-    def seed(self, rows: np.ndarray, dash: int, tips: np.ndarray, bits: int) -> np.ndarray:
-        """A path's first dash, from one of its possible tips [n, K, 2], in any direction; the rows that have one."""
-        angle = (self.random.random(tips.shape[:2]) * 2 * np.pi).astype(np.float32)
-        return self._choose(rows, dash, tips, angle, bits)
+    def keep(self, rows: np.ndarray, path: _Path, dash: int) -> None:
+        self.place[rows, dash], self.stamp[rows, dash] = path.place[rows], path.stamp[rows]
 
-    def extend(self, rows: np.ndarray, dash: int, bits: int) -> np.ndarray:
-        """The dash after `dash` - 1; the rows that have one."""
-        margin = self.margins[rows].astype(np.float32)[:, None, None]
-        before = self.angle[rows, dash - 1, None]  # [n, 1]
-        pivot = self.head[rows, dash - 1, None] + margin * _unit(before)
-        turns = _turns(self.random, (len(rows), CANDIDATES), self.style.continuity)
-        turns = np.concatenate((turns, np.broadcast_to(_bends(self.style), (len(rows), ARCS))), axis=1)
-        angle = before + turns
-        return self._choose(rows, dash, pivot + margin * _unit(angle), angle, bits)
+    def take(self, rows: np.ndarray, path: _Path) -> None:
+        """The newest dash of a path has its room from now on."""
+        self.mask.put(rows, path.place[rows], self.stamps.mask[path.stamp[rows]])
+        self.wide.put(rows, path.place[rows], self.stamps.wide[path.stamp[rows]])
 
-    def _choose(self, rows: np.ndarray, dash: int, start: np.ndarray, angle: np.ndarray, bits: int) -> np.ndarray:
-        """The first candidate [n, K] that is free and leads on, or else the first that is free."""
-        free = self.room.free(rows, start, angle, bits)
-        head = start + self.style.length * _unit(angle)
-        inside = np.where(free[..., None], head, self.style.size / 2)
-        hopeful = free & self.room.goes_on(rows, inside, angle, bits)
-        fits = np.where(hopeful.any(1)[:, None], hopeful, free)
-        best, each = fits.argmax(1), np.arange(len(rows))
-        found = fits[each, best]
-        self.start[rows[found], dash] = start[each, best][found]
-        self.head[rows[found], dash] = head[each, best][found]
-        self.angle[rows[found], dash] = angle[each, best][found]
-        self.there[rows[found], dash] = True
-        return rows[found]
+    def inside(self, place: np.ndarray) -> np.ndarray:
+        return np.asarray(((place >= 0) & (place < self.style.size)).all(-1))
 
-    def take(self, rows: np.ndarray, dash: int, path: int = 0) -> None:
-        self.room.take(rows, self.start[rows, dash], self.angle[rows, dash], path)
+    def start(self, rows: np.ndarray, path: _Path, tail: np.ndarray, stamp: np.ndarray) -> np.ndarray:
+        """First dashes from tail [n, 2]; whether they lie inside."""
+        angle = self.stamps.degrees[stamp]
+        head = np.ceil(tail + _polar(angle, self.style.length)).astype(np.int64)
+        pivot = np.ceil(head - _polar(angle, self.style.length + self.margin)).astype(np.int64)
+        path.pivot[rows], path.angle[rows], path.place[rows], path.stamp[rows] = pivot, angle, tail, stamp
+        return self.inside(head) & self.inside(pivot) & self.inside(tail)
+
+    def extend(self, rows: np.ndarray, path: _Path) -> np.ndarray:
+        """The next dash of the path; the rows that have one."""
+        made, style = self.stamps, self.style
+        pivot = step_pivot(style, self.margin, path.pivot[rows], path.angle[rows])
+        ends = pivot[:, None] + made.ends  # [n, K, 2]
+        weight = weights(style, made, path.angle[rows]) * self.inside(ends)
+        cells = self.wide.cells(np.clip(ends, 0, style.size - 1))
+        weight *= 1 - self.wide.flat[rows[:, None], cells]
+        mass = weight.cumsum(1)
+        able = mass[:, -1] >= 1e-4
+        rows, pivot, ends, mass = rows[able], pivot[able], ends[able], mass[able]
+        waiting, done = np.arange(len(rows)), np.zeros(len(rows), bool)
+        chosen = np.zeros(len(rows), np.int64)
+        for _ in range(TRIALS):
+            if not len(waiting):
+                break
+            below = mass[waiting] <= (self.random.random(len(waiting)) * mass[waiting, -1])[:, None]
+            pick = np.minimum(below.sum(1), len(made.ends) - 1)
+            seen = self.mask.flat[rows[waiting, None], self.mask.around(ends[waiting, pick], made.reach)]
+            free = (seen + made.mask[DEGREES + pick].reshape(len(pick), -1)).max(1, initial=0) < FULL
+            chosen[waiting[free]], done[waiting[free]] = pick[free], True
+            waiting = waiting[~free]
+        rows, pivot, ends, chosen = rows[done], pivot[done], ends[done], chosen[done]
+        self.take(rows, path)
+        path.pivot[rows], path.angle[rows] = pivot, made.ways[chosen]
+        path.place[rows], path.stamp[rows] = ends[np.arange(len(rows)), chosen], DEGREES + chosen
+        return rows
 
 
-def _attempt(style: Style, random: np.random.Generator, count: int) -> Scene:
-    growth = _Growth(style, random, count)
+def _attempt(style: Style, margin: int, label: int, random: np.random.Generator, count: int) -> Scene:
+    """Those of so many pictures in which everything finds room."""
+    growth = _Growth(style, margin, random, count)
     rows = _long_paths(growth, np.arange(count))
+    origin = random.integers(2, size=len(rows))  # which of the two paths the first disc is on
+    end = origin if label else 1 - origin
+    first, last = growth.place[rows, origin * style.contour], growth.place[rows, (end + 1) * style.contour - 1]
+    there = np.zeros((count, style.dashes), bool)
+    there[rows, : 2 * style.contour] = True
     for number in range(style.distractors):
-        _distractor(growth, rows, 2 * style.contour + number * style.distractor)
-    labels = (random.random(len(rows)) < 0.5).astype(np.uint8)
-    origin = (random.random(len(rows)) < 0.5).astype(np.int64)  # which of the two paths the first disc is on
-    end = np.where(labels == 1, origin, 1 - origin)
-    discs = np.stack(
-        (growth.start[rows, origin * style.contour], growth.head[rows, (end + 1) * style.contour - 1]), axis=1
+        _distractor(growth, rows, 2 * style.contour + number * style.distractor, there)
+    size = len(rows)
+    return Scene(
+        np.full(size, margin),
+        growth.place[rows],
+        growth.stamp[rows],
+        there[rows],
+        np.stack((first, last), axis=1),
+        np.full(size, label, np.uint8),
     )
-    apart = np.hypot(*(discs[:, 0] - discs[:, 1]).T) > 2 * style.radius + 2
-    rows = rows[apart]
-    return Scene(growth.start[rows], growth.head[rows], growth.there[rows], discs[apart], labels[apart])
 
 
 def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     """Both long paths, dash by dash in turn; the rows in which they found room."""
-    style, random = growth.style, growth.random
-    middle = style.size / 2 + (random.random((len(rows), 1, 2)) - 0.5) * (style.size - 4 * style.seed_distance)
-    rows = growth.seed(rows, 0, np.broadcast_to(middle, (len(rows), SEEDS, 2)).astype(np.float32), 0)
-    growth.take(rows, 0)
-    around = style.seed_distance * _unit(random.random((len(rows), SEEDS)) * 2 * np.pi)
-    rows = growth.seed(rows, style.contour, growth.start[rows, 0, None] + around, 1)
-    growth.take(rows, style.contour, 1)
-    for step in range(1, style.contour):
-        for path, (others, own) in enumerate(((2, 4), (1, 8))):
-            rows = growth.extend(rows, path * style.contour + step, others | own)
-            growth.take(rows, path * style.contour + step, path)
+    style, random, made = growth.style, growth.random, growth.stamps
+    paths = _Path.empty(len(rows)), _Path.empty(len(rows))
+    way = random.choice(np.flatnonzero(made.first), len(rows))
+    tail, found = _middle(style, made, way, random)
+    found &= growth.start(rows, paths[0], tail, way)
+    around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
+    found &= growth.start(rows, paths[1], around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
+    rows = rows[found]
+    for step in range(style.contour):
+        for number, path in enumerate(paths):
+            rows = growth.extend(rows, path) if step else rows
+            growth.keep(rows, path, number * style.contour + step)
+    growth.take(rows, paths[0])
+    growth.take(rows, paths[1])
     return rows
 
 
-def _distractor(growth: _Growth, rows: np.ndarray, dash: int) -> None:
+def _middle(style: Style, made: Stamps, way: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Where in the middle of a picture first dashes begin [n, 2], and whether there is room for one."""
+    low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
+    first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
+    tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
+    return tail, (last > first).all(1)
+
+
+def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray) -> None:
     """A short path from `dash` on, where there is room for one."""
-    style, random = growth.style, growth.random
+    style, random, made = growth.style, growth.random, growth.stamps
     without = rows
     for _ in range(RETRIES):
-        tips = (random.random((len(without), SEEDS, 2)) * style.size).astype(np.float32)
-        done = growth.seed(without, dash, tips, 3)
+        way = random.integers(DEGREES, size=len(without))
+        tails = random.integers(1, style.size - 1, (len(without), PLACES, 2))
+        needed = np.clip(tails[:, :, None] + made.core[way][:, None], 0, style.size - 1)
+        room = (growth.mask.flat[without[:, None, None], growth.mask.cells(needed)] <= CLEAR).all(2)
+        best, each = room.argmax(1), np.arange(len(without))
+        path = _Path.empty(len(there))
+        started = growth.start(without, path, tails[each, best], way) & room[each, best] & made.first[way]
+        done = without[started]
+        # a path that is given up leaves nothing behind
+        before = growth.mask.flat[done], growth.wide.flat[done]
+        tried = done
+        growth.keep(done, path, dash)
         for step in range(1, style.distractor):
-            done = growth.extend(done, dash + step, 3)
-        done = done[_untangled(growth, done, dash)]
-        for step in range(style.distractor):
-            growth.take(done, dash + step)
+            done = growth.extend(done, path)
+            growth.keep(done, path, dash + step)
+        growth.take(done, path)
+        lost = np.isin(tried, done, invert=True)
+        growth.mask.flat[tried[lost]], growth.wide.flat[tried[lost]] = before[0][lost], before[1][lost]
+        there[done, dash : dash + style.distractor] = True
         without = np.setdiff1d(without, done, assume_unique=True)
-    growth.there[without, dash : dash + style.distractor] = False
-
-
-def _untangled(growth: _Growth, rows: np.ndarray, dash: int) -> np.ndarray:
-    """Whether a path keeps its distance from itself."""
-    shares = np.linspace(0, 1, growth.style.length + 1, dtype=np.float32)[:, None]
-    apart = np.ones(len(rows), bool)
-    for late in range(2, growth.style.distractor):
-        start, head = growth.start[rows, dash + late], growth.head[rows, dash + late]
-        points = start[:, None] + shares * (head - start)[:, None]  # [n, points, 2]
-        for early in range(late - 1):
-            other = growth.start[rows, dash + early], growth.head[rows, dash + early]
-            near = _distance(points[..., None, 0], points[..., None, 1], *other)
-            apart &= near.min((1, 2)) > 2 * growth.margins[rows] + growth.style.thickness
-    return apart
 
 
 def render(style: Style, scene: Scene) -> np.ndarray:
-    """[N, size, size] uint8, antialiased: each pixel the mean of finer ones."""
-    reach = int(np.ceil(max(style.length / 2 + style.thickness, style.radius) + 1))
-    side = style.size + 2 * reach
-    canvas = np.zeros((len(scene.labels), side * side), np.float32)
-    for dash in range(scene.start.shape[1]):
-        rows = np.flatnonzero(scene.there[:, dash])
-        start, head = scene.start[rows, dash], scene.head[rows, dash]
-        narrow = int(np.ceil(style.length / 2 + style.thickness + 0.5))
-        _paint(canvas, style, reach, narrow, rows, start, head, style.thickness / 2, style.contrast)
-    rows = np.arange(len(scene.labels))
-    for disc in (0, 1):
-        tip = scene.discs[:, disc]
-        _paint(canvas, style, reach, reach, rows, tip, tip + np.float32(1e-3), style.radius, 1.0)
-    pictures = canvas.reshape(-1, side, side)[:, reach:-reach, reach:-reach]
-    return np.round(255 * pictures).astype(np.uint8)
-
-
-def _paint(
-    canvas: np.ndarray,
-    style: Style,
-    border: int,
-    reach: int,
-    rows: np.ndarray,
-    start: np.ndarray,
-    head: np.ndarray,
-    half: float,
-    contrast: float,
-) -> None:
-    """All within `half` of dashes [n, 2] of pictures `rows`, brighter of old and new."""
-    fine, side = style.antialias, style.size + 2 * border
-    corner = np.floor((start + head) / 2).astype(np.int32) - reach  # [n, 2]
-    width = 2 * reach + 1
-    within = ((np.arange(width * fine) + 0.5) / fine).astype(np.float32)
-    y, x = corner[:, 0, None, None] + within[:, None], corner[:, 1, None, None] + within
-    cover = np.clip((half - _distance(y, x, start, head)) * fine + 0.5, 0, 1)
-    cover = cover.reshape(len(rows), width, fine, width, fine).mean((2, 4))
-    pixels = border + np.arange(width)
-    index = (corner[:, 0, None, None] + pixels[:, None]) * side + corner[:, 1, None, None] + pixels
-    who = rows[:, None, None]
-    canvas[who, index] = np.maximum(canvas[who, index], np.float32(contrast) * cover)
+    """[N, size, size] uint8: dashes at their contrast and discs at full, the brighter where they meet."""
+    reach = max(stamps(style, margin).reach for margin in style.margins) + style.length
+    canvas = _Canvas(len(scene.labels), style.size, max(reach, len(disc(style)) // 2))
+    for margin in style.margins:
+        light = np.float32(style.contrast) * stamps(style, margin).light
+        for dash in range(scene.there.shape[1]):
+            rows = np.flatnonzero(scene.there[:, dash] & (scene.margin == margin))
+            canvas.put(rows, scene.place[rows, dash], light[scene.stamp[rows, dash]])
+    for number in (0, 1):
+        rows = np.arange(len(scene.labels))
+        canvas.put(rows, scene.discs[:, number], np.broadcast_to(disc(style), (len(rows), *disc(style).shape)))
+    return np.round(255 * canvas.inner).astype(np.uint8)

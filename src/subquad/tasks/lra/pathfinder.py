@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from subquad.data import files
-from subquad.tasks.lra.contours import HARD, draw
+from subquad.tasks.lra.contours import HARD, VERSION, draw
 from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Classification, Labelled
 from subquad.training.task import Source, Split
@@ -96,7 +96,7 @@ class Pathfinder(Classification):
     def source(self, split: Split) -> Source:
         if self.folder is None:
             sizes = (self.train, self.held_out, self.held_out)
-            name = f"{self.name}_{self.train}_{self.held_out}_{self.seed}"
+            name = f"{self.name}_{self.train}_{self.held_out}_{self.seed}_v{VERSION}"
             arrays = kept(generated() / name, lambda: make(self.size, sum(sizes), self.seed))
         else:
             folder = Path(self.folder).expanduser()
