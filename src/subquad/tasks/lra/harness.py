@@ -142,7 +142,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
     known = {job["name"]: job for job in todo}
     try:
         for answer in side_by_side(todo, arena, deadline):
-            record = _record(known[answer["name"]], answer)
+            record = {**_record(known[answer["name"]], answer), "commit": results["commit"]}
             results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
             save(results, out / "results.json")
             console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
