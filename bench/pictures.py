@@ -1,6 +1,6 @@
-"""The README's pictures, from measured figures.
+"""The pictures beside measured figures.
 
-    python bench/pictures.py                        results/scaling.png and results/generated.png anew
+    python bench/pictures.py                        scaling.png, generated.png, train.png and lra/small.png anew
     python bench/pictures.py --checkpoint DIR       writes 64 images with that model first: results/generated.json
 
 A picture carries, as PNG text, the file it was drawn from and that file's SHA-256; a test holds the two together.
@@ -12,7 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from subquad.models import LanguageModel
@@ -22,10 +24,18 @@ from subquad.models.store import read_header
 from subquad.report.charts import curves, draw
 from subquad.report.results import read
 from subquad.tasks.generate import image_shape, save_sheet, write_images
+from subquad.tasks.lra.recipes import RECIPES
+from subquad.tasks.lra.table import cells, published
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[1]
 SCALING = ROOT / "src/subquad/bench/figures/cpu_causal.json"
 GENERATED = ROOT / "results/generated.json"
+TRAIN = ROOT / "results/train.json"
+ARENA = ROOT / "results/lra/small.json"
+ARENA_COLUMNS = ("listops", "text", "image", "pathfinder")
 COUNT, SEED, TEMPERATURE = 64, 0, 0.8
 
 
@@ -72,6 +82,49 @@ def scaling() -> None:
     draw(spec, wanted, ROOT / "results/scaling.png", origin(SCALING))
 
 
+def bars(axis: Axes, names: list[str], values: list[float], marks: list[float | None], shape: str) -> None:
+    """A bar for each name with its value, and a line where the paper or the comparison stands."""
+    axis.barh(names, values, color="tab:blue")
+    for row, (value, mark) in enumerate(zip(values, marks, strict=True)):
+        axis.text(0, row, " " + shape.format(value), va="center", fontsize=8, color="white")
+        if mark is not None:
+            axis.plot([mark, mark], [row - 0.4, row + 0.4], color="black", linewidth=1.5)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def train() -> None:
+    """Iterations of whole models at a long context."""
+    found = json.loads(TRAIN.read_text())
+    text = found["text"]
+    timed = {name: row["iteration_ms"]["median"] for name, row in text["captured"].items() if isinstance(row, dict)}
+    figure, axis = plt.subplots(figsize=(7, 2.4), layout="constrained")
+    limit = text["bar"]["must"] * timed["dense"]
+    marks = [limit if name in ("fixed", "strided") else None for name in timed]
+    bars(axis, list(timed), list(timed.values()), marks, "{:.0f} ms")
+    axis.set_title(
+        f"30 layers of width 512, context {text['length']:,}, batch {text['batch']}: ms an iteration\n"
+        f"{found['machine']['device']}; line: {text['bar']['must']} of dense",
+        fontsize=9,
+    )
+    figure.savefig(ROOT / "results/train.png", dpi=120, metadata=origin(TRAIN))
+
+
+def arena() -> None:
+    """Test accuracy of each mechanism on each task."""
+    found = json.loads(ARENA.read_text())
+    known = cells(found)
+    names = list(dict.fromkeys(mechanism for mechanism, _ in known))
+    figure, axes = plt.subplots(1, len(ARENA_COLUMNS), figsize=(13, 3.4), sharey=True, layout="constrained")
+    for axis, column in zip(axes, ARENA_COLUMNS, strict=True):
+        values = [known[name, column][0]["accuracy"] for name in names]
+        bars(axis, names, values, [published(name, column) for name in names], "{:.1f}")
+        axis.set_title(f"{RECIPES[column].title}, guessing {RECIPES[column].majority:.0f}", fontsize=9)
+        axis.set_xlim(0, 100)
+    figure.suptitle(f"Long Range Arena, test accuracy in %, {found['machine']['device']}; line: the paper", fontsize=10)
+    figure.savefig(ROOT / "results/lra/small.png", dpi=110, metadata=origin(ARENA))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path)
@@ -81,6 +134,8 @@ def main() -> None:
         write(options.checkpoint, options.device)
     if SCALING.exists():
         scaling()
+    train()
+    arena()
     if GENERATED.exists():
         found = json.loads(GENERATED.read_text())
         images = torch.tensor(found["images"]).view(-1, *found["shape"])
