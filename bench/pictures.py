@@ -25,7 +25,8 @@ from subquad.report.charts import curves, draw
 from subquad.report.results import read
 from subquad.tasks.generate import image_shape, save_sheet, write_images
 from subquad.tasks.lra.recipes import RECIPES
-from subquad.tasks.lra.table import cells, published
+from subquad.tasks.lra.table import averages, published
+from subquad.tasks.tables import TABLES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -96,33 +97,35 @@ def bars(axis: Axes, names: list[str], values: list[float], marks: list[float | 
 def train() -> None:
     """Iterations of whole models at a long context."""
     found = json.loads(TRAIN.read_text())
-    text = found["text"]
+    text, size = found["text"], TABLES["enwik8"].model
     timed = {name: row["iteration_ms"]["median"] for name, row in text["captured"].items() if isinstance(row, dict)}
     figure, axis = plt.subplots(figsize=(7, 2.4), layout="constrained")
     limit = text["bar"]["must"] * timed["dense"]
     marks = [limit if name in ("fixed", "strided") else None for name in timed]
     bars(axis, list(timed), list(timed.values()), marks, "{:.0f} ms")
     axis.set_title(
-        f"30 layers of width 512, context {text['length']:,}, batch {text['batch']}: ms an iteration\n"
-        f"{found['machine']['device']}; line: {text['bar']['must']} of dense",
+        f"{size['depth']} layers of width {size['dim']}, context {text['length']:,}, batch {text['batch']}: "
+        f"ms an iteration\n{found['machine']['device']}; line: {text['bar']['must']} of dense",
         fontsize=9,
     )
     figure.savefig(ROOT / "results/train.png", dpi=120, metadata=origin(TRAIN))
+    plt.close(figure)
 
 
 def arena() -> None:
     """Test accuracy of each mechanism on each task."""
     found = json.loads(ARENA.read_text())
-    known = cells(found)
-    names = list(dict.fromkeys(mechanism for mechanism, _ in known))
+    names = list(averages(found, ARENA_COLUMNS))
+    found["runs"] = [run for run in found["runs"] if run["mechanism"] in names]
     figure, axes = plt.subplots(1, len(ARENA_COLUMNS), figsize=(13, 3.4), sharey=True, layout="constrained")
     for axis, column in zip(axes, ARENA_COLUMNS, strict=True):
-        values = [known[name, column][0]["accuracy"] for name in names]
+        values = [ours for ours, _ in averages(found, (column,)).values()]
         bars(axis, names, values, [published(name, column) for name in names], "{:.1f}")
         axis.set_title(f"{RECIPES[column].title}, guessing {RECIPES[column].majority:.0f}", fontsize=9)
         axis.set_xlim(0, 100)
     figure.suptitle(f"Long Range Arena, test accuracy in %, {found['machine']['device']}; line: the paper", fontsize=10)
     figure.savefig(ROOT / "results/lra/small.png", dpi=110, metadata=origin(ARENA))
+    plt.close(figure)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
-from subquad.tasks.lra.table import averages, cells, published
+from subquad.tasks.lra.table import averages, published
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -69,10 +69,9 @@ def arena() -> str:
     """The Long Range Arena: ours, and the paper's in brackets."""
     found = results("lra/small")
     columns = ("listops", "text", "image", "pathfinder")
-    runs = cells(found)
     lines = ["| | ListOps | Text | Image | Pathfinder | average |", "|---|---|---|---|---|---|"]
     for mechanism, (ours, paper) in averages(found, columns).items():
-        row = [f"{runs[mechanism, c][0]['accuracy']:.1f} ({published(mechanism, c):.1f})" for c in columns]
+        row = [f"{averages(found, (c,))[mechanism][0]:.1f} ({published(mechanism, c):.1f})" for c in columns]
         lines.append(f"| {mechanism} | " + " | ".join([*row, f"{ours:.1f} ({paper:.1f})"]) + " |")
     return "\n".join(lines)
 

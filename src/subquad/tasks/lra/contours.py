@@ -7,8 +7,9 @@ Rules     of the arena's sets (Linsley et al. 2018, arXiv:1805.08315; Tay et al.
           there. One disc marks the beginning of a path, the other the end of the same or of the other
 Departs   thousands of pictures grow at once; half of the labels are 1, exactly; the first dash of a distractor is
           sought at PLACES places instead of everywhere
-Verified  dashes, their masks, the discs and the weights of turns are equal, pixel by pixel, to those of the public
-          generator; what 1,500 of its pictures show on average is in tests/tasks/lra/test_contours.py
+Verified  dashes, their masks, discs and the weights of turns are equal, pixel by pixel, to those of the public
+          generator (drewlinsley/pathfinder, ab9c130, which reduces 8-bit pictures); what 1,500 of its pictures show on
+          average is in tests/tasks/lra/test_contours.py
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-VERSION = 2  # of the pictures: what was kept of another is not used
+VERSION = 3  # of the pictures: what was kept of another is not used
 DEGREES = 360  # directions of a first dash
 TRIALS = 3  # of a dash, before its path is given up
 RETRIES = 5  # of a distractor
-PLACES = 32  # tried for a distractor's first dash
+PLACES = 128  # tried for a distractor's first dash
 FULL = 1.8  # two masks whose sum reaches this overlap
 CLEAR = 0.3  # a mask up to this leaves room for a first dash
+ATTEMPTS = 32  # pictures begun at once for each that is wanted: most paths run into something
+LEAST, CELLS = 512, 2**21  # pictures begun at once at least, and pixels of more than that at most
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Style:
     radius: float  # of the discs
     seed_distance: int  # of the two paths' beginnings
     continuity: float
-    contrast: float  # of dashes; discs have 1
+    contrast: float  # of the long paths' dashes; discs have 1
+    distractor_contrast: float  # the brightest of a picture becomes 255
     distractors: int
     contour: int = 14  # dashes of a long path
     distractor: int = 4
@@ -50,8 +54,8 @@ class Style:
 
 # the hard level, contour length 14
 HARD = {
-    32: Style(32, 2, 0.5, (1,), 1.5, 7, 1.0, 0.75, distractors=20 // 4),
-    128: Style(128, 5, 1.5, (2, 3), 3, 20, 1.8, 0.9, distractors=35 // 4),
+    32: Style(32, 2, 0.5, (1,), 1.5, 7, 1.0, 2 * 0.75, 2, distractors=20 // 4),
+    128: Style(128, 5, 1.5, (2, 3), 3, 20, 1.8, 0.9, 0.9, distractors=35 // 4),
 }
 
 
@@ -84,8 +88,7 @@ def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
             wanted = np.flatnonzero((margins == margin) & (labels == label))
             missing = len(wanted)
             while missing:
-                found = _attempt(style, int(margin), label, random, min(64 * missing, 2**23 // style.size**2))
-                parts.append(Scene(*(array[:missing] for array in found)))
+                parts.append(_attempt(style, margin, label, random, missing))
                 missing -= len(parts[-1].labels)
             rows.append(wanted)
     back = np.argsort(np.concatenate(rows))
@@ -102,11 +105,13 @@ class Stamps:
         self.degrees = (np.arange(DEGREES) - 180) * np.pi / 180
         # the pixels on the circle that a path's next dash can end on, from its pivot
         round_ = np.arange(0, 360, 360 / (2 * step * np.pi)) * np.pi / 180
-        self.ends = np.unique(np.floor(_polar(round_, step) + 0.5**20).astype(np.int64), axis=0)  # [K, 2]
+        self.ends = np.unique(
+            np.floor(style.size + _polar(round_, step)).astype(np.int64) - style.size, axis=0
+        )  # [K, 2]
         self.ways = np.arctan2(self.ends[:, 0], self.ends[:, 1])  # [K]
         angles = np.concatenate((self.degrees, self.ways + np.where(self.ways < 0, np.pi, -np.pi)))
         lines = [self._line(style, margin, angle) for angle in angles]
-        self.light, self.mask = (np.stack(arrays).astype(np.float32) for arrays in zip(*lines, strict=True))
+        self.light, self.mask = (np.stack(arrays) for arrays in zip(*lines, strict=True))
         self.wide = _dilate(np.pad(self.mask, ((0, 0), (margin, margin), (margin, margin))), margin)
         # where a first dash needs room, from its beginning: a pixel further down and to the right, as published
         cores = [np.argwhere(mask == 1) + 1 - self.reach for mask in self.mask[:DEGREES]]
@@ -162,6 +167,12 @@ def _dilate(pictures: np.ndarray, radius: int) -> np.ndarray:
     return out
 
 
+def begin(style: Style, margin: int, tail: np.ndarray, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(heads, pivots) [..., 2] of first dashes from their tails [..., 2]."""
+    head = np.ceil(tail + _polar(angle, style.length)).astype(np.int64)
+    return head, np.ceil(head - _polar(angle, style.length + margin)).astype(np.int64)
+
+
 def step_pivot(style: Style, margin: int, pivot: np.ndarray, angle: np.ndarray) -> np.ndarray:
     """The pivots [n, 2] of the dashes after those with `pivot` and `angle`."""
     return np.ceil(pivot + _polar(angle, style.length + 2 * margin)).astype(np.int64)
@@ -209,8 +220,8 @@ class _Path(NamedTuple):
 
     @classmethod
     def empty(cls, count: int) -> "_Path":
-        pairs = (np.zeros((count, 2), np.int64) for _ in range(2))
-        return cls(next(pairs), np.zeros(count), next(pairs), np.zeros(count, np.int64))
+        places, ways = np.zeros((2, count, 2), np.int64), np.zeros(count, np.int64)
+        return cls(places[0], np.zeros(count), places[1], ways)
 
 
 class _Growth:
@@ -219,7 +230,7 @@ class _Growth:
     def __init__(self, style: Style, margin: int, random: np.random.Generator, count: int):
         self.style, self.margin, self.random = style, margin, random
         self.stamps = stamps(style, margin)
-        border = self.stamps.reach + margin + style.length
+        border = self.stamps.reach + margin
         self.mask, self.wide = (_Canvas(count, style.size, border) for _ in range(2))
         edge = np.ones((style.size, style.size), np.float32)
         edge[style.padding : -style.padding, style.padding : -style.padding] = 0
@@ -242,8 +253,7 @@ class _Growth:
     def start(self, rows: np.ndarray, path: _Path, tail: np.ndarray, stamp: np.ndarray) -> np.ndarray:
         """First dashes from tail [n, 2]; whether they lie inside."""
         angle = self.stamps.degrees[stamp]
-        head = np.ceil(tail + _polar(angle, self.style.length)).astype(np.int64)
-        pivot = np.ceil(head - _polar(angle, self.style.length + self.margin)).astype(np.int64)
+        head, pivot = begin(self.style, self.margin, tail, angle)
         path.pivot[rows], path.angle[rows], path.place[rows], path.stamp[rows] = pivot, angle, tail, stamp
         return self.inside(head) & self.inside(pivot) & self.inside(tail)
 
@@ -276,10 +286,11 @@ class _Growth:
         return rows
 
 
-def _attempt(style: Style, margin: int, label: int, random: np.random.Generator, count: int) -> Scene:
-    """Those of so many pictures in which everything finds room."""
+def _attempt(style: Style, margin: int, label: int, random: np.random.Generator, wanted: int) -> Scene:
+    """Pictures in which everything finds room: some of those wanted, perhaps all."""
+    count = max(LEAST, min(ATTEMPTS * wanted, CELLS // style.size**2))
     growth = _Growth(style, margin, random, count)
-    rows = _long_paths(growth, np.arange(count))
+    rows = _long_paths(growth, np.arange(count))[:wanted]
     origin = random.integers(2, size=len(rows))  # which of the two paths the first disc is on
     end = origin if label else 1 - origin
     first, last = growth.place[rows, origin * style.contour], growth.place[rows, (end + 1) * style.contour - 1]
@@ -287,14 +298,13 @@ def _attempt(style: Style, margin: int, label: int, random: np.random.Generator,
     there[rows, : 2 * style.contour] = True
     for number in range(style.distractors):
         _distractor(growth, rows, 2 * style.contour + number * style.distractor, there)
-    size = len(rows)
     return Scene(
-        np.full(size, margin),
+        np.full(len(rows), margin),
         growth.place[rows],
         growth.stamp[rows],
         there[rows],
         np.stack((first, last), axis=1),
-        np.full(size, label, np.uint8),
+        np.full(len(rows), label, np.uint8),
     )
 
 
@@ -312,8 +322,7 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
         for number, path in enumerate(paths):
             rows = growth.extend(rows, path) if step else rows
             growth.keep(rows, path, number * style.contour + step)
-    growth.take(rows, paths[0])
-    growth.take(rows, paths[1])
+    growth.take(rows, paths[1])  # and not that of the first path: as published, a distractor may run over its end
     return rows
 
 
@@ -331,17 +340,20 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
     without = rows
     for _ in range(RETRIES):
         way = random.integers(DEGREES, size=len(without))
-        tails = random.integers(1, style.size - 1, (len(without), PLACES, 2))
+        tried, way = without[made.first[way]], way[made.first[way]]
+        tails = random.integers(1, style.size - 1, (len(tried), PLACES, 2))
+        head, pivot = begin(style, growth.margin, tails, made.degrees[way, None])
         needed = np.clip(tails[:, :, None] + made.core[way][:, None], 0, style.size - 1)
-        room = (growth.mask.flat[without[:, None, None], growth.mask.cells(needed)] <= CLEAR).all(2)
-        best, each = room.argmax(1), np.arange(len(without))
+        room = (growth.mask.flat[tried[:, None, None], growth.mask.cells(needed)] <= CLEAR).all(2)
+        room &= growth.inside(head) & growth.inside(pivot)
+        found, best = room.any(1), room.argmax(1)
+        tried, way, tail = tried[found], way[found], tails[found, best[found]]
         path = _Path.empty(len(there))
-        started = growth.start(without, path, tails[each, best], way) & room[each, best] & made.first[way]
-        done = without[started]
+        growth.start(tried, path, tail, way)
         # a path that is given up leaves nothing behind
-        before = growth.mask.flat[done], growth.wide.flat[done]
-        tried = done
-        growth.keep(done, path, dash)
+        before = growth.mask.flat[tried], growth.wide.flat[tried]
+        growth.keep(tried, path, dash)
+        done = tried
         for step in range(1, style.distractor):
             done = growth.extend(done, path)
             growth.keep(done, path, dash + step)
@@ -353,15 +365,17 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
 
 
 def render(style: Style, scene: Scene) -> np.ndarray:
-    """[N, size, size] uint8: dashes at their contrast and discs at full, the brighter where they meet."""
-    reach = max(stamps(style, margin).reach for margin in style.margins) + style.length
+    """[N, size, size] uint8: the brighter of dashes and discs, and the brightest of a picture 255."""
+    reach = max(stamps(style, margin).reach for margin in style.margins)
     canvas = _Canvas(len(scene.labels), style.size, max(reach, len(disc(style)) // 2))
     for margin in style.margins:
-        light = np.float32(style.contrast) * stamps(style, margin).light
+        light = stamps(style, margin).light
         for dash in range(scene.there.shape[1]):
+            contrast = np.float32(style.contrast if dash < 2 * style.contour else style.distractor_contrast)
             rows = np.flatnonzero(scene.there[:, dash] & (scene.margin == margin))
-            canvas.put(rows, scene.place[rows, dash], light[scene.stamp[rows, dash]])
+            canvas.put(rows, scene.place[rows, dash], contrast * light[scene.stamp[rows, dash]])
     for number in (0, 1):
         rows = np.arange(len(scene.labels))
         canvas.put(rows, scene.discs[:, number], np.broadcast_to(disc(style), (len(rows), *disc(style).shape)))
-    return np.round(255 * canvas.inner).astype(np.uint8)
+    brightest = canvas.inner.max((1, 2), keepdims=True)
+    return np.floor(canvas.inner * (255 / brightest) + 0.5).astype(np.uint8)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from subquad.tasks.lra.contours import DEGREES, Stamps, Style, disc, stamps, step_pivot, weights
+from subquad.tasks.lra.contours import DEGREES, Stamps, Style, begin, disc, stamps, step_pivot, weights
 
 BEAM = 400  # ways followed at once
 DIM = 1.5 / 255  # by which a picture may be darker than a dash that is there
@@ -12,35 +12,45 @@ SURPRISE = 0.05  # cost of a dash's turn, for each unit of its negative logarith
 
 def solve(picture: np.ndarray, style: Style) -> int:
     """1 if a path of the style's dashes leads from one disc to the other, else 0."""
-    pair = discs(picture, style)
+    pair, light = discs(picture, style)
     best = {True: np.inf, False: np.inf}  # cost of the likeliest way that ends at the other disc, or does not
     for margin in style.margins:
         for here, there in (pair, pair[::-1]):
-            ends, cost = _follow(picture / 255, here, pair, style, stamps(style, margin), margin)
+            ends, cost = _follow(light, here, pair, style, stamps(style, margin), margin)
             arrived = (ends == there).all(1)
             for is_there in (True, False):
                 best[is_there] = min(best[is_there], cost[arrived == is_there].min(initial=np.inf))
     return int(best[True] < best[False] + SLACK)
 
 
-def discs(picture: np.ndarray, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """The middles of the two discs, (row, column): where the picture is as bright as one, and best explained by two."""
+def discs(picture: np.ndarray, style: Style) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """(the middles of the two discs, (row, column); the picture's light, of which a disc has 1)"""
+    contrast = max(style.contrast, style.distractor_contrast)
+    most = max(1.0, contrast * max(stamps(style, margin).light.max() for margin in style.margins))
+    found = []
+    for brightest in np.unique(picture[picture >= np.floor(255 / most)]):  # of a disc: a dash may be brighter
+        light = picture / float(brightest)
+        fits = [(float(_apart(light, place, style)), tuple(place)) for place in _places(light, style)]
+        if len(fits) >= 2:
+            (one, first), (two, second) = sorted(fits)[:2]
+            found.append((one + two, first, second, light))
+    _, first, second, light = min(found, key=lambda fit: fit[0])
+    return (np.array(first), np.array(second)), light
+
+
+def _places(light: np.ndarray, style: Style) -> np.ndarray:
+    """Where the picture is as bright as a disc everywhere."""
     shape = disc(style)
-    reach, size = len(shape) // 2, len(picture)
-    light = np.pad(picture / 255, reach)
-    beyond = np.pad(picture / 255, reach, constant_values=1)  # whatever lies there
-    windows = np.lib.stride_tricks.sliding_window_view(beyond, shape.shape)
-    places = np.argwhere((windows >= shape - 4 * DIM).all((2, 3)))
-    # of several that fit, the two that leave the least of the brightest pixels unexplained
-    bright = np.argwhere(light > style.contrast + 0.1)
-    near = np.abs(bright[None] - reach - places[:, None])  # [places, pixels, 2]
-    inside = (near <= reach).all(-1)
-    offset = np.clip(bright[None] - places[:, None], 0, len(shape) - 1)
-    covered = np.where(inside, shape[offset[..., 0], offset[..., 1]], 0)
-    left = np.abs(light[tuple(bright.T)] - np.maximum(covered[:, None], covered[None])).sum(-1)
-    left += size * size * np.eye(len(places))
-    first, second = np.unravel_index(left.argmin(), left.shape)
-    return places[first], places[second]
+    beyond = np.pad(light, len(shape) // 2, constant_values=1)  # whatever lies there
+    return np.argwhere((np.lib.stride_tricks.sliding_window_view(beyond, shape.shape) >= shape - 4 * DIM).all((2, 3)))
+
+
+def _apart(light: np.ndarray, place: np.ndarray, style: Style) -> float:
+    """How much more than a disc there is where one would be brightest."""
+    shape = disc(style)
+    at = np.argwhere(shape > 0.5)
+    inside = place + at - len(shape) // 2
+    return float(np.abs(light[tuple(inside.T)] - shape[tuple(at.T)]).sum())
 
 
 def _follow(
@@ -64,14 +74,10 @@ def _follow(
         cost = (np.abs(more) * dash).sum((1, 2)) / dash.sum((1, 2))
         return np.where((seen >= dash - DIM).all((1, 2)), cost, np.inf)
 
-    stamp = np.arange(DEGREES)
-    angle = made.degrees
-    head = np.ceil(here + style.length * np.stack((np.sin(angle), np.cos(angle)), -1)).astype(np.int64)
-    pivot = np.ceil(head - (style.length + margin) * np.stack((np.sin(angle), np.cos(angle)), -1)).astype(np.int64)
-    cost = unlike(np.broadcast_to(here, (DEGREES, 2)), stamp)
-    place = head
-    chosen = np.flatnonzero(np.isfinite(cost))
-    pivot, angle, cost, place = pivot[chosen], angle[chosen], cost[chosen], place[chosen]
+    place, pivot = begin(style, margin, here, made.degrees)
+    cost = unlike(np.broadcast_to(here, (DEGREES, 2)), np.arange(DEGREES))
+    there = np.isfinite(cost)
+    place, pivot, angle, cost = place[there], pivot[there], made.degrees[there], cost[there]
     for _ in range(1, style.contour):
         pivot = step_pivot(style, margin, pivot, angle)
         ends = pivot[:, None] + made.ends
