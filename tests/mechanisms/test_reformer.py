@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 import subquad
 from subquad.mechanisms.base import Mixer
-from subquad.ops.buckets import most_slots
 
 
 def build(**options: Any) -> Mixer:
@@ -118,19 +117,23 @@ def test_impossible_sizes_raise(option: str) -> None:
         build(**{option: 0})
 
 
-def test_few_tokens_take_all_pairs_and_get_what_slots_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    mix = subquad.build("reformer", dim=8, heads=2, causal=True, rounds=3, chunk=8, buckets=16).double()
+@pytest.mark.parametrize(("causal", "strict"), [(True, True), (True, False), (False, True)])
+def test_few_tokens_take_all_pairs_and_get_what_slots_give(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, strict: bool
+) -> None:
+    options = {"rounds": 3, "chunk": 8 if strict and causal else 16, "buckets": 16}
+    mix = subquad.build("reformer", dim=8, heads=2, causal=causal, strict_causal=strict, **options).double()
     x, lengths = torch.randn(2, 30, 8, dtype=torch.float64), torch.tensor([30, 17])
+    called, short = [], mix._attend_short
+    monkeypatch.setattr(mix, "_attend_short", lambda *given: called.append(1) or short(*given))  # type: ignore[func-returns-value]
     found = []
-    for most in (most_slots, lambda *_: 0):  # with none to spare the slots are taken
-        monkeypatch.setattr("subquad.mechanisms.reformer.most_slots", most)
+    for slots in (False, True):
+        if slots:
+            monkeypatch.setattr(mix, "_pairs", lambda _: 0)
         given = x.clone().requires_grad_()
         y = mix(given, lengths)
+        y = torch.cat((y[0], y[1, :17]))
         found.append((y, *torch.autograd.grad(y.square().sum(), (given, *mix.parameters()))))
+    assert len(called) == 1
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    called = []
-    monkeypatch.undo()
-    monkeypatch.setattr(mix, "_attend_short", lambda *_: called.append(1) or x)  # type: ignore[func-returns-value]
-    mix(x)
-    assert called

@@ -192,3 +192,32 @@ def test_autocast_routes_in_single_precision() -> None:
 def test_impossible_options_raise(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}="):
         build(**{option: value})
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_few_tokens_take_all_pairs_and_get_what_slots_give(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
+    mix = build(causal=True, clusters=5, window=6, share_qk=share)
+    x, lengths = tokens(2, 20, 16), torch.tensor([20, 13])
+    called, short = [], mix._all_pairs
+    monkeypatch.setattr(mix, "_all_pairs", lambda *given: called.append(1) or short(*given))  # type: ignore[func-returns-value]
+    found = []
+    for slots in (False, True):
+        if slots:
+            monkeypatch.setattr("subquad.mechanisms.routing.most_slots", lambda *_: 0)
+        given = x.clone().requires_grad_()
+        y = mix(given, lengths)
+        y = torch.cat((y[0], y[1, :13]))
+        found.append((y, *torch.autograd.grad(y.square().sum(), (given, *mix.parameters()))))
+    assert len(called) == 1
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_window_for_all_tokens_gives_what_one_cluster_gives() -> None:
+    mix = build(causal=False, clusters=4, window=9)
+    x, lengths = tokens(2, 9, 16), torch.tensor([9, 5])
+    whole = mix(x, lengths)
+    one = build(causal=False, clusters=1, window=9)
+    one.load_state_dict({**mix.state_dict(), "centroids": mix.centroids[:, :1]})
+    torch.testing.assert_close(whole, one(x, lengths), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(whole, mix.reference(x, lengths), rtol=1e-10, atol=1e-12)

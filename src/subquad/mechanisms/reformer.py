@@ -46,6 +46,7 @@ from subquad.ops.buckets import (
     rounds_together,
     same_bucket,
     slot_attention,
+    sorted_places,
     sorted_slots,
 )
 from subquad.ops.cache import append
@@ -148,7 +149,7 @@ class Reformer(Mixer):
     ) -> Tensor:
         """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
         size, chunk = q.shape[1], self.options.chunk
-        if self.strict and lists is None and size**2 <= most_slots(size, self.buckets, chunk) * 2 * chunk**2:
+        if lists is None and size**2 <= self._pairs(size):
             return self._attend_short(q, k, v, bucket)
         token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
         if lists is not None and start is not None:
@@ -180,16 +181,26 @@ class Reformer(Mixer):
         o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
         return self.out(o.transpose(1, 2).flatten(-2))
 
+    def _pairs(self, size: int) -> int:
+        """Of a query and a key in the slots of all rounds."""
+        chunk, rounds = self.options.chunk, self.options.rounds
+        if self.strict:
+            return rounds * most_slots(size, self.buckets, chunk) * 2 * chunk**2
+        return rounds * size * (2 if self.options.causal else 3) * chunk
+
     def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
         """All pairs: few tokens in many buckets would leave most places of the slots empty."""
         size = q.shape[1]
-        chunk = ranks(bucket, self.buckets)[0] // self.options.chunk  # [B, H, R, T]
+        place = ranks(bucket, self.buckets)[0] if self.strict else sorted_places(bucket)
+        # the chunks of all buckets in a row, with a gap between buckets: near are those whose numbers are
+        number = (bucket * (size + 2) + place // self.options.chunk).to(torch.int32)  # [B, H, R, T]
         own = torch.eye(size, dtype=torch.bool, device=q.device)
-        seen = own
-        for mine, part in zip(bucket.unbind(2), chunk.unbind(2), strict=True):
+        seen, behind = own, 0 if self.options.causal else -1
+        for part in number.unbind(2):
             gap = part[..., :, None] - part[..., None, :]
-            seen = seen | (mine[..., :, None] == mine[..., None, :]) & (gap >= 0) & (gap <= 1)
-        seen = seen & torch.ones_like(own).tril()
+            seen = seen | (gap >= behind) & (gap <= 1)
+        if self.options.causal:
+            seen = seen & torch.ones_like(own).tril()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         scores = q @ k.mT
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) - SELF * own

@@ -42,7 +42,9 @@ from subquad.ops.buckets import (
     give_back,
     in_reach,
     lookup,
+    most_slots,
     rank_slots,
+    ranks,
     recall,
     same_bucket,
     slot_attention,
@@ -147,7 +149,7 @@ class Routing(Mixer):
         if self.training and not again:
             self._learn(routed, lengths)
         if self.strict:
-            return self._merge(self._by_rank(routed, self._nearest(routed, lengths)))
+            return self._merge(self._attend(routed, self._nearest(routed, lengths)))
         return self._merge(self._balanced(routed, lengths))
 
     def _project(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
@@ -174,6 +176,8 @@ class Routing(Mixer):
         q, k, v, _, near = routed
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
+        if size <= self.options.window:  # every centroid takes them all, and their mean is what one gives
+            near = tuple(nearness[:, :, :1] for nearness in near)
         for nearness in near:
             if lengths is not None:
                 nearness = nearness.masked_fill(~keep(lengths, size)[:, None, None], -torch.inf)  # type: ignore[index]
@@ -200,6 +204,29 @@ class Routing(Mixer):
             return clusters
         padding = ~keep(lengths, routed.q.shape[1])[:, None]  # type: ignore[index]
         return tuple(c.masked_fill(padding, -1) for c in clusters)
+
+    def _attend(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
+        """Of a whole sequence: by all pairs where few tokens would leave most places of the slots empty."""
+        size, window = routed.q.shape[1], self.options.window
+        if size**2 <= most_slots(size, self.options.clusters, window) * 2 * min(window, size) ** 2:
+            return self._all_pairs(routed, clusters)
+        return self._by_rank(routed, clusters)
+
+    def _all_pairs(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
+        """Two chunks of the own cluster, [B, T, H, V], found among all pairs."""
+        q, k, v = (t.transpose(1, 2) for t in (routed.q, routed.k, routed.v))  # [B, H, T, K]
+        asked, cluster = clusters[0], clusters[-1]
+        same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
+        same &= torch.ones_like(same[0, 0]).tril()
+        newest = (same.sum(-1, keepdim=True) - 1) // self.options.window
+        chunk = ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
+        seen = same & (chunk[..., None, :] >= newest - 1)
+        scores = q @ k.mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        some = seen.any(-1, keepdim=True)
+        weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1) * some
+        weights = F.dropout(weights, self.options.dropout, self.training)
+        return (weights.to(v.dtype) @ v).transpose(1, 2)
 
     def _by_rank(
         self, routed: Routed, clusters: tuple[Tensor, ...], lists: Lists | None = None, start: Tensor | None = None
@@ -297,7 +324,7 @@ class Routing(Mixer):
         position = state.position[:, None, None] + torch.arange(x.shape[1], device=x.device)
         new = State(keys, values, *admit(lists, clusters[-1], position), self._advance(state.position, x, lengths))
         if fresh:
-            return self._merge(self._by_rank(routed, clusters)), new
+            return self._merge(self._attend(routed, clusters)), new
         routed = routed._replace(k=keys.to(routed.k.dtype), v=values.to(routed.v.dtype))
         return self._merge(self._by_rank(routed, clusters, lists, state.position)), new
 

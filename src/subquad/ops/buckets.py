@@ -43,10 +43,13 @@ def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
     bucket [G, T]. `ahead`: and the slot after. Cheaper than `rank_slots`, which fills slots in part, but here a token's
     slot depends on all the others.
     """
-    size = bucket.shape[-1]
+    return _with_neighbours(sorted_places(bucket), bucket >= 0, -(-bucket.shape[-1] // chunk), chunk, ahead)
+
+
+def sorted_places(bucket: Tensor) -> Tensor:
+    """Where each token stands when all are sorted by (bucket, position), padding last: [G, T]"""
     last = torch.where(bucket < 0, torch.iinfo(bucket.dtype).max, bucket)
-    place = _inverse(last.sort(dim=-1, stable=True).indices)
-    return _with_neighbours(place, bucket >= 0, -(-size // chunk), chunk, ahead)
+    return _inverse(last.sort(dim=-1, stable=True).indices)
 
 
 def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
