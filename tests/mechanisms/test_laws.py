@@ -113,7 +113,9 @@ def test_7_nothing_is_square(case: Case) -> None:
 
 @over(defaults())
 def test_7_cost_grows_as_documented(case: Case) -> None:
-    laws.cost_grows_as_documented(case)
+    # below 1,300 tokens reformer takes all pairs, which costs less than what grows as documented
+    small = 2048 if case.cls is MECHANISMS["reformer"] else 1024
+    laws.cost_grows_as_documented(case, small, 4 * small)
 
 
 @over(laws.cases())
