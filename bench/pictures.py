@@ -116,10 +116,10 @@ def arena() -> None:
     """Test accuracy of each mechanism on each task."""
     found = json.loads(ARENA.read_text())
     names = list(averages(found, ARENA_COLUMNS))
-    found["runs"] = [run for run in found["runs"] if run["mechanism"] in names]
     figure, axes = plt.subplots(1, len(ARENA_COLUMNS), figsize=(13, 3.4), sharey=True, layout="constrained")
     for axis, column in zip(axes, ARENA_COLUMNS, strict=True):
-        values = [ours for ours, _ in averages(found, (column,)).values()]
+        ours = averages(found, (column,))
+        values = [ours[name][0] for name in names]
         bars(axis, names, values, [published(name, column) for name in names], "{:.1f}")
         axis.set_title(f"{RECIPES[column].title}, guessing {RECIPES[column].majority:.0f}", fontsize=9)
         axis.set_xlim(0, 100)

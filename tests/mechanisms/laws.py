@@ -73,6 +73,19 @@ def gradients(mix: Mixer, compute: Callable[..., Tensor], x: Tensor, **inputs: A
     return {"x": x.grad, **{name: p.grad for name, p in mix.named_parameters()}}
 
 
+def same_after(change: Callable[[], None], mix: Mixer, x: Tensor, lengths: Tensor) -> None:
+    """A change of how it is computed leaves the values of the tokens and every gradient as they were."""
+    found = []
+    for changed in (False, True):
+        if changed:
+            change()
+        given = x.clone().requires_grad_()
+        y = torch.cat([row[:n] for row, n in zip(mix(given, lengths), lengths.tolist(), strict=True)])
+        found.append((y, *torch.autograd.grad(y.square().sum(), (given, *mix.parameters()))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 def forward_equals_reference(case: Case) -> None:
     mix = case.build()
     x, lengths = tokens(4, T, DIM), torch.tensor([T, 17, 0, 1])

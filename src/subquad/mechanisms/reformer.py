@@ -39,13 +39,14 @@ from subquad.ops.buckets import (
     give_back,
     in_reach,
     lookup,
-    most_slots,
+    pair_attention,
     rank_slots,
     ranks,
     recall,
     rounds_together,
     same_bucket,
     slot_attention,
+    slot_pairs,
     sorted_places,
     sorted_slots,
 )
@@ -173,8 +174,9 @@ class Reformer(Mixer):
             codes = codes.scatter_(-1, torch.where(bucket < 0, k.shape[1], token), code)
             bias = bias - rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
         rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are but more slots
-        dropout = self.options.dropout if self.training else 0.0
-        o, lse = slot_attention(q, k, v, rows, keys, visible, bias, dropout)  # [B, H, R·N, C, V] and [B, H, R·N, C]
+        o, lse = slot_attention(
+            q, k, v, rows, keys, visible, bias, self._dropout()
+        )  # [B, H, R·N, C, V] and [B, H, R·N, C]
         rounds = torch.arange(self.options.rounds, device=q.device)[:, None]
         place = slots.place[..., -size:] + rounds * slots.query.shape[-2:].numel()  # [B, H, R, T]
         share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
@@ -185,7 +187,7 @@ class Reformer(Mixer):
         """Of a query and a key in the slots of all rounds."""
         chunk, rounds = self.options.chunk, self.options.rounds
         if self.strict:
-            return rounds * most_slots(size, self.buckets, chunk) * 2 * chunk**2
+            return rounds * slot_pairs(size, self.buckets, chunk)
         return rounds * size * (2 if self.options.causal else 3) * chunk
 
     def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
@@ -201,12 +203,11 @@ class Reformer(Mixer):
             seen = seen | (gap >= behind) & (gap <= 1)
         if self.options.causal:
             seen = seen & torch.ones_like(own).tril()
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        scores = q @ k.mT
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) - SELF * own
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        weights = F.dropout(weights, self.options.dropout, self.training)
-        return self.out((weights.to(v.dtype) @ v).transpose(1, 2).flatten(-2))
+        o = pair_attention(q, k, v, seen, -SELF * own, self._dropout())
+        return self.out(o.flatten(-2))
+
+    def _dropout(self) -> float:
+        return self.options.dropout if self.training else 0.0
 
     def _reference(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
@@ -280,6 +281,6 @@ class Reformer(Mixer):
             near,
             once[..., None, :],
             -SELF * (near == position)[..., None, :],
-            self.options.dropout if self.training else 0.0,
+            self._dropout(),
         )  # [B, H, 1, 1, V]
         return self.out(o.flatten(1)), State(keys, values, *lists, state.position + 1)

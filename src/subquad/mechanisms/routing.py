@@ -42,12 +42,13 @@ from subquad.ops.buckets import (
     give_back,
     in_reach,
     lookup,
-    most_slots,
+    pair_attention,
     rank_slots,
     ranks,
     recall,
     same_bucket,
     slot_attention,
+    slot_pairs,
 )
 from subquad.ops.cache import append
 from subquad.ops.clusters import kmeans_step
@@ -207,26 +208,20 @@ class Routing(Mixer):
 
     def _attend(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
         """Of a whole sequence: by all pairs where few tokens would leave most places of the slots empty."""
-        size, window = routed.q.shape[1], self.options.window
-        if size**2 <= most_slots(size, self.options.clusters, window) * 2 * min(window, size) ** 2:
+        size = routed.q.shape[1]
+        if size**2 <= slot_pairs(size, self.options.clusters, self.options.window):
             return self._all_pairs(routed, clusters)
         return self._by_rank(routed, clusters)
 
     def _all_pairs(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
         """Two chunks of the own cluster, [B, T, H, V], found among all pairs."""
-        q, k, v = (t.transpose(1, 2) for t in (routed.q, routed.k, routed.v))  # [B, H, T, K]
         asked, cluster = clusters[0], clusters[-1]
         same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
         same &= torch.ones_like(same[0, 0]).tril()
         newest = (same.sum(-1, keepdim=True) - 1) // self.options.window
         chunk = ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
         seen = same & (chunk[..., None, :] >= newest - 1)
-        scores = q @ k.mT
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        some = seen.any(-1, keepdim=True)
-        weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1) * some
-        weights = F.dropout(weights, self.options.dropout, self.training)
-        return (weights.to(v.dtype) @ v).transpose(1, 2)
+        return pair_attention(routed.q, routed.k, routed.v, seen, dropout=self._dropout())
 
     def _by_rank(
         self, routed: Routed, clusters: tuple[Tensor, ...], lists: Lists | None = None, start: Tensor | None = None

@@ -37,6 +37,11 @@ def most_slots(size: int, buckets: int, chunk: int) -> int:
     return min(size, size // chunk + buckets)
 
 
+def slot_pairs(size: int, buckets: int, chunk: int) -> int:
+    """How many pairs of a query and a key the slots of `rank_slots` hold: with more than size², all pairs are fewer."""
+    return most_slots(size, buckets, chunk) * 2 * min(chunk, size) ** 2
+
+
 def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
     """All tokens sorted by (bucket, position) and cut into slots of C; a slot sees itself and the slot before.
 
@@ -119,6 +124,22 @@ def slot_attention(
     weights = torch.nn.functional.dropout((scores - lse[..., None]).exp(), dropout)
     o = weights.to(v.dtype) @ take(v, key)  # [B, H, N, C, V]
     return o.masked_fill(~seen[..., None], 0), lse.masked_fill(~seen, torch.finfo(lse.dtype).min)
+
+
+def pair_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Softmax attention over all pairs, where slots would be mostly empty: q, k and v [B, T, H, ·] -> [B, T, H, V].
+
+    visible [B, H, T, T]; scores are q·k + bias. A query that sees nothing gets zeros.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = q @ k.mT
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    seen = visible.any(-1, keepdim=True)
+    scores = (scores if bias is None else scores + bias).masked_fill(~visible & seen, -torch.inf)
+    weights = torch.nn.functional.dropout(scores.softmax(-1) * seen, dropout)
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
