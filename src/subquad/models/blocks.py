@@ -5,7 +5,7 @@ b and adds to a: (a, b) -> (b, a + f(b)), which can be undone, (b, c) -> (c - f(
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer, keep
 from subquad.models.config import MixerConfig, TransformerConfig
+from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
 
@@ -75,6 +76,13 @@ class Residual(nn.Module):
         return (self.norm(x) if self.post else x,)
 
 
+class Tapped(NamedTuple):
+    """The state of a block with taps."""
+
+    mixer: Any
+    recent: Recent
+
+
 class Block(nn.Module):
     """Mixer, cross-attention where configured, feed-forward; `forward`, `prefill` and `step` as a mixer has them."""
 
@@ -83,6 +91,7 @@ class Block(nn.Module):
         self.name = f"layer {layer} ({config.mixer_of(layer).name})"
         self.pool = config.pool_of(layer)
         self.mixer = make_mixer(config.mixer_of(layer), config, layer)
+        self.taps = Taps(config.dim, config.taps) if config.taps else None
         self.mixer_residual = Residual(config)
         cross = config.cross_of(layer)
         self.cross = None if cross is None else make_cross(cross, config, layer)
@@ -98,8 +107,19 @@ class Block(nn.Module):
             stream, y = self._mix_pooled(stream, lengths)
             lengths = shorten(lengths, self.pool)
         else:
-            y = self.mixer(self.mixer_residual.read(stream), lengths)
+            y = self._mix(self.mixer_residual.read(stream), lengths)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths)
+
+    def init_state(self, batch: int, capacity: int | None) -> Any:
+        state = self.mixer.init_state(batch, capacity)
+        return state if self.taps is None else Tapped(state, self.taps.init_state(batch))
+
+    def defer(self, state: Any) -> Any:
+        """The state for a group of steps, in which the mixer may put off what it writes."""
+        return self.mixer.defer(state) if self.taps is None else state._replace(mixer=self.mixer.defer(state.mixer))
+
+    def settle(self, state: Any, steps: int) -> None:
+        self.mixer.settle(state if self.taps is None else state.mixer, steps)
 
     def remember(self, memory: Tensor, memory_lengths: Tensor | None) -> Any:
         """What this block's cross-attention keeps of a memory; `prefill` and `step` take it in the memory's place."""
@@ -109,14 +129,27 @@ class Block(nn.Module):
     def prefill(
         self, stream: Stream, lengths: Tensor | None, state: Any, memory: Any, memory_lengths: Tensor | None
     ) -> tuple[Stream, Any]:
-        y, state = self.mixer.prefill(self.mixer_residual.read(stream), lengths, state)
+        h = self.mixer_residual.read(stream)
+        if self.taps is None:
+            y, state = self.mixer.prefill(h, lengths, state)
+        else:
+            mixed, recent = (None, None) if state is None else state
+            h, recent = self.taps.prefill(h, lengths, recent)
+            y, mixed = self.mixer.prefill(h, lengths, mixed)
+            state = Tapped(mixed, recent)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
         self, stream: Stream, state: Any, memory: Any, memory_lengths: Tensor | None, inplace: bool = False
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
-        y, state = self.mixer.step(self.mixer_residual.read(stream), state, inplace)
+        h = self.mixer_residual.read(stream)
+        if self.taps is None:
+            y, state = self.mixer.step(h, state, inplace)
+        else:
+            h, recent = self.taps.step(h, state.recent, inplace)
+            y, mixed = self.mixer.step(h, state.mixer, inplace)
+            state = Tapped(mixed, recent)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
             query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
@@ -141,11 +174,15 @@ class Block(nn.Module):
         self, lengths: Tensor | None, memory_lengths: Tensor | None
     ) -> Iterator[tuple[Residual, nn.Module, Branch]]:
         """What `forward` does, a branch at a time: (its residual, its module, the function of what it reads)."""
-        yield self.mixer_residual, self.mixer, lambda h, _: self.mixer(h, lengths)
+        mixing = self.mixer if self.taps is None else nn.ModuleList([self.taps, self.mixer])
+        yield self.mixer_residual, mixing, lambda h, _: self._mix(h, lengths)
         cross = self.cross
         if cross is not None and self.cross_residual is not None:
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
+
+    def _mix(self, h: Tensor, lengths: Tensor | None) -> Tensor:
+        return self.mixer(h if self.taps is None else self.taps(h), lengths)
 
     def _rest(self, stream: Stream, lengths: Tensor | None, memory: Any, memory_lengths: Tensor | None) -> Stream:
         if self.cross is not None and self.cross_residual is not None:

@@ -13,7 +13,8 @@ from subquad.mechanisms.base import at_least, nearest, one_of, refuse
 ACTIVATIONS = ("relu", "gelu", "swiglu")
 NORMS = ("layer", "rms")
 NORM_POSITIONS = ("pre", "post")
-POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", "grid", "none")
+GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
+POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
 POOLINGS = ("mean", "cls", "none")
 
 MixerLike = (
@@ -88,6 +89,7 @@ class TransformerConfig(Config):
     dropout: float = 0.0  # of what each branch adds to the residual
     ff_dropout: float = 0.0  # inside the feed-forward, after the activation
     attention_dropout: float = 0.0  # inside the mixers that know dropout
+    taps: tuple[int, ...] = ()  # tokens back that a convolution before each mixer reaches: (1, 2, 3), or a row up
     pool: int | tuple[int, ...] = 1  # a layer with pool=n leaves one position of n (Funnel); several are cycled
     checkpoint: bool = False  # recompute each block in backward
     reversible: bool = False  # recompute activations from the output in backward
@@ -111,12 +113,18 @@ class TransformerConfig(Config):
         if not pools or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pools):
             refuse("pool", self.pool, "an integer of at least 1 or a sequence of them, cycled over the depth")
         object.__setattr__(self, "pool", pools)
+        taps = tuple(self.taps)
+        if len(set(taps)) < len(taps) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in taps):
+            refuse("taps", self.taps, "different integers of at least 1, such as (1, 2, 3)")
+        object.__setattr__(self, "taps", taps)
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
         pooled = any(self.pool_of(layer) > 1 for layer in range(self.depth))
         if pooled and self.causal:
             refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
+        if self.taps and not self.causal:
+            refuse("taps", self.taps, "() with causal=False: they look back only")
         if pooled and self.reversible:
             refuse("reversible", True, "False with pool > 1: a shortened sequence cannot be reconstructed")
         if self.reversible and self.norm_position == "post":
@@ -148,7 +156,7 @@ class EmbeddingConfig(Config):
     vocab: int | None = None
     features: int | None = None
     positions: str = "sinusoidal"
-    shape: tuple[int, ...] | None = None  # of positions="grid": (rows, columns) or (rows, columns, channels)
+    shape: tuple[int, ...] | None = None  # of "grid" and "waves": (rows, columns) or (rows, columns, channels)
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -159,10 +167,9 @@ class EmbeddingConfig(Config):
             raise ValueError('positions="rotary" cannot work in an embedding: the mixers rotate, with rotary=True')
         one_of(self, positions=POSITIONS)
         probabilities(self, "embedding_dropout")
-        if (self.shape is not None) != (self.positions == "grid"):
-            refuse(
-                "shape", self.shape, f'(rows, columns[, channels]) with positions="grid", None with "{self.positions}"'
-            )
+        if (self.shape is not None) != (self.positions in GRIDS):
+            wanted = f'(rows, columns[, channels]) with positions="grid" or "waves", None with "{self.positions}"'
+            refuse("shape", self.shape, wanted)
         if self.shape is not None:
             shape = tuple(self.shape)
             if len(shape) < 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import keep, refuse
-from subquad.models.config import EmbeddingConfig
+from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.models.positions import Grid, Sinusoidal
 from subquad.ops.lengths import readable, shape_of
@@ -79,7 +79,7 @@ def _positions(config: EmbeddingConfig, width: int, max_length: int | None) -> S
             refuse("max_length", None, 'the longest T you need with positions="learned"')
         assert max_length is not None
         return Grid((max_length,), width)
-    if config.positions == "grid":
+    if config.positions in GRIDS:
         assert config.shape is not None
-        return Grid(config.shape, width)
+        return Grid(config.shape, width, waves=config.positions == "waves")
     return Sinusoidal(width)

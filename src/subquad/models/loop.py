@@ -182,7 +182,7 @@ def defer(decoder: Any, state: State) -> State:
     if not hasattr(inner, "layers"):
         return state
     pairs = zip(stack_of(decoder).blocks, inner.layers, strict=True)
-    inner = inner._replace(layers=tuple(block.mixer.defer(layer) for block, layer in pairs))
+    inner = inner._replace(layers=tuple(block.defer(layer) for block, layer in pairs))
     return state._replace(decoder=inner) if hasattr(state, "decoder") else inner
 
 
@@ -190,7 +190,7 @@ def settle(decoder: Any, state: State, steps: int) -> None:
     """Write what `steps` steps of a deferred state have put off."""
     layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", ())
     for block, layer in zip(stack_of(decoder).blocks if layers else (), layers, strict=True):
-        block.mixer.settle(layer, steps)
+        block.settle(layer, steps)
 
 
 class Categorical:

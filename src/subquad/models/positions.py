@@ -36,16 +36,17 @@ class Sinusoidal(nn.Module):
 class Grid(nn.Module):
     """The sum of one learned vector per axis: position p of a (rows, columns, channels) grid read in order.
 
-    With one axis this is the learned position embedding.
+    With one axis this is the learned position embedding. Begun as waves, each axis in its own part of the vector, "one
+    row up" is the same rotation everywhere, and has not to be learned place by place.
     """
 
-    def __init__(self, shape: Sequence[int], width: int):
+    def __init__(self, shape: Sequence[int], width: int, waves: bool = False):
         super().__init__()
         self.shape = tuple(shape)
         self.limit: int | None = math.prod(self.shape)
         self.scale = math.sqrt(width)  # as for tokens: small weights that learn fast, unit-size vectors
-        std = 1 / math.sqrt(width * len(self.shape))
-        self.tables = nn.ParameterList(nn.Parameter(torch.randn(size, width) * std) for size in self.shape)
+        tables = _waves(self.shape, width) if waves else _noise(self.shape, width)
+        self.tables = nn.ParameterList(nn.Parameter(table / self.scale) for table in tables)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         rows, *others = self.tables
@@ -58,3 +59,19 @@ class Grid(nn.Module):
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
+
+
+def _noise(shape: Sequence[int], width: int) -> list[Tensor]:
+    return [torch.randn(size, width) / math.sqrt(len(shape)) for size in shape]
+
+
+def _waves(shape: Sequence[int], width: int) -> list[Tensor]:
+    """For each axis [size, width]: waves from a period of four places to one of twice the axis, zero beside them."""
+    tables, share = [], width // len(shape)
+    for axis, size in enumerate(shape):
+        rates = math.pi / torch.logspace(1, math.log2(max(size, 2)), (share + 1) // 2, base=2)
+        angle = torch.arange(size)[:, None] * rates
+        table = torch.zeros(size, width)
+        table[:, axis * share : (axis + 1) * share] = math.sqrt(2) * torch.cat((angle.sin(), angle.cos()), 1)[:, :share]
+        tables.append(table)
+    return tables

@@ -91,7 +91,7 @@ class Transformer(Model):
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         """The state before the first token. `capacity`: positions growing states hold without reallocating."""
         self._check_stateful("init_state")
-        layers = tuple(block.mixer.init_state(batch, capacity) for block in self._blocks())
+        layers = tuple(block.init_state(batch, capacity) for block in self._blocks())
         return State(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
     def remember(self, memory: Tensor, memory_lengths: Tensor | None = None) -> tuple[Any, ...]:

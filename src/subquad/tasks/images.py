@@ -22,6 +22,7 @@ from subquad.data.images import Images as Pictures
 from subquad.data.images import Pixels, hold_out
 from subquad.mechanisms.base import at_least, one_of
 from subquad.models import LanguageModel, logistic_mixture
+from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
 from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
@@ -84,7 +85,7 @@ class Images(Task):
         return self.set
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """Depth, length and head follow the set where they are not given; positions="grid" gets its shape."""
+        """Depth, length and head follow the set where they are not given; positions on a grid get its shape."""
         known = SETS[self.set]
         given: dict[str, Any] = {
             "vocab": known.values + 1,
@@ -93,7 +94,7 @@ class Images(Task):
             "mixture": COMPONENTS if known.values == logistic_mixture.VALUES else None,
             **fields,
         }
-        if given.get("positions") == "grid":
+        if given.get("positions") in GRIDS:
             given.setdefault("shape", known.shape)
         return LanguageModel(**given)
 

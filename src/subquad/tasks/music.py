@@ -19,6 +19,7 @@ from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
 from subquad.mechanisms.base import at_least, one_of
 from subquad.models import LanguageModel
+from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.models.memory import largest_batch
 from subquad.models.sampling import Sampling
@@ -76,11 +77,11 @@ class Music(Task):
         given: dict[str, Any] = dict(fields)
         if self.set == "chorales":
             given = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST, **given}
-            if given["positions"] == "grid":
+            if given["positions"] in GRIDS:
                 given.setdefault("shape", (-(-LONGEST // music.VOICES), music.VOICES))
         else:
             given = {"vocab": audio.LEVELS, "max_length": self.window, **given}
-            if given.get("positions") == "grid":
+            if given.get("positions") in GRIDS:
                 given.setdefault("shape", (-(-self.window // COLUMNS), COLUMNS))
         return LanguageModel(**given)
 

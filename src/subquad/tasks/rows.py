@@ -140,7 +140,7 @@ def quality_of(found: Json) -> list[Json]:
     if found.get("value") is None:
         return []
     sparse = found["label"].startswith("sparse-")
-    plain = found["label"] if found["label"] in ("reformer-1", "linear-grid") else found["mechanism"]
+    plain = found["label"] if found["label"] in ("reformer-1", "linear-taps") else found["mechanism"]
     return [
         {
             "mechanism": plain,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from subquad.data import text
 from subquad.mechanisms.base import at_least, refuse
 from subquad.models import LSTM, LanguageModel
+from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.tasks.recurrent import lstm_fields
 from subquad.training.config import TrainingConfig
@@ -59,7 +60,7 @@ class Text(Task):
         if fields.get("mechanism") == "lstm":
             return LSTM(**{"vocab": text.VOCAB, **lstm_fields(fields, self.model)})
         given: dict[str, Any] = {"vocab": text.VOCAB, "max_length": self.length, **fields}
-        if given.get("positions") == "grid":
+        if given.get("positions") in GRIDS:
             given.setdefault("shape", (-(-self.length // COLUMNS), COLUMNS))
         return LanguageModel(**given)
 

@@ -105,7 +105,7 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
 
 def _data(arena: Arena, task: str) -> Json:
     """Of "pathfinder.train=60000" what concerns this task."""
-    found = dict(RECIPES[task].data)
+    found = dict(RECIPES[task].data) if arena.size == "small" else {}
     for setting in arena.data:
         path, equals, value = setting.partition("=")
         column, dot, key = path.strip().partition(".")

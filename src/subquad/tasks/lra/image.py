@@ -11,7 +11,7 @@ import numpy as np
 from subquad.data import cifar10
 from subquad.tasks.lra.pack import packed
 from subquad.tasks.lra.store import Arrays, generated, kept
-from subquad.tasks.lra.task import Classification, Labelled
+from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 
 SPLITS: dict[Split, slice] = {
@@ -29,7 +29,7 @@ def grey() -> Arrays:
 
 
 @dataclass(frozen=True)
-class Image(Classification):
+class Image(Picture):
     name: ClassVar[str] = "image"
     classes: ClassVar[int] = 10
 

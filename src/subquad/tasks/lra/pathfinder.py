@@ -15,7 +15,7 @@ import numpy as np
 from subquad.data import files
 from subquad.tasks.lra.contours import HARD, VERSION, draw
 from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
-from subquad.tasks.lra.task import Classification, Labelled
+from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 
 CHUNK = 500  # pictures made at once
@@ -80,7 +80,7 @@ def sheet(size: int, path: Path, count: int = 24, seed: int = 0) -> None:
 
 
 @dataclass(frozen=True)
-class Pathfinder(Classification):
+class Pathfinder(Picture):
     train: int = 160_000  # examples
     held_out: int = 20_000  # of validation and of test each
     seed: int = 0

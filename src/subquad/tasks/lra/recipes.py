@@ -21,7 +21,7 @@ class Recipe:
     training: Fields  # of the small model, for minutes instead of hours
     original: Fields  # the arena's own model ...
     original_training: Fields  # ... and how it is trained there
-    data: Fields = field(default_factory=dict)
+    data: Fields = field(default_factory=dict)  # for the small model
     model: Fields = field(default_factory=dict)  # of the small model, where it is not as for all tasks
 
 
@@ -30,9 +30,9 @@ ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
 SELDOM = 50  # steps at least between two evaluations: on a CPU one of them takes as long as so many steps
 
 
-def grid(side: int) -> dict[str, Any]:
+def grid(side: int, positions: str = "grid") -> dict[str, Any]:
     """A picture's pixels know their row and column; to learn that from single positions takes most of a short run."""
-    return {"positions": "grid", "shape": [side, side]}
+    return {"positions": positions, "shape": [side, side]}
 
 
 RECIPES: dict[str, Recipe] = {
@@ -46,7 +46,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "text": Recipe(
         "imdb", "Text", 50.0,
-        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
+        {"steps": 4000, "batch": 32, "lr": 1e-3, **WARM},
         {"dim": 256, "depth": 4, "heads": 4, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
          "head_hidden": 1024},
         {"steps": 20_000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
@@ -62,10 +62,11 @@ RECIPES: dict[str, Recipe] = {
     ),
     "image": Recipe(
         "image", "Image", 10.0,
-        {"steps": 4000, "batch": 64, "lr": 2e-3, **WARM},
+        {"steps": 8000, "batch": 64, "lr": 2e-3, **WARM},
         {"dim": 128, "depth": 1, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "cls", "dropout": 0.3},
         {"steps": 35_000, "batch": 256, "lr": 5e-4, "warmup": 175, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
-        model=grid(32),
+        data={"pixels": "values"},
+        model=grid(32, "waves"),
     ),
     "pathfinder": Recipe(
         "pathfinder", "Pathfinder", 50.0,

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
+from subquad.mechanisms.base import one_of
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Sums, Task
+
+Pixels = Literal["tokens", "values"]
 
 # of the PyTorch re-runs (Xiong et al. 2021, arXiv:2102.03902), the same for every mechanism
 SMALL: Mapping[str, Any] = {
@@ -81,3 +84,21 @@ class Classification(Task):
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
         return {"accuracy": 100 * mean["accuracy"], "loss": mean["nats"]}
+
+
+@dataclass(frozen=True)
+class Picture(Classification):
+    """Pixels row by row, as tokens or as brightness."""
+
+    pixels: Pixels = "tokens"  # as in the arena, a vector for each of 256 values; "values": one number, times a vector
+
+    def __post_init__(self) -> None:
+        one_of(self, pixels=get_args(Pixels))
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        return super().make_model(fields if self.pixels == "tokens" else {"vocab": None, "features": 1, **fields})
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if self.pixels == "tokens":
+            return super().logits(model, batch)
+        return model(batch["tokens"][..., None].float() / 127.5 - 1)  # black is -1, white 1

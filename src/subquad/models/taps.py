@@ -1,0 +1,81 @@
+"""A short causal convolution before a mixer: each token with a few of those before it, channel by channel.
+
+Paper       such as Fu et al. 2023 (H3), arXiv:2212.14052, §3.2; taps may lie apart, as a picture's row above does
+Definition  yₜ = w₀ ⊙ xₜ + Σⱼ wⱼ ⊙ xₜ₋ₙⱼ with x = 0 before the first token
+Cost        O(T·D·J); a state of max(n)·D numbers
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Recent(NamedTuple):
+    """The last inputs, in a ring: the token at position p is in place p modulo the ring's size."""
+
+    ring: Tensor  # [B, L, D], zeros where there was none yet
+    position: Tensor  # [B]
+
+
+class Taps(nn.Module):
+    """x [B, T, D] -> y [B, T, D]; `taps` are how many tokens back each of them lies."""
+
+    def __init__(self, dim: int, taps: Sequence[int]):
+        super().__init__()
+        self.taps, self.reach = tuple(taps), max(taps)
+        self.back: Tensor
+        self.register_buffer("back", torch.tensor(self.taps), persistent=False)  # a captured step copies no list
+        self.weight = nn.Parameter(torch.cat((torch.ones(1, dim), 0.3 * torch.randn(len(self.taps), dim))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._sum(nn.functional.pad(x, (0, 0, self.reach, 0)), x.shape[1])
+
+    def init_state(self, batch: int) -> Recent:
+        ring = self.weight.new_zeros(batch, self.reach, self.weight.shape[1])
+        return Recent(ring, torch.zeros(batch, dtype=torch.int64, device=ring.device))
+
+    def prefill(self, x: Tensor, lengths: Tensor | None, state: Recent | None) -> tuple[Tensor, Recent]:
+        """Many tokens after those in the state: (y, the state after the first `lengths` of them)."""
+        ring, position = self.init_state(x.shape[0]) if state is None else state
+        back = torch.arange(self.reach, device=x.device)
+        oldest_first = _rows(ring, (position[:, None] + back) % self.reach)
+        seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
+        size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
+        places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
+        last = _rows(seen, size[:, None] + back).to(ring.dtype)
+        after = torch.empty_like(ring).scatter_(1, _wide(places % self.reach, ring), last)
+        return self._sum(seen, x.shape[1]), Recent(after, position + size)
+
+    def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
+        """One token, x [B, D] -> (y [B, D], the new state)."""
+        ring, position = state
+        before = _rows(ring, (position[:, None] - self.back) % self.reach).to(x.dtype)  # [B, J, D]
+        weight = self.weight.to(x.dtype)
+        y = weight[0] * x + (weight[1:] * before).sum(1)
+        place = _wide((position % self.reach)[:, None], ring)
+        new = x[:, None].to(ring.dtype)
+        if inplace:
+            return y, Recent(ring.scatter_(1, place, new), position.add_(1))
+        return y, Recent(ring.scatter(1, place, new), position + 1)
+
+    def _sum(self, seen: Tensor, size: int) -> Tensor:
+        """`seen` [B, L + T, D], the last T of which are the tokens asked for."""
+        weight = self.weight.to(seen.dtype)
+        y = weight[0] * seen[:, self.reach :]
+        for tap, scale in zip(self.taps, weight[1:], strict=True):
+            y = y + scale * seen[:, self.reach - tap : self.reach - tap + size]
+        return y
+
+    def extra_repr(self) -> str:
+        return f"taps={self.taps}"
+
+
+def _wide(at: Tensor, like: Tensor) -> Tensor:
+    return at[..., None].expand(-1, -1, like.shape[-1])
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """x [B, S, D] at places [B, N] -> [B, N, D]."""
+    return x.gather(1, _wide(at, x))
