@@ -1,7 +1,7 @@
 """The pictures beside measured figures.
 
     python bench/pictures.py                        scaling.png, generated.png, train.png and lra/small.png anew
-    python bench/pictures.py --checkpoint DIR       writes 64 images with that model first: results/generated.json
+    python bench/pictures.py --checkpoint NAME      writes 64 images with that model first: results/generated.json
 
 A picture carries, as PNG text, the file it was drawn from and that file's SHA-256; a test holds the two together.
 """
@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from subquad.models import LanguageModel
+from subquad.models.checkpoints import card, find
 from subquad.models.loop import values_of
 from subquad.models.sampling import Sampling
 from subquad.models.store import read_header
@@ -37,7 +38,7 @@ GENERATED = ROOT / "results/generated.json"
 TRAIN = ROOT / "results/train.json"
 ARENA = ROOT / "results/lra/small.json"
 ARENA_COLUMNS = ("listops", "text", "image", "pathfinder")
-COUNT, SEED, TEMPERATURE = 64, 0, 0.8
+COUNT, SEED, TEMPERATURE, TIMES = 64, 0, 1.0, 2
 
 
 def enlarged(images: Tensor, times: int) -> Tensor:
@@ -49,16 +50,17 @@ def origin(path: Path) -> dict[str, str]:
     return {"Source": str(path.relative_to(ROOT)), "SHA-256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def write(checkpoint: Path, device: str) -> None:
+def write(name: str, device: str) -> None:
     """The images themselves, with what made them."""
-    model = LanguageModel.load(checkpoint, device)
+    checkpoint = find(name)
+    model = LanguageModel.load(checkpoint, device).float()
     shape = image_shape(model)
     if shape is None:
         raise ValueError(f"{checkpoint} is no model of images")
-    result = checkpoint.parent / "result.json"
     found: dict[str, Any] = {
         "kind": "generated",
-        "result": json.loads(result.read_text()) if result.exists() else None,
+        "checkpoint": name,
+        "result": card(checkpoint).get("result"),
         "config": read_header(checkpoint)["config"],
         "seed": SEED,
         "temperature": TEMPERATURE,
@@ -130,7 +132,7 @@ def arena() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--checkpoint")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     if options.checkpoint is not None:
@@ -142,7 +144,7 @@ def main() -> None:
     if GENERATED.exists():
         found = json.loads(GENERATED.read_text())
         images = torch.tensor(found["images"]).view(-1, *found["shape"])
-        save_sheet(enlarged(images, 4), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16)
+        save_sheet(enlarged(images, TIMES), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16)
 
 
 if __name__ == "__main__":

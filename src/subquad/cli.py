@@ -346,19 +346,21 @@ def reproduce(
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or pieces that each trained model writes.")] = 0,
     timing: Annotated[bool | None, typer.Option(help="Time iterations of whole models; by default on a GPU.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this source, where there is no git.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the figures to this JSON and a PNG beside it as well.")
     ] = None,
 ) -> None:
     """Run a published table, or some of its rows, and print ours beside it; goes on where it stopped."""
+    from subquad.bench.provenance import tell_commit
     from subquad.tasks.figures import beside, copy_to
     from subquad.tasks.reproduce import reproduce as run
     from subquad.tasks.rows import Budget
 
+    tell_commit(commit)
     budget = Budget(minutes=minutes, leg=leg, jobs=jobs, device=device, settings=tuple(settings or ()))
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
-    results = run(table, out, console, budget, rows=chosen, commit=commit, timing=timing, samples=samples)
+    results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples)
     console.print(beside(results))
     console.print(f"figures: {out / table / 'results.json'}", soft_wrap=True)
     if save is not None:
@@ -391,10 +393,11 @@ def lra(
     lengths: Annotated[str, typer.Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
     batch: Annotated[int, typer.Option(help="Of --efficiency.")] = 32,
     pack: Annotated[Path | None, typer.Option(help="Only write the real data, small, into this folder.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this source, where there is no git.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
 ) -> None:
     """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
+    from subquad.bench.provenance import tell_commit
     from subquad.bench.settings import parse_lengths
     from subquad.tasks.lra import efficiency as speed
     from subquad.tasks.lra import recipes, table
@@ -402,6 +405,7 @@ def lra(
     from subquad.tasks.lra.harness import lra as run
     from subquad.tasks.lra.pack import pack as write
 
+    tell_commit(commit)
     names = recipes.parse_mechanisms(mechanisms)
     if pack is not None:
         for path in write(pack):
@@ -409,9 +413,8 @@ def lra(
         return
     if efficiency:
         found = speed.efficiency(
-            names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch,
-            commit=commit,
-        )  # fmt: skip
+            names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch
+        )
         for shown in speed.efficiency_tables(found):
             console.print(shown)
         console.print(f"figures: {out / 'efficiency.json'}", soft_wrap=True)
@@ -419,7 +422,6 @@ def lra(
     arena = Arena(
         tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
         steps=steps, cap=cap, jobs=jobs, device=device, compile=compile, capture=capture, data=tuple(data or ()),
-        commit=commit,
     )  # fmt: skip
     results = run(arena, out, console)
     notes = table.read_notes(out / "notes.json")

@@ -29,3 +29,23 @@ def test_grid_adds_row_column_and_channel() -> None:
     for p in range(24):
         expected = rows[p // 12] + columns[p // 4 % 3] + channels[p % 4]
         torch.testing.assert_close(places[p], expected * math.sqrt(8))
+
+
+def test_waves_tell_how_far_apart_two_places_are() -> None:
+    """At first the likeness of two places depends on how many rows and columns lie between them alone."""
+    grid = Grid((6, 5), 32, waves=True)
+    places = grid(torch.arange(30), torch.float32).detach().view(6, 5, 32)
+    assert places.square().mean() == pytest.approx(1, abs=1e-5)
+    likeness = torch.einsum("rcd,sed->rcse", places, places)
+    for rows, columns in ((1, 0), (0, 1), (2, 3)):
+        same = torch.stack([likeness[r, c, r + rows, c + columns] for r in range(6 - rows) for c in range(5 - columns)])
+        torch.testing.assert_close(same, same[:1].expand_as(same))
+        assert same[0] < 32 - 0.1
+
+
+@pytest.mark.parametrize("waves", [False, True])
+@pytest.mark.parametrize(("shape", "width"), [((2, 1), 2), ((7, 3, 3), 7), ((1, 1), 1)])
+def test_grids_of_odd_sizes_have_finite_places(shape: tuple[int, ...], width: int, waves: bool) -> None:
+    places = Grid(shape, width, waves=waves)(torch.arange(math.prod(shape)), torch.float32)
+    assert places.shape == (math.prod(shape), width)
+    assert places.isfinite().all()

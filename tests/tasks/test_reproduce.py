@@ -47,9 +47,11 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
-    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"), commit="abc")
+    monkeypatch.setenv("SUBQUAD_COMMIT", "abc")
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"))
     assert list(found["results"]) == ["linear", "softmax"]
     assert found["commit"] == "abc"
+    assert json.loads((tmp_path / "copy" / "linear" / "config.json").read_text())["commit"] == "abc"
     row = found["results"]["linear"]
     assert row["value"] == row["test"]["bits/symbol"] > 0
     assert (row["steps"], row["steps_wanted"], row["cut_short_by_time"]) == (2, 2, False)

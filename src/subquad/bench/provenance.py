@@ -11,6 +11,8 @@ import torch
 
 import subquad
 
+COMMIT = "SUBQUAD_COMMIT"  # in the environment, so that the processes of a run know it too
+
 
 def machine(device: str) -> dict[str, Any]:
     """The hardware and the versions that figures depend on."""
@@ -40,10 +42,12 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Of this source, where git knows it."""
+    """Of this source: what `tell_commit` said, else what git says, with "-dirty" behind it where files were changed."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
+            ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"],
             cwd=Path(subquad.__file__).parent,
             capture_output=True,
             text=True,
@@ -53,3 +57,9 @@ def commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None
+
+
+def tell_commit(name: str | None) -> None:
+    """Say which commit this is, where there is no git or it knows another; None: ask git."""
+    if name is not None:
+        os.environ[COMMIT] = name

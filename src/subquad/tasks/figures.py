@@ -136,16 +136,17 @@ def _bars(axis: Any, results: Json) -> bool:
     rows = {n: r for n, r in results["results"].items() if r.get("value") is not None and "context" not in r}
     if axis is not None:
         for place, row in enumerate(rows.values()):
-            axis.barh(place - 0.2, row["value"], 0.36, color="tab:blue", label="ours" if place == 0 else None)
+            ours = place - 0.2 if metric in row["published"] else place
+            axis.barh(ours, row["value"], 0.36, color="tab:blue", label="ours" if place == 0 else None)
             note = " (cut short by time)" if row.get("cut_short_by_time") else ""
-            axis.annotate(f" {row['value']:.3f}{note}", (row["value"], place - 0.2), va="center", fontsize=8)
+            axis.annotate(f" {row['value']:.3f}{note}", (row["value"], ours), va="center", fontsize=8)
             if metric in row["published"]:
                 value = row["published"][metric]
                 axis.barh(place + 0.2, value, 0.36, color="lightgray")
                 axis.annotate(f" {value:g} published", (value, place + 0.2), va="center", fontsize=8)
         axis.set_yticks(range(len(rows)), list(rows))
         axis.invert_yaxis()
-        axis.margins(x=0.35)
+        axis.margins(x=0.4)
         axis.set_xlabel(metric)
     return bool(rows)
 

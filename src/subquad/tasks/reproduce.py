@@ -13,8 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 import subquad
-from subquad.bench.provenance import commit as known_commit
-from subquad.bench.provenance import machine
+from subquad.bench.provenance import commit, machine
 from subquad.mechanisms.base import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
@@ -30,7 +29,6 @@ def reproduce(
     budget: Budget = Budget(),  # noqa: B008 -- frozen
     *,
     rows: Sequence[str] = (),
-    commit: str | None = None,
     timing: bool | None = None,
     samples: int = 0,
 ) -> Json:
@@ -44,7 +42,7 @@ def reproduce(
     table, folder = TABLES[name], out / name
     chosen = choose(table, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, commit, _before(folder)))
+    run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)))
     try:
         if table.kind == "scaling":
             measure_scaling(run)
@@ -52,7 +50,7 @@ def reproduce(
             trained = out / "enwik8" / "fixed"
             if not (trained / RESULT).is_file():
                 run.say(name, "the model comes first: the row fixed of the table enwik8")
-                reproduce("enwik8", out, console, budget, rows=("fixed",), commit=commit, timing=False)
+                reproduce("enwik8", out, console, budget, rows=("fixed",), timing=False)
             measure_contexts(run, trained)
         else:
             _train(run)
@@ -107,14 +105,14 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     run.results["quality"] = [record for found in known.values() for record in quality_of(found)]
 
 
-def _begin(table: Table, budget: Budget, commit: str | None, before: Json) -> Json:
+def _begin(table: Table, budget: Budget, before: Json) -> Json:
     return {
         "kind": "reproduce",
         "table": table.name,
         "title": table.title,
         "source": table.source,
         "subquad": subquad.__version__,
-        "commit": commit or known_commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(budget.place),
         "budget": {

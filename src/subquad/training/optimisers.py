@@ -14,6 +14,7 @@ from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
 from subquad.models.embedding import Embedding
 from subquad.models.positions import Grid
+from subquad.models.taps import Taps
 from subquad.training.config import TrainingConfig
 
 
@@ -105,7 +106,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-    outside = _looked_up(model)
+    outside = _no_matrices(model)
     decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in outside}
     hidden = set()
     if config.optimiser == "muon":
@@ -141,11 +142,11 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     return parts
 
 
-def _looked_up(model: nn.Module) -> set[str]:
-    """Parameters that are looked up rather than multiplied: of tokens and of positions."""
+def _no_matrices(model: nn.Module) -> set[str]:
+    """Parameters of two axes that multiply no vector: looked up, as of tokens and positions, or channel by channel."""
     found = set()
     for path, module in model.named_modules():
-        own = isinstance(module, (nn.Embedding, Grid))
+        own = isinstance(module, (nn.Embedding, Grid, Taps))
         if own or isinstance(module, Embedding):
             found |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
     return found

@@ -155,7 +155,8 @@ def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.M
 def record(column: str, mechanism: str, accuracy: float, seed: int = 0, task: str | None = None) -> dict[str, Any]:
     about = {"name": f"{column}{mechanism}{seed}", "column": column, "mechanism": mechanism, "seed": seed}
     figures = {"seconds": 10.0, "peak_bytes": 2e9, "steps": 100, "parameters": 5000, "ended_by": "steps"}
-    return {**about, "task": task or RECIPES[column].title, "accuracy": accuracy, **figures}
+    settings = {"training": {"steps": 100, "batch": 8, "minutes": 1.0}}
+    return {**about, "task": task or RECIPES[column].title, "accuracy": accuracy, "settings": settings, **figures}
 
 
 @pytest.fixture
@@ -185,7 +186,8 @@ def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None
     assert "51.50 (41.02)" in row  # of ListOps and Text
     assert any(line.startswith("mean") and "27.25" in line for line in text.splitlines())
     assert any(line.startswith("deviation") and "13.79" in line for line in text.splitlines())
-    assert "100 steps and at most 60 s" in text.replace("\n", " ").replace("  ", " ")
+    title = " ".join(text.split("mechanism ")[0].split())
+    assert "2 seeds; ListOps 100 steps of 8 or 60 s; Text 100 steps of 8 or 60 s; Retrieval" in title
 
 
 def test_without_a_column_of_the_paper_s_average_there_is_none(results: dict[str, Any]) -> None:

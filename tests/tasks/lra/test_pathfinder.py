@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from subquad.data import files
 from subquad.tasks.lra import pathfinder
@@ -22,6 +23,19 @@ def test_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = task.source("train").batch(np.array([0, 5]), 0)
     assert batch["tokens"].shape == (2, 1024)
     assert task.positions() == 1024
+
+
+def test_pixels_are_tokens_or_brightness() -> None:
+    batch = {"tokens": torch.tensor([[0, 255, 128, 64]], dtype=torch.uint8).repeat(2, 256)}
+    fields = {"mechanism": "linear", "dim": 8, "depth": 1, "heads": 2}
+    tokens, values = Pathfinder(), Pathfinder(pixels="values")
+    assert tokens.logits(tokens.make_model(fields), batch).shape == (2, 2)
+    model = values.make_model(fields)
+    assert model.config.embedding.features == 1
+    seen = torch.tensor([-1.0, 1.0, 128 / 127.5 - 1, 64 / 127.5 - 1]).repeat(2, 256)[..., None]
+    torch.testing.assert_close(values.logits(model, batch), model(seen))
+    with pytest.raises(ValueError, match="pixels"):
+        Pathfinder(pixels="grey")  # type: ignore[arg-type]
 
 
 def release(folder: Path, count: int = 12) -> tuple[np.ndarray, np.ndarray]:

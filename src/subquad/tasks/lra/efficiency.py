@@ -30,8 +30,7 @@ from subquad.bench.measure import (
     tensor_bytes,
     time_beside,
 )
-from subquad.bench.provenance import commit as known_commit
-from subquad.bench.provenance import machine
+from subquad.bench.provenance import commit, machine
 from subquad.bench.settings import readable
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
@@ -111,7 +110,6 @@ def efficiency(
     lengths: Sequence[int] = LENGTHS,
     batch: int = BATCH,
     dtype: str | None = None,
-    commit: str | None = None,
 ) -> Json:
     """Measure, write `out` after each row, and return what it holds."""
     place = available(device)
@@ -121,7 +119,7 @@ def efficiency(
     results: Json = {
         "kind": "lra-efficiency",
         "subquad": subquad.__version__,
-        "commit": commit or known_commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(place),
         "settings": {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)},

@@ -24,8 +24,7 @@ from rich.console import Console
 import subquad
 from subquad.bench.child import environment
 from subquad.bench.compare import save
-from subquad.bench.provenance import commit as known_commit
-from subquad.bench.provenance import machine
+from subquad.bench.provenance import commit, machine
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS
@@ -54,7 +53,6 @@ class Arena:
     compile: bool = False  # by torch.compile, where a mechanism can: for runs longer than the minute it takes
     capture: bool = True  # gradients as a CUDA graph, where a mechanism can
     data: tuple[str, ...] = ()  # "pathfinder.train=60000"
-    commit: str | None = None  # of this source, where there is no git
 
     def __post_init__(self) -> None:
         for name in ("seeds", "jobs"):
@@ -133,7 +131,9 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
     done = {record["name"] for record in results["runs"] if record.get("ended_by") in ("steps", "minutes")}
     same = {r["name"]: r["settings"] for r in results["runs"]}
     todo = [job for job in jobs if job["name"] not in done or same[job["name"]] != _settings(job)]
-    console.print(budget_line(results), highlight=False, soft_wrap=True)
+    console.print(
+        budget_line(arena.size, [{**j, "settings": _settings(j)} for j in jobs]), highlight=False, soft_wrap=True
+    )
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
     if prepare and todo:
@@ -317,15 +317,20 @@ def _quality(runs: Sequence[Json]) -> list[Json]:
     ]
 
 
-def budget_line(results: Json) -> str:
-    budget = results["budget"]
-    cap = budget["seconds_a_run"]
+def budget_line(size: str, runs: Sequence[Json]) -> str:
+    """What a run of each column may take, as the runs' own settings say."""
+    columns: dict[str, dict[str, None]] = {}
+    for run in runs:
+        training = run["settings"]["training"]
+        seconds = "" if training.get("minutes") is None else f" or {60 * training['minutes']:.0f} s"
+        allowed = f"{training['steps']:,} steps of {training['batch']}{seconds}"
+        columns.setdefault(RECIPES[run["column"]].title, {})[allowed] = None
+    seeds = len({run["seed"] for run in runs})
     return (
-        f"{budget['size']} models, {budget['seeds']} seed{'s' * (budget['seeds'] > 1)}, {budget['jobs']} side by side; "
-        "a run has " + (f"{budget['steps']:,} steps" if budget["steps"] else "the steps of its task's recipe")
-        + ("" if cap is None else f" and at most {cap:g} s, over which its learning rate falls to zero")
-        + "; the same for every mechanism"
-    )  # fmt: skip
+        f"{size} models, {seeds} seed{'s' * (seeds > 1)}; "
+        + "; ".join(f"{title} {', '.join(allowed)}" for title, allowed in columns.items())
+        + ": the same for every mechanism"
+    )
 
 
 def _line(record: Json) -> str:
@@ -342,7 +347,7 @@ def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
     return {
         "kind": "lra",
         "subquad": subquad.__version__,
-        "commit": arena.commit or known_commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(arena.place),
         "budget": {

@@ -46,7 +46,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "text": Recipe(
         "imdb", "Text", 50.0,
-        {"steps": 4000, "batch": 32, "lr": 1e-3, **WARM},
+        {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
         {"dim": 256, "depth": 4, "heads": 4, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
          "head_hidden": 1024},
         {"steps": 20_000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,

@@ -1,0 +1,153 @@
+"""A convolution before each mixer: against torch's own, and the same numbers a token at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from subquad.models import LanguageModel
+from subquad.models.sampling import Sampling
+from subquad.models.taps import Recent, Taps
+from subquad.training.config import TrainingConfig
+from subquad.training.optimisers import Optimiser
+
+TAPS = (1, 3, 7)
+SMALL: dict[str, Any] = {"vocab": 11, "dim": 16, "depth": 3, "heads": 2, "taps": TAPS}
+
+
+def model(mechanism: Any = "linear", **fields: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(**{**SMALL, "mechanism": mechanism, **fields}).double().eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(1))
+
+
+def convolved(taps: Taps, x: Tensor) -> Tensor:
+    """torch's convolution, one kernel a channel, that is zero between the taps."""
+    reach, dim = taps.reach, x.shape[-1]
+    kernel = torch.zeros(dim, 1, reach + 1, dtype=x.dtype)
+    for back, weight in zip((0, *taps.taps), taps.weight, strict=True):
+        kernel[:, 0, reach - back] = weight
+    padded = nn.functional.pad(x.transpose(1, 2), (reach, 0))
+    return nn.functional.conv1d(padded, kernel, groups=dim).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 8, 30])
+def test_values_and_gradients_are_those_of_a_convolution(size: int) -> None:
+    torch.manual_seed(0)
+    taps, x = Taps(4, TAPS).double(), torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True)
+    inputs = (x, taps.weight)
+    ours, theirs = taps(x), convolved(taps, x)
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.randn_like(ours)
+    for one, other in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_ring_of_the_last_tokens_is_enough(inplace: bool) -> None:
+    torch.manual_seed(0)
+    taps, x = Taps(4, TAPS).double(), torch.randn(2, 20, 4, dtype=torch.float64)
+    whole, state = taps(x), taps.init_state(2)
+    first, before = state, state.ring.clone()
+    for t in range(20):
+        y, state = taps.step(x[:, t], state, inplace)
+        torch.testing.assert_close(y, whole[:, t])
+    assert (state.ring.data_ptr() == first.ring.data_ptr()) is inplace
+    assert inplace or torch.equal(first.ring, before)
+
+
+def test_a_ragged_prompt_in_pieces_leaves_the_state_of_single_steps() -> None:
+    torch.manual_seed(0)
+    taps, x = Taps(4, TAPS).double(), torch.randn(3, 20, 4, dtype=torch.float64)
+    lengths, more = torch.tensor([9, 1, 4]), torch.tensor([2, 11, 0])
+    _, state = taps.prefill(x[:, :9], lengths, None)
+    rest = torch.stack([x[row, n : n + 11] for row, n in enumerate(lengths)])
+    y, state = taps.prefill(rest, more, state)
+    whole = taps(x)
+    for row, (n, m) in enumerate(zip(lengths.tolist(), more.tolist(), strict=True)):
+        torch.testing.assert_close(y[row, :m], whole[row, n : n + m])
+        alone: Recent = taps.init_state(1)
+        for t in range(n + m):
+            _, alone = taps.step(x[row : row + 1, t], alone)
+        torch.testing.assert_close(state.ring[row], alone.ring[0])
+        assert state.position[row] == n + m
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "softmax", ["linear", "local"]])
+@pytest.mark.parametrize("fields", [{}, {"reversible": True}, {"norm_position": "post"}], ids=str)
+def test_a_model_with_taps_steps_as_it_reads(mechanism: Any, fields: dict[str, Any]) -> None:
+    lm, text = model(mechanism, **fields), tokens(2, 24)
+    whole = lm(text)
+    y, state = lm.prefill(text[:, :10])
+    torch.testing.assert_close(y, whole[:, :10])
+    for t in range(10, 24):
+        y, state = lm.step(text[:, t], state)
+        torch.testing.assert_close(y, whole[:, t])
+
+
+def test_taps_see_no_later_token_and_the_row_above() -> None:
+    lm, text = model(taps=(8,), depth=1, mechanism=("local", {"window": 1})), tokens(1, 24)
+    changed = text.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 11
+    apart = (lm(text) - lm(changed)).abs().amax(-1)[0] > 1e-12
+    assert apart.nonzero().flatten().tolist() == [10, 11, 18, 19]  # itself and a row down, and the window's neighbour
+
+
+@pytest.mark.parametrize("fields", [{"checkpoint": True}, {"reversible": True, "ff_chunks": 2}], ids=str)
+def test_gradients_reach_the_taps_however_activations_are_kept(fields: dict[str, Any]) -> None:
+    plain = {**fields, "checkpoint": False, "ff_chunks": 1}
+    found = []
+    for given in (fields, plain):
+        lm = model(**given)
+        lm.loss(tokens(2, 12)).backward()
+        found.append([p.grad for p in lm.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other)
+
+
+def test_generation_from_states_is_that_of_the_whole_prefix() -> None:
+    lm = model(depth=2).float()
+    made = torch.cat((tokens(2, 5), lm.generate(tokens(2, 5), 20, sampling=Sampling(temperature=0))), dim=1)
+    for t in range(5, 25):
+        assert torch.equal(lm(made[:, :t])[:, -1].argmax(-1), made[:, t])
+
+
+def test_a_saved_model_has_its_taps(tmp_path: Any) -> None:
+    lm = model()
+    lm.save(tmp_path)
+    again = LanguageModel.load(tmp_path)
+    assert again.config.transformer.taps == TAPS
+    torch.testing.assert_close(again(tokens(1, 9)), lm(tokens(1, 9)))
+
+
+def test_taps_are_no_matrices_to_an_optimiser() -> None:
+    lm = model()
+    optimiser = Optimiser(TrainingConfig(optimiser="muon", weight_decay=0.1), lm)
+    weights = {id(block.taps.weight) for block in lm.transformer.blocks}
+    for part in optimiser.parts:
+        for group in part.param_groups:
+            if weights & {id(p) for p in group["params"]}:
+                assert group["weight_decay"] == 0
+                assert not isinstance(part, torch.optim.Muon)
+
+
+@pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",)])
+def test_taps_lie_behind(taps: Any) -> None:
+    with pytest.raises(ValueError, match="taps"):
+        model(taps=taps)
+
+
+def test_taps_are_for_causal_models() -> None:
+    from subquad.models import Transformer
+
+    with pytest.raises(ValueError, match="taps"):
+        Transformer(dim=8, depth=1, heads=2, taps=(1,))
