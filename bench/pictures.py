@@ -144,7 +144,9 @@ def main() -> None:
     if GENERATED.exists():
         found = json.loads(GENERATED.read_text())
         images = torch.tensor(found["images"]).view(-1, *found["shape"])
-        save_sheet(enlarged(images, TIMES), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16)
+        save_sheet(
+            enlarged(images, TIMES), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_pixels_are_tokens_or_brightness() -> None:
     seen = torch.tensor([-1.0, 1.0, 128 / 127.5 - 1, 64 / 127.5 - 1]).repeat(2, 256)[..., None]
     torch.testing.assert_close(values.logits(model, batch), model(seen))
     with pytest.raises(ValueError, match="pixels"):
-        Pathfinder(pixels="grey")  # type: ignore[arg-type]
+        Pathfinder(pixels="grey")
 
 
 def release(folder: Path, count: int = 12) -> tuple[np.ndarray, np.ndarray]:
