@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.bench.provenance import commit, tell_commit
 from subquad.ops import linear_fused
 from subquad.ops.linear_fused import fused_linear_attention, fused_linear_attention_step
 
@@ -732,18 +732,15 @@ def tune(widths: list[tuple[int, int]]) -> Case:
     return rows
 
 
-def facts(commit: str | None) -> Case:
+def facts() -> Case:
     import triton
 
-    if commit is None:  # a copy of the tree without its history answers nothing here
-        command = ["git", "rev-parse", "--verify", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": sys.version.split()[0],
-        "commit": commit,
+        "commit": commit(),
         "tokens": TOKENS,
         "heads": HEADS,
     }
@@ -758,7 +755,8 @@ def main() -> None:
     parser.add_argument("--commit", help="what is measured, where there is no git history to ask")
     parser.add_argument("--widths", default="64x64", help="K x V to tune, e.g. 64x64,128x128")
     args = parser.parse_args()
-    report: Case = facts(args.commit)
+    tell_commit(args.commit)
+    report: Case = facts()
     start = time.time()
     passed = True
     if args.tune:

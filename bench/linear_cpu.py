@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.bench.provenance import commit
 from subquad.ops import linear_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -137,7 +137,6 @@ def main() -> None:
             }
         rows.append(row)
         print(json.dumps(row, indent=1))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {
         "what": "causal linear attention, elu+1, normalised, batch 1",
         "device": processor(),
@@ -145,7 +144,7 @@ def main() -> None:
         "threads": args.threads,
         "load_average": os.getloadavg()[0],
         "versions": versions(),
-        "commit": commit,
+        "commit": commit(),
         "rows": rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

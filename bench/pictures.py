@@ -60,7 +60,7 @@ def write(name: str, device: str) -> None:
     found: dict[str, Any] = {
         "kind": "generated",
         "checkpoint": name,
-        "result": card(checkpoint).get("result"),
+        "result": card(checkpoint).get("result") or json.loads((checkpoint.parent / "result.json").read_text()),
         "config": read_header(checkpoint)["config"],
         "seed": SEED,
         "temperature": TEMPERATURE,

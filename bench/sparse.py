@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from subquad.bench.provenance import commit, tell_commit
 from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, sparse, sparse_attention
 from subquad.ops import sparse_triton as kernels
 from subquad.ops.sparse_triton import CONFIGS, Config
@@ -456,11 +456,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    head = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-    parser.add_argument("--commit", default=head.stdout.strip(), help="of the code that runs, where git does not know")
+    parser.add_argument("--commit", help="of the code that runs, where git does not know")
     parser.add_argument("--keep", type=Path, help="an earlier sparse.json: what it holds is not measured again")
     parser.add_argument("--seconds", type=float, default=150.0, help="no phase starts later than this")
     args = parser.parse_args()
+    tell_commit(args.commit)
     start = time.perf_counter()
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -469,7 +469,7 @@ def main() -> None:
     compiled = kept.get("compiled") or compile_all(calls + (tuning_jobs() if args.tune else []))
     report: dict[str, Any] = kept or {
         "what": f"{TOKENS} tokens, {HEADS} heads of {WIDTH}, bfloat16; medians of forward and of forward + backward",
-        "commit": args.commit,
+        "commit": commit(),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "compiled": compiled,

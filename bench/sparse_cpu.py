@@ -8,7 +8,6 @@ The two are timed in turn, so that what else the machine does falls on both, and
 import argparse
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import product
@@ -18,6 +17,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from subquad.bench.provenance import commit
 from subquad.ops import Block, Global, Local, Pattern, Strided, Summary, sparse_attention
 
 PATTERNS: dict[str, tuple[Pattern, bool]] = {
@@ -81,10 +81,9 @@ def main() -> None:
             )
             ratio = f"dense/sparse {row['dense_over_sparse']:.2f}"
             print(f"T={T:6d}  {name:26s} sparse {ours}   dense {theirs}   {ratio}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {
         "what": "forward, and forward + backward, batch 1, float32; medians of runs in turn",
-        "commit": commit,
+        "commit": commit(),
         "device": f"{platform.processor() or platform.machine()}, {args.threads} threads",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rows": rows,

@@ -89,7 +89,9 @@ def sentences() -> list[str]:
     )
     flex = results("sparse")["flex, bigbird 64 r=3"]
     long_text = results("train")["text"]["captured"]
-    mnist = results("mnist")["results"]["linear-taps"]
+    mnist, paper = (results("mnist")["results"][name] for name in ("linear-taps", "linear"))
+    arena = {(r["column"], r["mechanism"]): r["steps"] for r in results("lra/small")["runs"]}
+    wandering = [steps for (column, _), steps in arena.items() if column == "pathfinder"]
     fixed, strided, linear = (long_text[name]["ratio"]["median"] for name in ("fixed", "strided", "linear"))
     return [
         f"moves its state at {step:.0%} of copy bandwidth",
@@ -100,6 +102,9 @@ def sentences() -> list[str]:
         f"{1 / lstm[0]:.1f} and {1 / lstm[1]:.1f} times as many as linear",
         f"FlexAttention takes {flex['forward_ms']:.1f} / {flex['both_ms']:.1f} ms for the same bigbird",
         f"{mnist['value']:.3f} bits/dim on the test images after {mnist['seconds'] / 60:.1f} minutes",
+        f"built as in the paper it is at {paper['value']:.3f} after {paper['seconds'] / 60:.1f} minutes",
+        f"reformer and sinkhorn made {arena['image', 'reformer']:,} and {arena['image', 'sinkhorn']:,}",
+        f"290 s at most: {min(wandering):,} to {max(wandering):,}",
         f"{fixed:.2f} (fixed), {strided:.2f} (strided) and {linear:.2f} (linear) of the time of dense flash attention",
         f"{cpu['eager']['ratio_median']:.2f} (eager) and {cpu['compiled']['ratio_median']:.2f} (compiled)",
         f"{min(peers):.1f} to {max(peers):.1f} times as fast as fast-transformers",

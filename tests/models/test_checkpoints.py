@@ -1,8 +1,10 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from subquad.cli import app
@@ -52,6 +54,20 @@ def test_paths_runs_and_names_all_lead_to_a_model(trained: Path, monkeypatch: py
     assert checkpoints.find("bach") == trained / "checkpoints" / "bach"
     with pytest.raises(ValueError, match="did you mean 'bach'"):
         checkpoints.find("bahc")
+
+
+def test_the_model_that_ships_finds_what_it_wrote_likely() -> None:
+    folder = checkpoints.find("mnist_linear")
+    assert (folder / "model.safetensors").stat().st_size < checkpoints.LARGEST
+    model = LanguageModel.load(folder).float().eval()
+    written = json.loads((folder.parents[1] / "results" / "generated.json").read_text())
+    assert written["checkpoint"] == "mnist_linear"
+    images = torch.tensor(written["images"][:8])
+    start = nn.functional.pad(images[:, :-1], (1, 0), value=256)
+    with torch.no_grad():
+        bits = model.loss(start, targets=images).item() / math.log(2)
+    known = checkpoints.card(folder)["result"]["test"]["bits/dim"]
+    assert known / 1.5 < bits < known * 1.5  # eight images; uniform noise has 8 bits
 
 
 def test_what_is_not_finished_or_too_large_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("sinusoidal_concat", {}),
     ("learned", {}),
     ("grid", {"shape": (2, 5)}),
+    ("waves", {"shape": (2, 5)}),
     ("none", {}),
 ]
 

@@ -31,16 +31,17 @@ def test_grid_adds_row_column_and_channel() -> None:
         torch.testing.assert_close(places[p], expected * math.sqrt(8))
 
 
-def test_waves_tell_how_far_apart_two_places_are() -> None:
+@pytest.mark.parametrize("width", [36, 41])
+def test_waves_tell_how_far_apart_two_places_are(width: int) -> None:
     """At first the likeness of two places depends on how many rows and columns lie between them alone."""
-    grid = Grid((6, 5), 32, waves=True)
-    places = grid(torch.arange(30), torch.float32).detach().view(6, 5, 32)
-    assert places.square().mean() == pytest.approx(1, abs=1e-5)
+    grid = Grid((6, 5, 3), width, waves=True)
+    places = grid(torch.arange(90), torch.float32).detach().view(6, 5, 3, width)[:, :, 0]
+    assert places.square().sum(-1).flatten().tolist() == pytest.approx([width // 6 * 6] * 30, abs=1e-3)
     likeness = torch.einsum("rcd,sed->rcse", places, places)
     for rows, columns in ((1, 0), (0, 1), (2, 3)):
         same = torch.stack([likeness[r, c, r + rows, c + columns] for r in range(6 - rows) for c in range(5 - columns)])
         torch.testing.assert_close(same, same[:1].expand_as(same))
-        assert same[0] < 32 - 0.1
+        assert same[0] < width // 6 * 6 - 0.1
 
 
 @pytest.mark.parametrize("waves", [False, True])

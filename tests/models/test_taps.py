@@ -1,13 +1,15 @@
 """A convolution before each mixer: against torch's own, and the same numbers a token at a time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from subquad.models import LanguageModel
+from subquad.models import LanguageModel, Seq2Seq, Transformer, reversible
 from subquad.models.sampling import Sampling
+from subquad.models.state import load_state, save_state
 from subquad.models.taps import Recent, Taps
 from subquad.training.config import TrainingConfig
 from subquad.training.optimisers import Optimiser
@@ -140,14 +142,44 @@ def test_taps_are_no_matrices_to_an_optimiser() -> None:
                 assert not isinstance(part, torch.optim.Muon)
 
 
-@pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",)])
+@pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",), 3, None, "12", [[1]]])
 def test_taps_lie_behind(taps: Any) -> None:
     with pytest.raises(ValueError, match="taps"):
         model(taps=taps)
 
 
 def test_taps_are_for_causal_models() -> None:
-    from subquad.models import Transformer
-
     with pytest.raises(ValueError, match="taps"):
         Transformer(dim=8, depth=1, heads=2, taps=(1,))
+
+
+def test_the_decoder_of_two_stacks_has_taps() -> None:
+    torch.manual_seed(0)
+    pair = Seq2Seq(**SMALL, mechanism="linear").double().eval()
+    source, target = tokens(2, 6), tokens(2, 12)
+    whole, state = pair(source, target), pair.init_state(*pair.encode(source))
+    for t in range(12):
+        y, state = pair.step(target[:, t], state)
+        torch.testing.assert_close(y, whole[:, t])
+
+
+def test_a_state_goes_with_the_taps_it_came_from(tmp_path: Path) -> None:
+    near, far, none = (model(taps=taps) for taps in ((1, 3), (1, 7), ()))
+    text = tokens(2, 9)
+    for other in (far, none):
+        _, state = other.prefill(text)
+        with pytest.raises(ValueError, match="state"):
+            near.step(text[:, 0], state)
+        with pytest.raises(ValueError, match="state"):
+            near.prefill(text, state=state)
+    _, state = near.prefill(text)
+    with pytest.raises(ValueError, match="state"):
+        far.generate(text, 3, state=state)
+    save_state(state, tmp_path / "s.safetensors")
+    again = load_state(tmp_path / "s.safetensors", near.init_state(1))
+    torch.testing.assert_close(near.step(text[:, 0], again)[0], near.step(text[:, 0], state)[0])
+
+
+def test_eval_throws_no_dice_in_reversible_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reversible, "_dice", lambda _: pytest.fail("dice"))
+    model(reversible=True).loss(tokens(2, 9)).backward()

@@ -6,7 +6,6 @@ the same batch as the others, and at the largest its memory allows.
 
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from subquad.bench.provenance import commit
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
 from subquad.models.device import available
@@ -252,13 +252,12 @@ def _numbers(text: str, name: str) -> list[int]:
 
 def facts(device: str = "cpu") -> Figures:
     """Where figures come from."""
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": asked.stdout.strip(),
+        "commit": commit(),
     }
 
 

@@ -42,12 +42,18 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Of this source: what `tell_commit` said, else what git says, with "-dirty" behind it where files were changed."""
+    """Of this source: what `tell_commit` said, else what git says, with "-dirty" where its files were changed."""
     if COMMIT in os.environ:
         return os.environ[COMMIT]
+    found = _git("rev-parse", "--short=12", "HEAD")
+    return f"{found}-dirty" if found and _git("status", "--porcelain", "--", ".") else found
+
+
+def _git(*words: str) -> str | None:
+    """What git says in the folder of the package, or None."""
     try:
         found = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"],
+            ["git", *words],
             cwd=Path(subquad.__file__).parent,
             capture_output=True,
             text=True,
@@ -60,6 +66,6 @@ def commit() -> str | None:
 
 
 def tell_commit(name: str | None) -> None:
-    """Say which commit this is, where there is no git or it knows another; None: ask git."""
+    """Say which commit this is, to this process and those it starts, where git does not know; None says nothing."""
     if name is not None:
         os.environ[COMMIT] = name

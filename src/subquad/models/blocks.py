@@ -133,7 +133,7 @@ class Block(nn.Module):
         if self.taps is None:
             y, state = self.mixer.prefill(h, lengths, state)
         else:
-            mixed, recent = (None, None) if state is None else state
+            mixed, recent = (None, None) if state is None else self._tapped(state, h)
             h, recent = self.taps.prefill(h, lengths, recent)
             y, mixed = self.mixer.prefill(h, lengths, mixed)
             state = Tapped(mixed, recent)
@@ -147,8 +147,9 @@ class Block(nn.Module):
         if self.taps is None:
             y, state = self.mixer.step(h, state, inplace)
         else:
-            h, recent = self.taps.step(h, state.recent, inplace)
-            y, mixed = self.mixer.step(h, state.mixer, inplace)
+            mixed, recent = self._tapped(state, h)
+            h, recent = self.taps.step(h, recent, inplace)
+            y, mixed = self.mixer.step(h, mixed, inplace)
             state = Tapped(mixed, recent)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
@@ -180,6 +181,16 @@ class Block(nn.Module):
         if cross is not None and self.cross_residual is not None:
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
+
+    def _tapped(self, state: Any, h: Tensor) -> Tapped:
+        """The state, if it is one of these taps."""
+        assert self.taps is not None
+        if not isinstance(state, Tapped):
+            raise ValueError(
+                f"state is a {type(state).__name__}: accepted is that of a model with taps={self.taps.taps}"
+            )
+        self.taps.check(state.recent, h.shape[0])
+        return state
 
     def _mix(self, h: Tensor, lengths: Tensor | None) -> Tensor:
         return self.mixer(h if self.taps is None else self.taps(h), lengths)

@@ -113,8 +113,8 @@ class TransformerConfig(Config):
         if not pools or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pools):
             refuse("pool", self.pool, "an integer of at least 1 or a sequence of them, cycled over the depth")
         object.__setattr__(self, "pool", pools)
-        taps = tuple(self.taps)
-        if len(set(taps)) < len(taps) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in taps):
+        taps = tuple(self.taps) if isinstance(self.taps, (list, tuple)) else (0,)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in taps) or len(set(taps)) < len(taps):
             refuse("taps", self.taps, "different integers of at least 1, such as (1, 2, 3)")
         object.__setattr__(self, "taps", taps)
         self._refuse_combinations()

@@ -187,10 +187,11 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
 
 def with_capacity(state: State, decoder: Any, capacity: int) -> State:
     """The state with as much room as init_state gives: what grows does so at the end of its second dimension."""
-    wanted = dict(leaves(imagine(decoder, capacity)))
+    least, wanted = (dict(leaves(imagine(decoder, room))) for room in (1, capacity))
+    grows = {name for name, tensor in wanted.items() if tensor.shape != least[name].shape}
     grown = {}
     for name, tensor in leaves(state):
-        more = wanted[name].shape[1] - tensor.shape[1] if name in wanted and tensor.ndim > 1 else 0
+        more = wanted[name].shape[1] - tensor.shape[1] if name in grows else 0
         grown[name] = tensor
         if more > 0:
             grown[name] = torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)

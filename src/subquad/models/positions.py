@@ -67,11 +67,11 @@ def _noise(shape: Sequence[int], width: int) -> list[Tensor]:
 
 def _waves(shape: Sequence[int], width: int) -> list[Tensor]:
     """For each axis [size, width]: waves from a period of four places to one of twice the axis, zero beside them."""
-    tables, share = [], width // len(shape)
+    tables, pairs = [], width // (2 * len(shape))
     for axis, size in enumerate(shape):
-        rates = math.pi / torch.logspace(1, math.log2(max(size, 2)), (share + 1) // 2, base=2)
+        rates = math.pi / torch.logspace(1, math.log2(max(size, 2)), pairs, base=2)
         angle = torch.arange(size)[:, None] * rates
         table = torch.zeros(size, width)
-        table[:, axis * share : (axis + 1) * share] = math.sqrt(2) * torch.cat((angle.sin(), angle.cos()), 1)[:, :share]
+        table[:, 2 * pairs * axis : 2 * pairs * (axis + 1)] = math.sqrt(2) * torch.cat((angle.sin(), angle.cos()), 1)
         tables.append(table)
     return tables

@@ -18,7 +18,7 @@ class Coupling:
 
     def __init__(self, residual: Residual, module: nn.Module, branch: Branch):
         self.residual, self.branch = residual, branch
-        self.random = module.training
+        self.random = residual.training
         self.parameters = [p for m in (residual, module) for p in m.parameters() if p.requires_grad]
 
     def __call__(self, b: Tensor, memory: Tensor | None) -> Tensor:

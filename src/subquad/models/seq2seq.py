@@ -150,7 +150,7 @@ def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqCo
         **dict.fromkeys(stacks, ("encoder", "decoder")),
         **dict.fromkeys(inputs, ("source", "target")),
     }
-    sides |= {"pool": ("encoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
+    sides |= {"pool": ("encoder",), "taps": ("decoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
     own = {}
     if fields.get("positions") == "rotary":  # one wish with two parts: nothing in the embedding, rotation in the mixers
         fields = {**fields, "positions": "none", "rotary": True}

@@ -36,6 +36,15 @@ class Taps(nn.Module):
         ring = self.weight.new_zeros(batch, self.reach, self.weight.shape[1])
         return Recent(ring, torch.zeros(batch, dtype=torch.int64, device=ring.device))
 
+    def check(self, state: Recent, batch: int) -> None:
+        """Refuse a ring of another size."""
+        wanted = (batch, self.reach, self.weight.shape[1])
+        if tuple(state.ring.shape) != wanted:
+            raise ValueError(
+                f"state.recent.ring is {list(state.ring.shape)}: taps={self.taps} keep {list(wanted)}; "
+                "a state goes with the module, or the options, it came from"
+            )
+
     def prefill(self, x: Tensor, lengths: Tensor | None, state: Recent | None) -> tuple[Tensor, Recent]:
         """Many tokens after those in the state: (y, the state after the first `lengths` of them)."""
         ring, position = self.init_state(x.shape[0]) if state is None else state

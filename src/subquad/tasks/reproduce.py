@@ -102,7 +102,7 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
     known = {**run.results["results"], row.name: found if error is None else {**found, "error": error}}
     run.results["results"] = {row.name: known[row.name] for row in run.table.rows if row.name in known}
-    run.results["quality"] = [record for found in known.values() for record in quality_of(found)]
+    run.results["quality"] = [record for found in run.results["results"].values() for record in quality_of(found)]
 
 
 def _begin(table: Table, budget: Budget, before: Json) -> Json:

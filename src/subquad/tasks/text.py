@@ -56,7 +56,7 @@ class Text(Task):
         return text.load(self.set).name
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """positions="grid" gets the paper's rows of 128 bytes."""
+        """positions on a grid get the paper's rows of 128 bytes."""
         if fields.get("mechanism") == "lstm":
             return LSTM(**{"vocab": text.VOCAB, **lstm_fields(fields, self.model)})
         given: dict[str, Any] = {"vocab": text.VOCAB, "max_length": self.length, **fields}

@@ -1,6 +1,5 @@
 """A task by its name, with the user's settings, into a run folder."""
 
-import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from subquad.tasks import TASKS
 from subquad.training.config import RunConfig
 from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, read_config
-from subquad.training.loop import options_of, train
+from subquad.training.loop import defaults_of, options_of, train
 from subquad.training.run import Result
 from subquad.training.task import Task
 
@@ -49,7 +48,7 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
         config = config.override(settings)
         return make_task(cls, config.data), config
     of_data = [setting for setting in settings if setting.strip().startswith("data.")]
-    data = RunConfig(task=name, data=_defaults(cls)).override(of_data).data
+    data = RunConfig(task=name, data=defaults_of(cls)).override(of_data).data
     task = make_task(cls, data)  # its model and its training may depend on its data
     config = RunConfig(task=name, data=options_of(task), model=task.model, training=task.training)
     return task, config.override(settings)
@@ -61,14 +60,3 @@ def make_task(cls: type[Task], data: Mapping[str, Any]) -> Task:
     for key, value in values.items():
         check_plain(f"data.{key}", value, hints[key])
     return cls(**values)
-
-
-def _defaults(cls: type[Task]) -> dict[str, Any]:
-    """Of each `data.*` setting; None where the user must say it."""
-    found = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-        else:
-            found[field.name] = None if field.default is dataclasses.MISSING else field.default
-    return found

@@ -8,7 +8,7 @@ import datetime
 import fcntl
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,13 +46,18 @@ class Folder:
     def best(self, step: int) -> Path:
         return self.path / "best" / checkpoints.name_of(step)
 
-    def check(self, config: RunConfig, resume: bool) -> None:
-        """ValueError if this run must not be written here; writes nothing."""
+    def check(self, config: RunConfig, resume: bool, defaults: Mapping[str, Any] | None = None) -> None:
+        """ValueError if this run must not be written here; writes nothing.
+
+        `defaults` are those of the task's data: an older run knows nothing of settings that came after it.
+        """
         if not (self.path / CONFIG).exists():
             return
         if not resume:
             raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
-        changed = _changes(config, read_config(self.path))
+        before = read_config(self.path)
+        before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
+        changed = _changes(config, before)
         if changed:
             raise ValueError(f"{self.path} was begun with other settings and cannot be resumed: {'; '.join(changed)}")
 

@@ -42,7 +42,7 @@ def train(
     config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
     try:
         resume = resume or attempt() > 0
-        ranks.decide(lambda: folder.check(config, resume))
+        ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
         if ranks.first:
@@ -68,3 +68,14 @@ def train(
 def options_of(task: Task) -> dict[str, Any]:
     """The `data.*` settings of a task: the fields of its dataclass."""
     return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else {}
+
+
+def defaults_of(cls: Any) -> dict[str, Any]:
+    """Of each `data.*` setting of a task's class; None where the user must say it."""
+    found = {}
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        else:
+            found[field.name] = None if field.default is dataclasses.MISSING else field.default
+    return found

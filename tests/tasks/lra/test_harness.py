@@ -1,6 +1,8 @@
+import dataclasses
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ from subquad.models import Classifier
 from subquad.tasks import TASKS
 from subquad.tasks.lra import pathfinder, recipes, table, worker
 from subquad.tasks.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
-from subquad.tasks.lra.harness import Arena, lra, plan
+from subquad.tasks.lra.harness import Arena, budget_line, lra, plan
+from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.tasks.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
 from subquad.training.config import TrainingConfig
+from subquad.training.folder import Folder, read_config
+from subquad.training.loop import defaults_of
 
 SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
 
@@ -84,6 +89,14 @@ def test_the_budget_is_the_same_for_all_and_kept(tmp_path: Path) -> None:
     assert all(len(budgets) == 1 for budgets in by_column.values())
 
 
+def test_the_original_reads_pixels_as_the_arena_does(tmp_path: Path) -> None:
+    for size, pixels in (("small", "values"), ("original", "tokens")):
+        (job,) = plan(Arena(tasks=("image",), mechanisms=("linear",), size=recipes.check_size(size)), tmp_path, None)
+        assert job["data"]["pixels"] == pixels
+    (job,) = plan(Arena(tasks=("image",), mechanisms=("linear",), data=("image.pixels=tokens",)), tmp_path, None)
+    assert job["data"]["pixels"] == "tokens"
+
+
 @pytest.mark.parametrize("wrong", ["pathfinder.train", "nothing.x=1", "pathfinder.sise=2"])
 def test_wrong_data_settings_say_so(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--data"):
@@ -107,8 +120,37 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
     again = lra(arena, tmp_path / "out", quiet())
     assert again["runs"] == json.loads(written)["runs"]
     assert {q["task"] for q in again["quality"]} == {"Pathfinder"}
-    changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", quiet())
-    assert "other settings" in next(r for r in changed["runs"] if r["mechanism"] == "linear")["error"]
+    console = Console(file=io.StringIO(), width=400)
+    changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", console)
+    assert "other settings" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert changed["runs"] == again["runs"]  # what was measured stands
+
+
+def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(pathfinder, "CHUNK", 20)
+    given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": SMALL}
+    arena, out = Arena(steps=1, cap=60.0, **given), tmp_path / "out"
+    (record,) = lra(arena, out, quiet())["runs"]
+    for file in (out / "results.json", out / record["name"] / "config.json"):
+        text = file.read_text()
+        assert '"pixels"' in text
+        file.write_text(re.sub(r'"pixels": "tokens",\s*', "", text))
+    (again,) = lra(arena, out, quiet())["runs"]
+    assert (again["accuracy"], again.get("error")) == (record["accuracy"], None)
+    folder = Folder(out / record["name"])
+    now = dataclasses.replace(read_config(folder.path), data=record["settings"]["data"])
+    with pytest.raises(ValueError, match="pixels is new"):
+        folder.check(now, resume=True)
+    folder.check(now, resume=True, defaults=defaults_of(Pathfinder))
+
+
+def test_only_an_equal_budget_is_called_so(results: dict[str, Any]) -> None:
+    assert budget_line("small", results["runs"]).endswith("60 s: the same for every mechanism")
+    results["runs"][0]["settings"]["training"] = {"steps": 5, "batch": 8}
+    assert "ListOps 5 steps of 8 and 100 steps of 8 or 60 s" in budget_line("small", results["runs"])
+    assert "the same" not in budget_line("small", results["runs"])
+    assert budget_line("small", []) == "small models, 0 seeds"
 
 
 def test_a_worker_whose_parent_is_gone_stops_as_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from subquad.models.device import available
 from subquad.tasks import TASKS
 from subquad.tasks.lra.recipes import RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
-from subquad.training.loop import options_of
+from subquad.training.loop import defaults_of, options_of
 
 Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
@@ -130,7 +130,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
     results = _begin(arena, cap, before)
     done = {record["name"] for record in results["runs"] if record.get("ended_by") in ("steps", "minutes")}
     same = {r["name"]: r["settings"] for r in results["runs"]}
-    todo = [job for job in jobs if job["name"] not in done or same[job["name"]] != _settings(job)]
+    todo = [job for job in jobs if job["name"] not in done or _completed(same[job["name"]], job) != _settings(job)]
     console.print(
         budget_line(arena.size, [{**j, "settings": _settings(j)} for j in jobs]), highlight=False, soft_wrap=True
     )
@@ -143,8 +143,9 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
     try:
         for answer in side_by_side(todo, arena, deadline):
             record = {**_record(known[answer["name"]], answer), "commit": results["commit"]}
-            results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
-            save(results, out / "results.json")
+            if "error" not in record or record["name"] not in done:  # an error takes nobody's place
+                results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
+                save(results, out / "results.json")
             console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         results["interrupted"] = True
@@ -287,6 +288,12 @@ def _settings(job: Json) -> Json:
     return found
 
 
+def _completed(settings: Json, job: Json) -> Json:
+    """Settings of an older run with those that came after it, as they were then."""
+    defaults = json.loads(json.dumps(defaults_of(TASKS[job["task"]])))
+    return {**settings, "data": {**defaults, **settings["data"]}}
+
+
 def _record(job: Json, answer: Json) -> Json:
     about = {key: job[key] for key in ("name", "column", "mechanism", "seed")}
     recipe = RECIPES[job["column"]]
@@ -326,11 +333,10 @@ def budget_line(size: str, runs: Sequence[Json]) -> str:
         allowed = f"{training['steps']:,} steps of {training['batch']}{seconds}"
         columns.setdefault(RECIPES[run["column"]].title, {})[allowed] = None
     seeds = len({run["seed"] for run in runs})
-    return (
-        f"{size} models, {seeds} seed{'s' * (seeds > 1)}; "
-        + "; ".join(f"{title} {', '.join(allowed)}" for title, allowed in columns.items())
-        + ": the same for every mechanism"
-    )
+    told = [f"{size} models, {seeds} seed{'s' * (seeds != 1)}"]
+    told += [f"{title} {' and '.join(allowed)}" for title, allowed in columns.items()]
+    equal = columns and all(len(allowed) == 1 for allowed in columns.values())
+    return "; ".join(told) + (": the same for every mechanism" if equal else "")
 
 
 def _line(record: Json) -> str:

@@ -71,7 +71,7 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
     real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
     counted = [c for c in columns if real[c] and c != "pathx"]
     average = averages(results, counted)
-    budget = budget_line(results["budget"]["size"], results["runs"])
+    budget = budget_line(results["budget"]["size"], [r for runs in known.values() for r in runs])
     title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("mechanism", no_wrap=True)

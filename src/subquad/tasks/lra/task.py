@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,8 +13,6 @@ from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Sums, Task
-
-Pixels = Literal["tokens", "values"]
 
 # of the PyTorch re-runs (Xiong et al. 2021, arXiv:2102.03902), the same for every mechanism
 SMALL: Mapping[str, Any] = {
@@ -90,10 +88,11 @@ class Classification(Task):
 class Picture(Classification):
     """Pixels row by row, as tokens or as brightness."""
 
-    pixels: Pixels = "tokens"  # as in the arena, a vector for each of 256 values; "values": one number, times a vector
+    # "tokens", as in the arena: a vector for each of 256 values; "values": brightness, one number times a vector
+    pixels: Literal["tokens", "values"] = "tokens"
 
     def __post_init__(self) -> None:
-        one_of(self, pixels=get_args(Pixels))
+        one_of(self, pixels=("tokens", "values"))
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         return super().make_model(fields if self.pixels == "tokens" else {"vocab": None, "features": 1, **fields})
