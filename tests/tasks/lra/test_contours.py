@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +148,8 @@ def test_the_solver_finds_the_discs(size: int) -> None:
 def test_the_sheet_is_a_picture(tmp_path: Path) -> None:
     pathfinder.sheet(32, tmp_path / "sheet.png", count=7)
     assert (tmp_path / "sheet.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_too_small_for_its_paths_says_so() -> None:
+    with pytest.raises(ValueError, match="no room"):
+        draw(dataclasses.replace(HARD[32], size=16), 2, 0, 0)

@@ -27,6 +27,7 @@ PLACES = 128  # tried for a distractor's first dash
 FULL = 1.8  # two masks whose sum reaches this overlap
 CLEAR = 0.3  # a mask up to this leaves room for a first dash
 ATTEMPTS = 32  # pictures begun at once for each that is wanted: most paths run into something
+HOPELESS = 20  # times that nothing came of it
 LEAST, CELLS = 512, 2**21  # pictures begun at once at least, and pixels of more than that at most
 
 
@@ -86,10 +87,13 @@ def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
     for margin in style.margins:
         for label in (0, 1):
             wanted = np.flatnonzero((margins == margin) & (labels == label))
-            missing = len(wanted)
+            missing, barren = len(wanted), 0
             while missing:
                 parts.append(_attempt(style, margin, label, random, missing))
                 missing -= len(parts[-1].labels)
+                barren = 0 if len(parts[-1].labels) else barren + 1
+                if barren == HOPELESS:
+                    raise ValueError(f"{style} leaves no room for two paths: none of {HOPELESS} x {LEAST} was whole")
             rows.append(wanted)
     back = np.argsort(np.concatenate(rows))
     return Scene(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
