@@ -19,8 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from subquad.bench.compare import compare, save
-from subquad.bench.provenance import commit as known_commit
-from subquad.bench.provenance import machine
+from subquad.bench.provenance import commit, machine, tell_commit
 from subquad.bench.quality import quality
 from subquad.bench.settings import Settings
 
@@ -42,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 FORMS = {"causal": None, "bidirectional": False}
 
 
-def learn(out: Path, forms: list[str], commit: str | None) -> None:
+def learn(out: Path, forms: list[str]) -> None:
     """What each mechanism learns in the same few steps, written into the figures of every device."""
     for form in forms:
         settings = Settings(device="cpu", causal=FORMS[form], task="digits")
@@ -50,7 +49,7 @@ def learn(out: Path, forms: list[str], commit: str | None) -> None:
         for name in settings.mechanisms:
             found.append(quality(settings, name))
             print(form, name, found[-1].get("value", found[-1].get("reason")), flush=True)
-        about = {"machine": machine("cpu"), "commit": commit or known_commit(), "steps": settings.steps}
+        about = {"machine": machine("cpu"), "commit": commit(), "steps": settings.steps}
         for path in sorted(out.glob(f"*_{form}.json")):
             results = json.loads(path.read_text())
             results["settings"]["task"] = settings.task
@@ -69,15 +68,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quality", action="store_true", help="only what is learned, into the files that are there")
     options = parser.parse_args()
+    tell_commit(options.commit)
     if options.quality:
-        learn(options.out, options.forms.split(","), options.commit)
+        learn(options.out, options.forms.split(","))
         return
     some: dict[str, Any] = {"mechanisms": tuple(options.mechanisms.split(","))} if options.mechanisms else {}
     for form in options.forms.split(","):
         # None: causal where there is a causal form, and the rest bidirectional beside a bidirectional softmax
         settings = Settings(device=options.device, causal=FORMS[form], **SHAPES[options.device], **some)
         results = compare(settings, options.out / form, Console(file=sys.stdout), remember=False)
-        results["commit"] = options.commit or results["commit"]
         save(results, options.out / f"{options.device}_{form}.json")
 
 

@@ -38,6 +38,7 @@ from subquad.bench.generation import (
     seconds,
     write,
 )
+from subquad.bench.provenance import tell_commit
 from subquad.models import LanguageModel
 from subquad.models.memory import bytes_per_stream, largest_batch
 
@@ -251,12 +252,12 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=7, help="of the CPU comparison")
     args = parser.parse_args()
+    tell_commit(args.commit)
     if args.cpu:
         cpu(args.out, args.rounds)
         return
     torch.set_float32_matmul_precision("high")
-    figures = facts("cpu" if args.tiny else "cuda")
-    figures |= {"commit": args.commit or figures["commit"], "commits": {}}
+    figures = facts("cpu" if args.tiny else "cuda") | {"commits": {}}
     if args.keep:
         earlier = json.loads(args.keep.read_text())
         figures = earlier | figures | {"commits": earlier.get("commits", {})}

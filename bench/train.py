@@ -23,7 +23,7 @@ from torch import nn
 
 from subquad.bench.compare import save
 from subquad.bench.measure import Sample, once, spread
-from subquad.bench.provenance import machine
+from subquad.bench.provenance import commit, machine, tell_commit
 from subquad.tasks.images import SETS, Images
 from subquad.tasks.scaling import Iteration, iterations
 from subquad.tasks.tables import TABLES
@@ -142,9 +142,10 @@ def main() -> None:
     parser.add_argument("--batches", default="128")
     parser.add_argument("--modes", default=None, help="of eager, compiled, captured and compiled+captured")
     parser.add_argument("--dropouts", default="0.1")
-    parser.add_argument("--commit", default=None)
+    parser.add_argument("--commit", help="of the code measured, where git does not know")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
+    tell_commit(given.commit)
     device, small = ("cpu", True) if given.cpu else ("cuda", False)
     batches, dropouts = [int(n) for n in given.batches.split(",")], [float(n) for n in given.dropouts.split(",")]
     modes = given.modes.split(",") if given.modes else ["eager"] if small else ["compiled+captured"]
@@ -153,7 +154,7 @@ def main() -> None:
         "cifar10": partial(image_rates, "cifar10", device, small, batches, modes, dropouts),
         "text": partial(text_ratios, device, small, modes if given.modes or small else ["captured"]),
     }
-    figures: Figures = {"kind": "train", "commit": given.commit, "machine": machine(device)}
+    figures: Figures = {"kind": "train", "commit": commit(), "machine": machine(device)}
     figures["what"] = "forward, backward, clipping and update of whole models, bf16 autocast, made-up data"
     figures["bars"] = {"mnist, images/s (must, goal)": BARS["mnist"], "text, ratio to dense (must, goal)": BARS["text"]}
     for name in given.sections.split(","):

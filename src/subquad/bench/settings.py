@@ -11,7 +11,7 @@ import torch
 
 from subquad.bench.measure import DTYPES, YARDSTICK, Shape
 from subquad.mechanisms import MECHANISMS, mechanism
-from subquad.mechanisms.base import at_least, one_of, refuse
+from subquad.mechanisms.base import at_least, counts, one_of, refuse
 from subquad.models.device import available
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -40,7 +40,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("lengths", "mechanisms"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.lengths):
+        if not self.lengths or not counts(self.lengths):
             refuse("lengths", self.lengths, "one or more integers of at least 1")
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
         if not self.mechanisms:

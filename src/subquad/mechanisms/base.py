@@ -84,6 +84,11 @@ def at_least(options: object, **bounds: int) -> None:
             refuse(name, value, f"an integer of at least {bound}")
 
 
+def counts(values: Iterable[object]) -> bool:
+    """Whether all are integers of at least 1."""
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in values)
+
+
 def one_of(options: object, **choices: Iterable[str]) -> None:
     """Refuse options that are not among their choices."""
     for name, accepted in choices.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from subquad.mechanisms import mechanism as mechanism_class
-from subquad.mechanisms.base import at_least, nearest, one_of, refuse
+from subquad.mechanisms.base import at_least, counts, nearest, one_of, refuse
 
 ACTIVATIONS = ("relu", "gelu", "swiglu")
 NORMS = ("layer", "rms")
@@ -110,11 +110,11 @@ class TransformerConfig(Config):
         if self.cross is not None:
             object.__setattr__(self, "cross", mixers(self.cross, "cross"))
         pools = (self.pool,) if isinstance(self.pool, int) else tuple(self.pool)
-        if not pools or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pools):
+        if not pools or not counts(pools):
             refuse("pool", self.pool, "an integer of at least 1 or a sequence of them, cycled over the depth")
         object.__setattr__(self, "pool", pools)
         taps = tuple(self.taps) if isinstance(self.taps, (list, tuple)) else (0,)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in taps) or len(set(taps)) < len(taps):
+        if not counts(taps) or len(set(taps)) < len(taps):
             refuse("taps", self.taps, "different integers of at least 1, such as (1, 2, 3)")
         object.__setattr__(self, "taps", taps)
         self._refuse_combinations()
@@ -172,7 +172,7 @@ class EmbeddingConfig(Config):
             refuse("shape", self.shape, wanted)
         if self.shape is not None:
             shape = tuple(self.shape)
-            if len(shape) < 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+            if len(shape) < 2 or not counts(shape):
                 refuse("shape", self.shape, "two or three integers of at least 1: (rows, columns[, channels])")
             object.__setattr__(self, "shape", shape)
 
