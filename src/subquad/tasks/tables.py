@@ -132,7 +132,7 @@ TABLES: dict[str, Table] = {
                 name="linear-taps",
                 mechanism="linear",
                 model={**TODAY, "taps": [1, 2, 3, 6, 93, 96, 99]},
-                training={**GRAPH, "batch": 32, "lr": 2e-3, "warmup": 1000, "steps": 150_000},
+                training={**GRAPH, "batch": 32, "lr": 2e-3, "warmup": 1000, "steps": 150_000, "evaluate_every": 2000},
             ),
             *(
                 Row(

@@ -129,7 +129,8 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
 def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
     monkeypatch.setattr(pathfinder, "CHUNK", 20)
-    given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": SMALL}
+    data = (*SMALL, "pathfinder.pixels=tokens")  # as it was before there was a choice
+    given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": data}
     arena, out = Arena(steps=1, cap=60.0, **given), tmp_path / "out"
     (record,) = lra(arena, out, quiet())["runs"]
     for file in (out / "results.json", out / record["name"] / "config.json"):

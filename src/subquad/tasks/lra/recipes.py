@@ -73,7 +73,8 @@ RECIPES: dict[str, Recipe] = {
         {"steps": 14_000, "batch": 128, "lr": 6e-4, **WARM},
         {"dim": 128, "depth": 4, "heads": 8, "ff_dim": 128, "positions": "learned", "pooling": "mean"},
         {"steps": 62_400, "batch": 512, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "weight_decay": 0.0, **ADAM},
-        model={**grid(32), "dropout": 0.0},
+        data={"pixels": "values"},
+        model={**grid(32, "waves"), "dropout": 0.0},
     ),
     "pathx": Recipe(
         "pathx", "Path-X", 50.0,
