@@ -14,7 +14,7 @@ from rich.console import Console
 from subquad.bench.measure import Shape
 from subquad.models import Classifier
 from subquad.tasks import TASKS
-from subquad.tasks.lra import pathfinder, recipes, table, worker
+from subquad.tasks.lra import harness, pathfinder, recipes, table, worker
 from subquad.tasks.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
 from subquad.tasks.lra.harness import Arena, budget_line, lra, plan
 from subquad.tasks.lra.pathfinder import Pathfinder
@@ -186,6 +186,16 @@ def test_what_a_mechanism_cannot_is_left_out(tmp_path: Path, monkeypatch: pytest
     assert worker.run(job, "cpu") == {"error": "RuntimeError: out of memory"}
     assert tried == [(True, False), (False, False)]
     assert "not compiled: RuntimeError: no graph of this" in (tmp_path / "log.txt").read_text()
+
+
+def test_ctrl_c_while_data_is_made_leaves_everything_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "_prepare", interrupted)
+    results = lra(Arena(tasks=("listops",), mechanisms=("linear",), device="cpu"), tmp_path / "out", quiet())
+    assert results["interrupted"]
+    assert results["left"] == ["small/listops/linear/seed0"]
 
 
 def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

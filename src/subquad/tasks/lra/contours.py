@@ -193,25 +193,27 @@ class _Canvas:
 
     def __init__(self, count: int, size: int, border: int):
         self.border, self.side = border, size + 2 * border
-        self.flat = np.zeros((count, self.side**2), np.float32)
+        self.pictures = np.zeros((count, self.side, self.side), np.float32)
+        self.flat = self.pictures.reshape(-1)  # one index for picture, row and column: numpy gathers it twice as fast
 
     @property
     def inner(self) -> np.ndarray:
-        pictures = self.flat.reshape(-1, self.side, self.side)
-        return pictures[:, self.border : -self.border, self.border : -self.border]
+        return self.pictures[:, self.border : -self.border, self.border : -self.border]
 
-    def cells(self, place: np.ndarray) -> np.ndarray:
-        return (place[..., 0] + self.border) * self.side + place[..., 1] + self.border
+    def cells(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Of places [n, ..., 2] in pictures rows [n]: [n, ...]"""
+        corner = (rows * self.side + self.border) * self.side + self.border
+        return corner.reshape(-1, *[1] * (place.ndim - 2)) + place[..., 0] * self.side + place[..., 1]
 
-    def around(self, place: np.ndarray, reach: int) -> np.ndarray:
+    def around(self, rows: np.ndarray, place: np.ndarray, reach: int) -> np.ndarray:
         """Cells of squares [n, (2 reach + 1)²] around places [n, 2]"""
         at = np.arange(-reach, reach + 1)
-        return self.cells(place)[:, None] + (at[:, None] * self.side + at).ravel()
+        return self.cells(rows, place)[:, None] + (at[:, None] * self.side + at).ravel()
 
     def put(self, rows: np.ndarray, place: np.ndarray, stamp: np.ndarray) -> None:
         """The brighter of what is there and stamps [n, side, side]."""
-        cells = self.around(place, stamp.shape[-1] // 2)
-        self.flat[rows[:, None], cells] = np.maximum(self.flat[rows[:, None], cells], stamp.reshape(-1, cells.shape[1]))
+        cells = self.around(rows, place, stamp.shape[-1] // 2)
+        self.flat[cells] = np.maximum(self.flat[cells], stamp.reshape(-1, cells.shape[1]))
 
 
 class _Path(NamedTuple):
@@ -267,8 +269,7 @@ class _Growth:
         pivot = step_pivot(style, self.margin, path.pivot[rows], path.angle[rows])
         ends = pivot[:, None] + made.ends  # [n, K, 2]
         weight = weights(style, made, path.angle[rows]) * self.inside(ends)
-        cells = self.wide.cells(np.clip(ends, 0, style.size - 1))
-        weight *= 1 - self.wide.flat[rows[:, None], cells]
+        weight *= 1 - self.wide.flat[self.wide.cells(rows, np.clip(ends, 0, style.size - 1))]
         mass = weight.cumsum(1)
         able = mass[:, -1] >= 1e-4
         rows, pivot, ends, mass = rows[able], pivot[able], ends[able], mass[able]
@@ -279,7 +280,7 @@ class _Growth:
                 break
             below = mass[waiting] <= (self.random.random(len(waiting)) * mass[waiting, -1])[:, None]
             pick = np.minimum(below.sum(1), len(made.ends) - 1)
-            seen = self.mask.flat[rows[waiting, None], self.mask.around(ends[waiting, pick], made.reach)]
+            seen = self.mask.flat[self.mask.around(rows[waiting], ends[waiting, pick], made.reach)]
             free = (seen + made.mask[DEGREES + pick].reshape(len(pick), -1)).max(1, initial=0) < FULL
             chosen[waiting[free]], done[waiting[free]] = pick[free], True
             waiting = waiting[~free]
@@ -348,14 +349,14 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
         tails = random.integers(1, style.size - 1, (len(tried), PLACES, 2))
         head, pivot = begin(style, growth.margin, tails, made.degrees[way, None])
         needed = np.clip(tails[:, :, None] + made.core[way][:, None], 0, style.size - 1)
-        room = (growth.mask.flat[tried[:, None, None], growth.mask.cells(needed)] <= CLEAR).all(2)
+        room = (growth.mask.flat[growth.mask.cells(tried, needed)] <= CLEAR).all(2)
         room &= growth.inside(head) & growth.inside(pivot)
         found, best = room.any(1), room.argmax(1)
         tried, way, tail = tried[found], way[found], tails[found, best[found]]
         path = _Path.empty(len(there))
         growth.start(tried, path, tail, way)
         # a path that is given up leaves nothing behind
-        before = growth.mask.flat[tried], growth.wide.flat[tried]
+        before = growth.mask.pictures[tried], growth.wide.pictures[tried]
         growth.keep(tried, path, dash)
         done = tried
         for step in range(1, style.distractor):
@@ -363,7 +364,7 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
             growth.keep(done, path, dash + step)
         growth.take(done, path)
         lost = np.isin(tried, done, invert=True)
-        growth.mask.flat[tried[lost]], growth.wide.flat[tried[lost]] = before[0][lost], before[1][lost]
+        growth.mask.pictures[tried[lost]], growth.wide.pictures[tried[lost]] = before[0][lost], before[1][lost]
         there[done, dash : dash + style.distractor] = True
         without = np.setdiff1d(without, done, assume_unique=True)
 

@@ -136,11 +136,11 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
     )
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
-    if prepare and todo:
-        _prepare(todo, console)
-    deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
     known = {job["name"]: job for job in todo}
     try:
+        if prepare:
+            _prepare(todo, console)
+        deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
         for answer in side_by_side(todo, arena, deadline):
             record = {**_record(known[answer["name"]], answer), "commit": results["commit"]}
             if "error" not in record or record["name"] not in done:  # an error takes nobody's place

@@ -5,12 +5,14 @@ Data      made by contours.py at the hard level, seeded; or the arena's own pict
 Sizes     160,000 for training, 20,000 each for validation and test, half of the labels 1; a folder is cut 80:10:10
 """
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from rich.progress import track
 
 from subquad.data import files
 from subquad.tasks.lra.contours import HARD, VERSION, draw
@@ -18,17 +20,22 @@ from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 
-CHUNK = 500  # pictures made at once
+CHUNK = 500  # pictures of 32 x 32 made at once, fewer of larger ones
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Arrays:
     """So many pictures in parallel, the same however many processes: tokens [count, size²], labels [count]."""
-    workers = min(cores(), 1 + count // (2 * CHUNK)) if workers is None else workers
+    chunk = 2 * max(1, CHUNK * 32 * 16 // size**2)  # even, for as many of either label
+    workers = min(cores(), 1 + count // (2 * chunk)) if workers is None else workers
     tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
-    job = partial(_chunk, size, count, seed, CHUNK)
-    for number, (pictures, found) in enumerate(in_order(job, range(-(-count // CHUNK)), workers)):
-        rows = slice(number * CHUNK, number * CHUNK + len(found))
+    numbers = range(-(-count // chunk))
+    parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
+    said = f"{count:,} pictures of {size} x {size}"
+    for number, (pictures, found) in enumerate(
+        track(parts, said, len(numbers), transient=True, disable=not sys.stdout.isatty())
+    ):
+        rows = slice(number * chunk, number * chunk + len(found))
         tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
     return {"tokens": tokens, "labels": labels}
 

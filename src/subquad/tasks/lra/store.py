@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -28,11 +29,13 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        for name, array in make().items():
-            np.save(part / f"{name}.npy", array)
-        with contextlib.suppress(OSError):  # another process was first, with the same arrays
-            part.rename(folder)
-        shutil.rmtree(part, ignore_errors=True)
+        try:
+            for name, array in make().items():
+                np.save(part / f"{name}.npy", array)
+            with contextlib.suppress(OSError):  # another process was first, with the same arrays
+                part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
 
 
@@ -41,7 +44,9 @@ def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> 
     if workers <= 1:
         yield from map(make, numbers)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    # Ctrl-C is for the one who waits here: workers end with what they have begun
+    ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with ProcessPoolExecutor(workers, get_context("spawn"), *ignore) as pool:
         results = pool.map(make, numbers)
         try:
             yield from results
