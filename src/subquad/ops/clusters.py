@@ -35,7 +35,7 @@ def hamming_clusters(
         first = spread * lengths[..., None] // clusters
         member = bits * (torch.arange(size, device=bits.device) < lengths[..., None])[..., None]
     centroids = bits.gather(-2, first[..., None].expand(*first.shape, bits.shape[-1]))
-    for _ in range(iterations):
+    for _ in range(iterations if clusters < size else 0):  # otherwise every token is a centroid, and none would move
         label = nearest_bits(bits, centroids)
         votes = torch.zeros_like(centroids).scatter_add_(-2, label[..., None].expand_as(bits), member)
         centroids = torch.where(votes == 0, centroids, votes.sign())
