@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subquad
+from tests.mechanisms.laws import same_after
 
 
 def build(**options: Any) -> Any:
@@ -37,6 +38,14 @@ def test_all_keys_on_top_is_full_attention_with_padding_and_across() -> None:
     x, context, lengths = tokens(2, 33, 16), tokens(2, 40, 16, seed=2), torch.tensor([40, 13])
     want = full(mix, x, context, lengths)
     torch.testing.assert_close(mix(x, context=context, context_lengths=lengths), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("topk", [3, 20])
+def test_all_pairs_and_keys_fetched_for_clusters_are_the_same(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = build(topk=topk)
+    x, lengths = tokens(4, 33, 16), torch.tensor([33, 13, 1, 0])
+    monkeypatch.setattr("subquad.mechanisms.clustered.PAIRS_A_KEY", 100)
+    same_after(lambda: monkeypatch.setattr("subquad.mechanisms.clustered.PAIRS_A_KEY", 0), mix, x, lengths)
 
 
 @pytest.mark.parametrize("improved", [False, True])

@@ -30,9 +30,11 @@ from torch import Tensor
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
-from subquad.ops.buckets import give_back, lookup, rank_slots, slot_attention, take
+from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
 from subquad.ops.prefix import join_softmax, join_top, prefix
+
+PAIRS_A_KEY = 16  # to fetch a key for a cluster takes as long as so many pairs of a query and a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +112,23 @@ class Clustered(Mixer):
         found, top = scores.topk(min(self.options.topk, k.shape[1]), dim=-1)  # [B, H, N, topk]
         mass = weights.gather(-1, top).sum(-1, keepdim=True)
         rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), _wide(v))
-        slots = rank_slots(label, clusters, -(-size // clusters))  # a cluster sits together and shares its keys
-        cluster = lookup(label, slots.query[..., :1], 0)
-        keys = _pick(top.masked_fill(found == -torch.inf, -1), cluster)  # [B, H, N, topk]
-        visible = (slots.query >= 0)[..., :, None] & (keys >= 0)[..., None, :]
-        o, _ = slot_attention(q * self.scale, k, v, slots.query, keys, visible, dropout=self._dropout())
-        o = give_back(o, slots.place) * _pick(mass, own) + _pick(rest, own)
-        return o.to(v.dtype).transpose(1, 2)
+        exact = self._over(top.masked_fill(found == -torch.inf, -1), q * self.scale, k, v, label)
+        return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
+
+    def _over(self, top: Tensor, q: Tensor, k: Tensor, v: Tensor, label: Tensor) -> Tensor:
+        """Softmax attention of each query over its cluster's top keys [B, H, N, topk], [B, H, T, V]."""
+        clusters, size, keys = self.options.clusters, q.shape[1], k.shape[1]
+        chunk = -(-size // clusters)
+        if size * keys <= PAIRS_A_KEY * most_slots(size, clusters, chunk) * top.shape[-1]:
+            chosen = torch.zeros(*top.shape[:-1], keys + 1, dtype=torch.bool, device=top.device)
+            chosen = chosen.scatter_(-1, torch.where(top < 0, keys, top), True)[..., :-1]  # [B, H, N, S]
+            visible = _pick(chosen, label.clamp(min=0)[..., None]) & (label >= 0)[..., None]
+            return pair_attention(q, k, v, visible, dropout=self._dropout()).transpose(1, 2)
+        slots = rank_slots(label, clusters, chunk)  # a cluster sits together and shares its keys
+        index = _pick(top, lookup(label, slots.query[..., :1], 0))
+        visible = (slots.query >= 0)[..., :, None] & (index >= 0)[..., None, :]
+        o, _ = slot_attention(q, k, v, slots.query, index, visible, dropout=self._dropout())
+        return give_back(o, slots.place)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size, block, dtype = q.shape[1], self.options.block, v.dtype
