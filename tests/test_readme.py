@@ -120,6 +120,12 @@ def test_the_figures_are_those_of_the_results() -> None:
         assert sentence in text.replace("\n", " "), sentence
 
 
+def test_every_result_says_how_to_take_it_again() -> None:
+    folder = README.parent / "results"
+    said = set(re.findall(r"`([\w/]+\.(?:json|png))`", (folder / "README.md").read_text()))
+    assert said == {p.relative_to(folder).as_posix() for p in folder.rglob("*.*") if p.name != "README.md"}
+
+
 def test_the_pictures_are_drawn_from_the_results() -> None:
     for name in ("scaling", "generated", "lra/small", "train"):
         path = README.parent / "results" / f"{name}.png"
