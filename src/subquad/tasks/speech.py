@@ -22,6 +22,7 @@ from subquad.data import speech
 from subquad.data.padding import pad
 from subquad.mechanisms.base import at_least, one_of, refuse
 from subquad.models import LSTM, Classifier
+from subquad.ops.ctc import ctc_loss
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
 from subquad.tasks.recurrent import lstm_fields
 from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
@@ -139,11 +140,8 @@ class Speech(Task):
 
 def ctc(logits: Tensor, batch: Batch) -> Loss:
     """-log P(phones) of logits [B, T, symbols], of which symbol 0 is the blank."""
-    scores = logits.float().log_softmax(-1).transpose(0, 1)  # [T, B, symbols]
-    total = nn.functional.ctc_loss(
-        scores, batch["targets"], batch["lengths"], batch["target_lengths"], reduction="sum", zero_infinity=True
-    )
-    return Loss(total, batch["target_lengths"].sum())
+    losses = ctc_loss(logits, batch["targets"], batch["lengths"], batch["target_lengths"])
+    return Loss(losses.sum(), batch["target_lengths"].sum())
 
 
 def decode(logits: Tensor, lengths: Tensor) -> list[list[int]]:

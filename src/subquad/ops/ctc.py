@@ -1,0 +1,61 @@
+"""Connectionist temporal classification: -log of the probability of all ways to spread labels and blanks over frames.
+
+Paper: Graves et al. 2006, "Connectionist Temporal Classification". A frame says a label or nothing (the blank, symbol
+0); repetitions are one label unless a blank stands between them.
+
+torch's own loss waits for the GPU to learn the lengths, so that no step with it can be captured; here they stay there.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.ops.impl import Impl, choose
+
+MOST = 4095  # labels of a row that one program of the kernel holds
+
+
+def ctc_loss(
+    logits: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *, impl: Impl = "auto"
+) -> Tensor:
+    """Losses [B] of logits [B, T, symbols] for targets [B, L]; zero, with no gradient, where the labels do not fit.
+
+    Only each row's first `lengths` [B] frames and `target_lengths` [B] labels count.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    if choose(impl, "ctc_loss", scores, _unsupported(scores, targets)) == "torch":
+        return F.ctc_loss(
+            scores.transpose(0, 1), targets, lengths, target_lengths, reduction="none", zero_infinity=True
+        )
+    said = F.pad(targets.clamp(min=0), (1, 0))  # the blank, then the labels
+    heard = scores.gather(-1, said[:, None].expand(-1, scores.shape[1], -1))
+    loss: Tensor = _Ctc.apply(heard, said, lengths, target_lengths)
+    return loss
+
+
+def _unsupported(scores: Tensor, targets: Tensor) -> str | None:
+    if scores.dtype != torch.float32:
+        return f"{scores.dtype}, where float32 is served"
+    if targets.shape[-1] > MOST:
+        return f"{targets.shape[-1]} labels, where at most {MOST} are served"
+    return "no elements" if scores.numel() == 0 else None
+
+
+class _Ctc(torch.autograd.Function):
+    """The derivative of the loss by a log-probability is minus the share of the ways that go through it."""
+
+    @staticmethod
+    def forward(ctx: Any, heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
+        from subquad.ops import ctc_triton
+
+        loss, share = ctc_triton.alignments(heard, said, lengths, target_lengths)
+        ctx.save_for_backward(share)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (share,) = ctx.saved_tensors
+        return -grad[:, None, None] * share, None, None, None

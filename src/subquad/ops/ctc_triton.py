@@ -1,0 +1,89 @@
+"""The kernel of `ctc_loss`: a program goes through the frames of one row forwards, then backwards.
+
+Legend: T frames, N labels and the blank before them, W its next power of two; place j stands for "j labels are said":
+    blank[j]  log-probability of all beginnings that end in silence after label j
+    label[j]  of all that end in saying label j; nothing for j = 0
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from subquad.ops.linear_triton import Config, _start
+
+LAUNCH = Config(0, 0, warps=1, stages=1)
+NEVER = tl.constexpr(-1e30)  # in place of -inf, of which differences can be taken
+
+
+@triton.jit
+def either(a, b):
+    """log(exp a + exp b)"""
+    most = tl.maximum(a, b)
+    return most + tl.log(1.0 + tl.exp(tl.minimum(a, b) - most))
+
+
+@triton.jit
+def both_ways(heard, said, lengths, target_lengths, loss, share, T, N: tl.constexpr, W: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    frames, labels = tl.load(lengths + b), tl.load(target_lengths + b)
+    j = tl.arange(0, W)
+    before, after = tl.maximum(j - 1, 0), tl.minimum(j + 1, W - 1)
+    label_there = (j > 0) & (j <= labels)
+    own = tl.load(said + b * N + j, mask=j < N, other=0)
+    # a label may follow another at once, unless it is the same
+    from_label = label_there & (j > 1) & (own != tl.gather(own, before, 0))
+    to_label = tl.gather(from_label.to(tl.int32), after, 0) > 0
+    to_label = to_label & (j < labels)
+    heard += b * T * N
+    share += b * T * N
+
+    silent = tl.load(heard)
+    spoken = tl.load(heard + j, mask=label_there, other=0.0)
+    blank = tl.where(j == 0, silent, NEVER)
+    label = tl.where(label_there & (j == 1), spoken, NEVER)
+    tl.store(share + j, label, mask=(j < N) & (frames > 0))
+    for t in range(1, frames):
+        silent = tl.load(heard + t * N)
+        spoken = tl.load(heard + t * N + j, mask=label_there, other=0.0)
+        any = either(blank, label)
+        came = tl.where(from_label, tl.gather(any, before, 0), tl.gather(blank, before, 0))
+        label = tl.where(label_there, either(label, came) + spoken, NEVER)
+        blank = tl.where(j <= labels, any + silent, NEVER)
+        tl.store(share + t * N + j, label, mask=j < N)
+    total = tl.max(tl.where(j == labels, either(blank, label), NEVER), 0)
+    fits = (frames > 0) & (total > NEVER / 2)
+    tl.store(loss + b, tl.where(fits, -total, 0.0))
+
+    # what is still to come after a frame, from each place
+    tl.debug_barrier()
+    blank = tl.where(j == labels, 0.0, NEVER)
+    label = tl.where(label_there & (j == labels), 0.0, NEVER)
+    for back in range(frames):
+        t = frames - 1 - back
+        at = share + t * N + j
+        part = tl.exp(tl.load(at, mask=j < N, other=NEVER) + label - total)
+        part = tl.where(label_there & fits, part, 0.0)
+        rest = tl.where(fits, 1.0 - tl.sum(part, 0), 0.0)
+        tl.store(at, tl.where(j == 0, rest, part), mask=j < N)
+        silent = tl.load(heard + t * N)
+        spoken = tl.load(heard + t * N + j, mask=label_there, other=0.0)
+        blank += silent
+        label = tl.where(label_there, label + spoken, NEVER)
+        next_label = tl.where(j < labels, tl.gather(label, after, 0), NEVER)
+        stay = either(label, blank)
+        label = tl.where(label_there, tl.where(to_label, either(stay, next_label), stay), NEVER)
+        blank = either(blank, next_label)
+
+
+def alignments(heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses [B], and of all ways to say it the share [B, T, N] that is silent (0) or says label j in each frame.
+
+    heard [B, T, N]: log-probabilities of the symbols said [B, N], the blank first.
+    """
+    rows, frames, places = heard.shape
+    heard, said, lengths, target_lengths = (x.contiguous() for x in (heard, said, lengths, target_lengths))
+    loss, share = heard.new_empty(rows), torch.zeros_like(heard)
+    constants = {"N": places, "W": triton.next_power_of_2(places)}
+    _start(both_ways, rows, (heard, said, lengths, target_lengths, loss, share), (frames,), constants, LAUNCH)
+    return loss, share
