@@ -83,6 +83,24 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     assert (tmp_path / "results" / "copy.png").exists()
     html = report([tmp_path / "copy"]).html.read_text()
     assert "bits/symbol" in html
+    assert "not run" not in html
+
+
+def test_published_figures_stand_there_without_ours_too(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", here)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
+    assert found["published"] == {}  # the paper shows curves
+    found["published"] = {"linear": 1.25, "other": 2.5}
+    copy_to(found, tmp_path / "copy" / "results.json")
+    console.export_text()
+    console.print(beside(found))
+    lines = [line.split() for line in console.export_text().splitlines() if "not run" in line]
+    assert lines == [["other", "not", "run", "2.5"]]
+    html = report([tmp_path / "copy"]).html.read_text()
+    assert html.count("not run") == 1
+    assert "2.5" in html
 
 
 def test_speed_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> None:

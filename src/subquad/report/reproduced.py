@@ -6,6 +6,7 @@ from typing import Any
 from subquad.report import charts
 from subquad.report.html import Cell, chart, escape, number, size, table
 from subquad.report.results import Run
+from subquad.tasks.figures import not_run
 
 COLUMNS = [
     "row", "data", "ours", "published", "steps", "minutes", "epochs", "examples/s", "iteration, ms", "peak memory",
@@ -16,7 +17,10 @@ COLUMNS = [
 def section(run: Run, name: str, pictures: str) -> str:
     """As HTML, with the curves of its runs."""
     data = run.data
-    rows = [_cells(label, found, data["metric"]) for label, found in data["results"].items()]
+    theirs = {
+        label: {"published": {data["metric"]: value}, "error": "not run"} for label, value in not_run(data).items()
+    }
+    rows = [_cells(label, found, data["metric"]) for label, found in {**data["results"], **theirs}.items()]
     body = table(COLUMNS, rows, caption=f"{data['source']}; the measure is {data['metric']}")
     differs = "".join(f"<li>{escape(line)}</li>" for line in data["differs"])
     for spec, kind in ((charts.curves(run), "lengths"), (charts.loss_curves(run), "losses")):

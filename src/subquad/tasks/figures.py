@@ -26,6 +26,8 @@ def beside(results: Json) -> Shown:
             shown.add_row(name, escape(found["error"][:200]), "failed")
             continue
         shown.add_row(name, found.get("data", ""), *(escape(text) for text in _cells(found)))
+    for name, value in not_run(results).items():
+        shown.add_row(name, "", "not run", f"{value:g}")
     facts = results["machine"]
     notes = [f"hardware: {facts['device']}, torch {facts['torch']}", *results["differs"]]
     if results["budget"]["settings"]:
@@ -35,6 +37,11 @@ def beside(results: Json) -> Shown:
         notes.append(f"cut short by the time budget: {', '.join(short)}")
     shown.caption, shown.caption_justify = escape("what differs: " + "; ".join(notes)), "left"
     return shown
+
+
+def not_run(results: Json) -> dict[str, float]:
+    """Published figures of rows that were not run."""
+    return {name: value for name, value in results.get("published", {}).items() if name not in results["results"]}
 
 
 def _cells(found: Mapping[str, Any]) -> Iterator[str]:
@@ -144,8 +151,13 @@ def _bars(axis: Any, results: Json) -> bool:
                 value = row["published"][metric]
                 axis.barh(place + 0.2, value, 0.36, color="lightgray")
                 axis.annotate(f" {value:g} published", (value, place + 0.2), va="center", fontsize=8)
-        axis.set_yticks(range(len(rows)), list(rows))
-        axis.invert_yaxis()
+        others = not_run(results)
+        for place, value in enumerate(others.values(), start=len(rows)):
+            axis.barh(place, value, 0.36, color="lightgray")
+            axis.annotate(f" {value:g} published", (value, place), va="center", fontsize=8)
+        names = [*rows, *others]
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
         axis.margins(x=0.4)
         axis.set_xlabel(metric)
     return bool(rows)

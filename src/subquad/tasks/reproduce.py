@@ -121,6 +121,7 @@ def _begin(table: Table, budget: Budget, before: Json) -> Json:
             "settings": list(budget.settings),
         },
         "metric": table.metric,
+        "published": {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published},
         "differs": list(table.differs),
         "results": before.get("results", {}),
         "rows": before.get("rows", []),
