@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from subquad.data.files import Broken
 from subquad.models import Seq2Seq
 from subquad.tasks.pairs import END, LONGEST, START, WRITTEN, Fixed, Pairs, collate, date_pair, translate
 
@@ -75,6 +78,20 @@ def test_pairs_once_and_for_all() -> None:
     assert batch["target"].tolist() == [[START, 99, END, 0, 0], [START, 97, 32, 98, END]]
     with pytest.raises(ValueError, match="dates"):
         Pairs(set="poems")
+
+
+def test_spaces_are_of_any_text_in_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes("é été\0naïve – “où”\n".encode() * 200)
+    for cut in range(4):  # within a letter too
+        task = Pairs(set="spaces", text=str(path), words=2, count=100)
+        found = task.source("train").pairs  # type: ignore[attr-defined]
+        assert found[0] == ("éténaïve", "été naïve")
+        assert len(found) == 100
+        path.write_bytes(path.read_bytes()[: -cut - 1])
+    path.write_bytes("un café ".encode("latin-1") * 200)
+    with pytest.raises(Broken, match=r"book\.txt holds b'caf\\xe9': accepted is text in UTF-8"):
+        task.source("train")
 
 
 def test_batches_come_in_few_shapes_and_padding_counts_for_nothing() -> None:

@@ -97,13 +97,14 @@ def collate(pairs: Sequence[tuple[str, str]], longest: tuple[int, int]) -> Batch
 @dataclass(frozen=True)
 class Pairs(Task):
     set: str = "dates"
-    text: str = "text8.first12.5MB"  # of set="spaces": a corpus of words, such as text8, or a file
+    text: str = "text8.first12.5MB"  # of set="spaces": a corpus of words, such as text8, or a file in UTF-8
     words: int = 5  # of set="spaces": in one pair
     count: int = 50_000  # of set="spaces": pairs for training
 
     name: ClassVar[str] = "pairs"
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
     model: ClassVar[Mapping[str, Any]] = {
         "mechanism": "softmax",
         "cross": "softmax",
@@ -136,11 +137,15 @@ class Pairs(Task):
         return Fixed((pairs[2 * cut :], pairs[:cut], pairs[cut : 2 * cut])[part])
 
     def _spaces(self, split: Split) -> list[tuple[str, str]]:
-        from subquad.data import text
+        from subquad.data import files, text
 
         count = self.count if split == "train" else 1000
         data = getattr(text.load(self.text), split)[: 12 * self.words * count]
-        words = bytes(np.asarray(data)).decode("ascii").split()[1:-1]  # the outer ones may be cut
+        parts = bytes(np.asarray(data)).replace(b"\0", b" ").split()[1:-1]  # the outer ones may be cut
+        try:
+            words = [part.decode("utf-8") for part in parts]
+        except UnicodeDecodeError as error:
+            raise files.Broken(f"{self.text} holds {error.object!r}: accepted is text in UTF-8") from error
         lines = [words[at : at + self.words] for at in range(0, len(words) - self.words + 1, self.words)]
         return [("".join(line), " ".join(line)) for line in lines[:count]]
 
