@@ -167,6 +167,47 @@ def test_other_lists_of_transcripts_are_read(data: Path, tmp_path: Path) -> None
         speech.folder(tmp_path / "kaldi")
 
 
+def said(found: speech.Speech, part: speech.Utterances) -> list[str]:
+    made = part.batch(np.arange(len(part)))
+    rows = zip(made["targets"].tolist(), made["target_lengths"].tolist(), strict=True)
+    return ["".join(found.symbols[s] for s in row[:n]) for row, n in rows]
+
+
+@pytest.mark.parametrize("lists", ["", "text"])
+def test_recordings_of_one_name_are_as_many_as_there_are(data: Path, tmp_path: Path, lists: str) -> None:
+    root = tmp_path / "people"
+    for n in range(12):
+        for name, words in (("a", f"yes {n}"), ("b", f"no {n}")):
+            noise(root / f"p{n:02}/{name}.WAV", n)
+            if not lists:
+                (root / f"p{n:02}/{name}.{'TXT' if n % 2 else 'txt'}").write_text(words)
+        if lists:
+            (root / f"p{n:02}/text").write_text(f"a\tyes {n}\nb  no {n}\n")
+    found = speech.folder(root)
+    assert [len(part) for part in found[1:4]] == [20, 2, 2]
+    assert sorted(line for part in found[1:4] for line in said(found, part)) == sorted(
+        f"{word} {n}" for n in range(12) for word in ("yes", "no")
+    )
+    assert said(found, found.test) == ["yes 9", "no 7"]
+    if lists:
+        for path in root.rglob("text"):
+            path.unlink()
+        (root / "text").write_text("a yes\nb no\n")
+        with pytest.raises(Broken, match=r"text has one line for a, which is .*p00/a\.WAV and .*p01/a\.WAV"):
+            speech.folder(root)
+
+
+def test_a_list_of_sounds_may_have_blank_lines(data: Path, tmp_path: Path) -> None:
+    for part in ("train", "validation", "test"):
+        noise(tmp_path / f"{part}/x y.wav", 0)
+        (tmp_path / f"{part}/wav.scp").write_text("\nu1\tx y.wav \n\n")
+        (tmp_path / f"{part}/text").write_text("u1 hm\n")
+    assert speech.folder(tmp_path).test.names == ("u1",)
+    (tmp_path / "test/wav.scp").write_text("u1\n")
+    with pytest.raises(Broken, match=r"wav\.scp has no path for u1: accepted are lines of a name and a path"):
+        speech.folder(tmp_path)
+
+
 def test_folders_that_cannot_be_split_are_named(data: Path, tmp_path: Path) -> None:
     with pytest.raises(Missing, match="nowhere is not a folder here or in"):
         speech.folder("nowhere")

@@ -15,6 +15,11 @@ LEVELS = 256  # of µ-law
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; the last says one of the others further on
 
 
+def wav_files(folder: Path) -> list[Path]:
+    """All of a folder and of those in it, .wav or .WAV, in order."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".wav" and path.is_file())
+
+
 def read_wav(path: Path) -> tuple[np.ndarray, int]:
     """(samples [T] float32, samples a second); channels are averaged. Accepted are 8 to 32 bit integers and floats."""
     data = files.read(path)

@@ -11,15 +11,16 @@ import shutil
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+T = TypeVar("T")
 TIMEOUT = 20  # seconds without an answer
 
 
@@ -120,6 +121,13 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
+
+
+def shown(items: Iterable[T], said: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a bar as they are gone through where somebody looks: thousands of files take a while."""
+    from rich.progress import track
+
+    return track(items, said, total, transient=True, disable=not sys.stdout.isatty())
 
 
 def read(path: Path) -> bytes:

@@ -14,6 +14,7 @@ Symbol 0 is CTC's blank and fills targets up.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,17 +218,30 @@ def _speaker(said: Said) -> str:
 
 
 def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
-    """The utterances of a folder, by name."""
+    """The utterances of a folder, by name; of two WAV files of one name each has its own transcript."""
     lists = [p for name in ("text", "transcripts.txt", "*.trans.txt", "*.transcription") for p in place.rglob(name)]
-    spoken = {name: (line, path) for path in lists for name, line in _transcripts(path).items()}
+    spoken: dict[str, dict[Path, str]] = {}
+    for path in lists:
+        for name, line in _transcripts(path).items():
+            spoken.setdefault(name, {})[path] = line
     scp = place / "wav.scp"
-    sounds = _wav_scp(scp) if scp.exists() else {path.stem: path for path in place.rglob("*.wav")}
-    found = []
-    for name, sound in sorted(sounds.items()):
-        own = sound.with_suffix(".txt")
-        if name not in spoken and not own.exists():
-            raise files.Broken(f"{sound} has no transcript: neither {own.name} nor a line for {name} in {place}")
-        line, path = spoken[name] if name in spoken else (files.read(own).decode("utf-8"), own)
+    sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.wav_files(place)]
+    often = Counter(name for name, _ in sounds)
+    found, used = [], dict[tuple[str, Path], Path]()
+    for name, sound in sorted(sounds):
+        own = next((p for end in (".txt", ".TXT") if (p := sound.with_suffix(end)).exists()), None)
+        if own is not None and (name not in spoken or often[name] > 1):
+            line, path = files.read(own).decode("utf-8"), own
+        elif name in spoken:
+            path = _nearest(sound, spoken[name])
+            line, other = spoken[name][path], used.setdefault((name, path), sound)
+            if other != sound:
+                raise files.Broken(
+                    f"{path} has one line for {name}, which is {other} and {sound}: accepted is one each"
+                )
+        else:
+            text = sound.with_suffix(".txt").name
+            raise files.Broken(f"{sound} has no transcript: neither {text} nor a line for {name} in {place}")
         letters = tuple(" ".join(line.split()).lower())
         found.append(Said(name, sound, letters if words is None else _phones(line, words, path)))
     if not found:
@@ -235,11 +249,16 @@ def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
     return found
 
 
+def _nearest(sound: Path, lists: Iterable[Path]) -> Path:
+    """The list beside a sound or least far above it, if there is one: each speaker's folder may begin with 1.wav."""
+    return max(lists, key=lambda path: len(path.parts) if sound.is_relative_to(path.parent) else 0)
+
+
 def _transcripts(path: Path) -> dict[str, str]:
     """Lines "name words", or "words (name)" in files of Sphinx."""
     lines = [line.strip() for line in files.read(path).decode("utf-8").splitlines() if line.strip()]
     if path.suffix != ".transcription":
-        return {name: words for name, _, words in (line.partition(" ") for line in lines)}
+        return {name: " ".join(words) for name, *words in map(str.split, lines)}
     found = {}
     for line in lines:
         match = re.fullmatch(r"(.*)\((\S+)\)", line)
@@ -249,13 +268,17 @@ def _transcripts(path: Path) -> dict[str, str]:
     return found
 
 
-def _wav_scp(path: Path) -> dict[str, Path]:
-    found = {}
+def _wav_scp(path: Path) -> list[tuple[str, Path]]:
+    found = []
     for line in files.read(path).decode("utf-8").splitlines():
-        name, _, sound = line.strip().partition(" ")
-        if sound.endswith("|"):
+        name, *sound = line.split(maxsplit=1) or [""]
+        if not name:
+            continue
+        if not sound:
+            raise files.Broken(f"{path} has no path for {name}: accepted are lines of a name and a path")
+        if sound[0].rstrip().endswith("|"):
             raise files.Broken(f"{path} makes the sound of {name} by a command: accepted are paths of WAV files")
-        found[name] = path.parent / sound
+        found.append((name, path.parent / sound[0].rstrip()))
     return found
 
 
@@ -310,12 +333,12 @@ def _speech(
     return Speech(name, made["train"], made["validation"], made["test"], symbols)
 
 
-def _make_frames(said: Iterable[Said], features: Callable[[Said], np.ndarray]) -> Callable[[Path], None]:
+def _make_frames(said: Sequence[Said], features: Callable[[Said], np.ndarray]) -> Callable[[Path], None]:
     def make(new: Path) -> None:
         new.mkdir()
         starts = [0]
         with (new / "frames.f32").open("wb") as file:
-            for utterance in said:
+            for utterance in files.shown(said, "sounds into frames"):
                 frames = features(utterance)
                 starts.append(starts[-1] + len(frames))
                 file.write(frames.astype(np.float32).tobytes())
