@@ -1,5 +1,6 @@
 import io
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 
@@ -147,6 +148,21 @@ def test_one_sound_is_split_by_time_and_resampled(data: Path, tmp_path: Path) ->
     (tmp_path / "few").mkdir()
     with pytest.raises(Broken, match="few holds 0 WAV files"):
         music.sound(tmp_path / "few")
+
+
+def test_sound_without_a_path_is_the_spoken_digits(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(
+        Missing, match=r"fsdd/recordings is not in .*v1\.0\.9\.tar\.gz failed.*Put it there \(from http"
+    ):
+        music.sound()
+    folder = data / "free-spoken-digit-dataset-1.0.9/recordings"
+    folder.mkdir(parents=True)
+    for n in range(10):
+        audio.write_wav(folder / f"{n}_jackson_0.{'WAV' if n % 2 else 'wav'}", np.full(100, 0.5), 8000)
+    corpus = music.sound()
+    assert corpus.name == "free-spoken-digit-dataset-1.0.9/recordings at 8,000 Hz"
+    assert [len(part) for part in corpus[1:]] == [800, 100, 100]
 
 
 def test_a_folder_of_midi_files_is_split(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.data import audio, files
+from subquad.data import audio, files, speech
 from subquad.data.midi import Note, Song, read_midi, write_midi
 from subquad.data.text import Corpus, any_file
 
@@ -159,11 +159,12 @@ class Pieces:
         return to_tokens(grid)[: self.length]
 
 
-def sound(path: str | Path = "fsdd/recordings", rate: int = 8000) -> Corpus:
-    """µ-law tokens of a WAV file or of all in a folder; a relative path may lie under the data folder.
+def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
+    """µ-law tokens of a WAV file or of all in a folder; a relative path may lie under the data folder. None: the Free
+    Spoken Digit Dataset, as `speech.digits` has it.
 
     Of ten or more files every tenth is for validation and every tenth for testing."""
-    path = Path(path).expanduser()
+    path = files.get(speech.FSDD) if path is None else Path(path).expanduser()
     path = path if path.exists() else files.folder() / path
     if not path.exists():
         raise files.Missing(
@@ -172,7 +173,7 @@ def sound(path: str | Path = "fsdd/recordings", rate: int = 8000) -> Corpus:
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
         return any_file(files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path), name)
-    found = sorted(path.rglob("*.wav"))
+    found = audio.wav_files(path)
     if len(found) < 10:
         raise files.Broken(f"{path} holds {len(found)} WAV files: accepted are one file, or ten or more to be split")
     held = (found[8::10], found[9::10])
@@ -192,7 +193,7 @@ def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
 def _encoded(sources: Sequence[Path], rate: int) -> Callable[[Path], None]:
     def make(new: Path) -> None:
         with new.open("wb") as file:
-            for source in sources:
+            for source in files.shown(sources, "sounds into tokens"):
                 file.write(audio.mu_law(audio.resample(*audio.read_wav(source), rate)).tobytes())
 
     return make

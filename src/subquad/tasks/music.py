@@ -119,7 +119,7 @@ class Music(Task):
 
 @lru_cache(maxsize=1)
 def _sound(path: str | None, rate: int) -> Corpus:
-    return music.sound(rate=rate) if path is None else music.sound(path, rate)
+    return music.sound(path, rate)
 
 
 @lru_cache(maxsize=1)
