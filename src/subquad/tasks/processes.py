@@ -1,6 +1,12 @@
-"""Commands of subquad in processes of their own, some at a time; what interrupts this one interrupts them first."""
+"""Commands of subquad in processes of their own, some at a time; what interrupts this one interrupts them first.
+
+A process of its own is `python -m subquad.tasks.processes PARENT ...`: it saves and ends once its parent is gone,
+however that went.
+"""
 
 import contextlib
+import io
+import os
 import signal
 import subprocess
 import sys
@@ -8,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 from subquad.bench.child import environment
+from subquad.tasks.lra.worker import end_with
 
 Told = Callable[[str, str], None]  # (name, a line that it printed)
 
@@ -20,7 +28,7 @@ class Process:
     def __init__(self, name: str, arguments: Sequence[str], told: Told):
         self.name, self.said, self.told = name, "", told
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "subquad.cli", *arguments],
+            [sys.executable, "-m", "subquad.tasks.processes", str(os.getpid()), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,7 +55,7 @@ class Process:
 
 
 def run_all(commands: Mapping[str, Sequence[str]], jobs: int, told: Told) -> Iterator[tuple[str, int, str]]:
-    """(name, exit code, the last line) of each as it ends, in at most `jobs` processes at once."""
+    """(name, exit code, the last line or what killed it) of each as it ends, in at most `jobs` processes at once."""
     waiting, running = list(commands), list[Process]()
     with _passed_on(running):
         while waiting or running:
@@ -58,8 +66,13 @@ def run_all(commands: Mapping[str, Sequence[str]], jobs: int, told: Told) -> Ite
                 code = process.ended()
                 if code is not None:
                     running.remove(process)
-                    yield process.name, code, process.said or f"exit code {code}"
+                    yield process.name, code, _killed(-code) if code < 0 else process.said or f"exit code {code}"
             time.sleep(0.1)
+
+
+def _killed(number: int) -> str:
+    why = ", often for want of memory" if number == signal.SIGKILL else ""
+    return f"killed by signal {number} ({signal.strsignal(number)}{why})"
 
 
 @contextlib.contextmanager
@@ -82,3 +95,29 @@ def _passed_on(running: list[Process]) -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
+
+
+class Unheard(io.FileIO):
+    """A pipe that may lose its reader: a run whose lines nobody reads any more still has to save."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def main() -> None:
+    from subquad.cli import main as command
+
+    parent, *words = sys.argv[1:]
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(Unheard(1, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+    )
+    threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
+    sys.argv = ["subquad", *words]
+    command()
+
+
+if __name__ == "__main__":
+    main()
