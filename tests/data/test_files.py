@@ -214,6 +214,32 @@ def test_what_several_ask_for_is_prepared_by_one(data: Path) -> None:
     assert len(made) == 1
 
 
+def test_a_folder_has_changed_when_anything_in_it_has(data: Path) -> None:
+    (data / "set/class/images").mkdir(parents=True)
+    picture = data / "set/class/images/1.png"
+    picture.write_bytes(b"a")
+    (data / "set/round").symlink_to(data / "set")
+
+    def kept() -> Path:
+        return files.prepared("x", lambda new: new.touch(), data / "set")
+
+    first = kept()
+    assert kept() == first
+    time = picture.stat().st_mtime_ns
+    os.utime(picture, ns=(time, time - 1))  # replaced in its place by an older one of the same size
+    second = kept()
+    (data / "set/class/images/2.png").touch()
+    assert len({first, second, kept()}) == 3
+
+
+def test_a_bar_is_for_people_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(files.shown("abc", "letters")) == ["a", "b", "c"]
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert list(files.shown("abc", "letters")) == ["a", "b", "c"]
+    assert capsys.readouterr().out
+
+
 def test_pooch_is_imported_only_for_a_download() -> None:
     names = "digits mnist cifar10 imagenet64 tiny_imagenet text imdb music speech audio midi copy order files images"
     code = f"import importlib, sys\nfor n in '{names}'.split(): importlib.import_module('subquad.data.' + n)\n"

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,19 @@ def test_tiny_imagenet_is_read(data: Path) -> None:
     assert test.labels.tolist() == [1, 0]
     for found, expected in ((training, flat[:4]), (test, flat[4:])):
         assert np.abs(found.pixels.view(-1, 64, 64, 3).numpy().astype(int) - expected).max() <= 2
+
+
+def test_pictures_that_are_added_or_replaced_are_seen(data: Path) -> None:
+    root = data / "tiny-imagenet-200"
+    flat = put_tiny(root)
+    assert len(tiny_imagenet.load()[0].labels) == 4
+    imsave(root / "train/n01/images/n01_2.JPEG", np.array(flat[5]), format="jpeg")
+    assert tiny_imagenet.load()[0].labels.tolist() == [0, 0, 1, 1, 1]
+    imsave(root / "val/images/val_0.JPEG", np.array(flat[0]), format="jpeg")
+    os.utime(root / "val/images/val_0.JPEG", ns=(1, 1))
+    assert abs(int(tiny_imagenet.load()[1].pixels[0, 0]) - 10) <= 2
+    (root / "wnids.txt").write_text("n01\nn02\n")
+    assert [part.labels.tolist() for part in tiny_imagenet.load()] == [[0, 0, 0, 1, 1], [0, 1]]
 
 
 def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:

@@ -85,6 +85,14 @@ def test_the_sparse_transformer_has_its_own_model() -> None:
     assert SPARSE_CIFAR10["depth"] == 128
 
 
+def test_a_result_says_how_many_pictures_where_they_are_not_those_published(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Images().data_name == "mnist, only 12 + 3 pictures"
+    monkeypatch.undo()
+    assert Images(set="digits").data_name == "digits"
+
+
 def test_a_wrong_set_raises() -> None:
     with pytest.raises(ValueError, match="mnist"):
         Images(set="mnits")

@@ -45,7 +45,7 @@ def _part(folder: Path, batches: str, pictures: str) -> Images:
 
 def _read_batches(paths: Sequence[Path]) -> Iterator[Part]:
     """Planes of red, green and blue; labels from 1."""
-    for path in paths:
+    for path in files.shown(paths, "batches of pictures into one file"):
         try:
             with np.load(path, allow_pickle=False) as stored:
                 planes, labels = stored["data"], np.asarray(stored["labels"])
@@ -57,5 +57,5 @@ def _read_batches(paths: Sequence[Path]) -> Iterator[Part]:
 
 
 def _read_pictures(place: Path) -> Iterator[Part]:
-    for path in sorted(place.glob("*.png")):
+    for path in files.shown(sorted(place.glob("*.png")), f"{place.name} into one file"):
         yield read_picture(path, SHAPE), np.array([-1])

@@ -46,7 +46,8 @@ class Pixels:
 
 
 def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]], *sources: Path) -> Images:
-    """Images made once into one file, memory-mapped from then on; `parts` gives (pixels [n, T], labels [n]) in turn."""
+    """Images made once into one file, memory-mapped from then on, until a source has changed; `parts` gives (pixels
+    [n, T], labels [n]) in turn."""
 
     def make(new: Path) -> None:
         new.mkdir()

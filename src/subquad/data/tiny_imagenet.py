@@ -29,16 +29,16 @@ def load() -> tuple[Images, Images]:
     """(training, test)"""
     folder = files.get(FOLDER)
     classes = files.read(folder / "wnids.txt").decode().split()
-    train, val = folder / "train", folder / "val"
+    train, val, labels = folder / "train", folder / "val", folder / "wnids.txt"
     return (
-        packed("tiny_imagenet.train", SHAPE, partial(_read_training, train, classes), train),
-        packed("tiny_imagenet.val", SHAPE, partial(_read_validation, val, classes), val / "val_annotations.txt"),
+        packed("tiny_imagenet.train", SHAPE, partial(_read_training, train, classes), train, labels),
+        packed("tiny_imagenet.val", SHAPE, partial(_read_validation, val, classes), val, labels),
     )
 
 
 def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
     """A folder for each class, one after the other."""
-    for label, name in enumerate(classes):
+    for label, name in enumerate(files.shown(classes, "training pictures into one file")):
         paths = sorted((folder / name / "images").glob("*.JPEG"), key=lambda path: (len(path.name), path.name))
         if not paths:
             raise files.Broken(f"{folder / name / 'images'} holds no JPEG files: the set is not whole")
@@ -48,7 +48,8 @@ def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
 
 def _read_validation(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
     """A list of file, class and box."""
-    for line in files.read(folder / "val_annotations.txt").decode().splitlines():
+    lines = files.read(folder / "val_annotations.txt").decode().splitlines()
+    for line in files.shown(lines, "test pictures into one file"):
         name, label, *_ = line.split()
         if label not in classes:
             raise files.Broken(

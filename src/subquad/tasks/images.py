@@ -31,6 +31,7 @@ from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
 class Set(NamedTuple):
     shape: tuple[int, ...]
     depth: int  # of the paper's model for it
+    published: tuple[tuple[int, int], ...]  # pictures for training and for testing; of two where it has two forms
     values: int = 256
 
     @property
@@ -39,11 +40,11 @@ class Set(NamedTuple):
 
 
 SETS = {
-    "mnist": Set((28, 28), 8),
-    "cifar10": Set((32, 32, 3), 16),
-    "imagenet64": Set((64, 64, 3), 16),
-    "tiny_imagenet": Set((64, 64, 3), 16),
-    "digits": Set((8, 8), 2, 17),
+    "mnist": Set((28, 28), 8, ((60_000, 10_000),)),
+    "cifar10": Set((32, 32, 3), 16, ((50_000, 10_000),)),
+    "imagenet64": Set((64, 64, 3), 16, ((1_281_149, 49_999), (1_281_167, 50_000))),
+    "tiny_imagenet": Set((64, 64, 3), 16, ((100_000, 10_000),)),
+    "digits": Set((8, 8), 2, ((1500, 297),), 17),
 }
 COMPONENTS = 10
 
@@ -82,7 +83,10 @@ class Images(Task):
 
     @property
     def data_name(self) -> str:
-        return self.set
+        """With the number of pictures where it is not the published one."""
+        training, test = (len(part.labels) for part in load(self.set))
+        whole = (training, test) in SETS[self.set].published
+        return self.set if whole else f"{self.set}, only {training:,} + {test:,} pictures"
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         """Depth, length and head follow the set where they are not given; positions on a grid get its shape."""
