@@ -80,7 +80,7 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
             raise files.Broken(
                 f"{folder}/urls_{kind.name}.txt has {len(addresses)} lines, none for {found[-1][2].name}"
             )
-        for number, rating, path in found:
+        for number, rating, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
             texts.append(files.read(path))
             labels.append(label)
             ratings.append(rating)

@@ -243,7 +243,7 @@ def _eltec() -> Corpus:
 
 def _novels(part: Sequence[Path]) -> Callable[[Path], None]:
     def make(new: Path) -> None:
-        new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in part))
+        new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in files.shown(part, "novels into text")))
 
     return make
 
