@@ -173,3 +173,12 @@ def test_a_folder_of_midi_files_is_split(tmp_path: Path) -> None:
     assert [int(grid[0, 0]) for grid in found.test] == [49, 59]
     with pytest.raises(Missing, match="holds 0 MIDI files"):
         music.midi_files(tmp_path / "none")
+    for name in ("09", "19"):
+        write_midi(tmp_path / f"{name}.MID", [])
+    with pytest.raises(Broken, match=r"09\.MID holds no notes, as 2 of 20 files"):
+        music.midi_files(tmp_path)
+
+
+def test_a_short_last_note_is_kept() -> None:
+    grid = music.from_song(Song([Note(0, 1, 60), Note(1, 1.1, 62)], [(0.0, 120.0)]))
+    assert grid[:, 0].tolist() == [60] * 4 + [62]

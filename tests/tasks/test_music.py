@@ -40,6 +40,17 @@ def test_every_note_of_a_chorale_counts_and_silence_behind_it_does_not(grids: da
     assert 3 < found["bits/token"] < 9
 
 
+def test_every_note_of_a_piece_longer_than_any_chorale_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [np.random.default_rng(i).integers(48, 70, (rows, 4)) for i, rows in enumerate((4800, 640, 641, 9))]
+    monkeypatch.setattr(music, "_grids", lambda _: data.Grids(pieces, pieces, pieces))
+    source = Music().source("test")
+    batch = source.batch(np.arange(len(source)), 0)
+    assert batch["tokens"].shape == (8 + 1 + 2 + 1, LONGEST)
+    assert int(batch["lengths"].sum()) == 4 * sum(map(len, pieces))
+    rows = [row[:n] for row, n in zip(batch["tokens"], batch["lengths"], strict=True)]
+    assert torch.cat(rows).tolist() == np.concatenate([data.to_tokens(piece) for piece in pieces]).tolist()
+
+
 def test_sound_is_cut_into_windows(tmp_path: Path) -> None:
     write_wav(tmp_path / "tone.wav", np.sin(np.arange(4000) / 5) / 2, 8000)
     task = Music(set="audio", path=str(tmp_path / "tone.wav"), length=64)

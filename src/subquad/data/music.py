@@ -86,14 +86,14 @@ def to_notes(grid: np.ndarray) -> list[Note]:
 def from_song(song: Song, voices: int = VOICES) -> np.ndarray:
     """The grid [T, voices] of a MIDI file. Where it has 2 to `voices` channels each is a voice, in their order; else
     the voices are at each sixteenth the highest notes that sound. Octaves bring all notes into the range."""
-    rows = round(max((note.end for note in song.notes), default=0) / STEP)
+    starts = [round(note.start / STEP) for note in song.notes]
+    ends = [max(round(note.end / STEP), start + 1) for note, start in zip(song.notes, starts, strict=True)]
+    rows = max(ends, default=0)
     channels = sorted({note.channel for note in song.notes})
     grid = np.zeros((rows, voices), np.int64)
     sounding: list[set[int]] = [set() for _ in range(rows)]
-    for note in song.notes:  # lowest first where several begin at once
+    for note, start, end in zip(song.notes, starts, ends, strict=True):  # lowest first where several begin at once
         pitch = note.pitch + 12 * (max(0, -(-(LOWEST - note.pitch) // 12)) - max(0, -(-(note.pitch - HIGHEST) // 12)))
-        start = round(note.start / STEP)
-        end = max(round(note.end / STEP), start + 1)
         if 1 < len(channels) <= voices:
             grid[start:end, channels.index(note.channel)] = pitch
         else:
@@ -111,7 +111,10 @@ def midi_files(folder: Path) -> Grids:
     found = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
     if len(found) < 10:
         raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, to be split")
-    grids = [from_song(read_midi(path)) for path in found]
+    grids = [from_song(read_midi(path)) for path in files.shown(found, "MIDI files onto a grid")]
+    silent = [path for path, grid in zip(found, grids, strict=True) if not len(grid)]
+    if silent:
+        raise files.Broken(f"{silent[0]} holds no notes, as {len(silent)} of {len(found)} files: accepted are others")
     train = [grid for n, grid in enumerate(grids) if n % 10 < 8]
     return Grids(train, grids[8::10], grids[9::10])
 
@@ -119,6 +122,12 @@ def midi_files(folder: Path) -> Grids:
 def save_midi(tokens: np.ndarray | Tensor, path: Path, tempo: float = 80.0) -> None:
     """A piece of tokens as a MIDI file, sung by four choirs."""
     write_midi(path, to_notes(to_grid(tokens)), tempo, programs=(52,) * VOICES)
+
+
+def in_parts(pieces: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
+    """All of the pieces, those of more than `length` tokens as several, one after the other."""
+    rows = length // VOICES
+    return [piece[start : start + rows] for piece in pieces for start in range(0, len(piece), rows)]
 
 
 @dataclass(frozen=True, eq=False)

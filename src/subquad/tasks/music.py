@@ -1,7 +1,8 @@
 """Music token after token: chorales as notes of four voices, sound as µ-law samples; what a model writes can be played.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.4: raw audio, strided attention
-chorales  the four voices of a sixteenth note, then of the next; training pieces are moved by some semitones each epoch
+chorales  the four voices of a sixteenth note, then of the next; training pieces are moved by some semitones each epoch;
+          every note of the others is measured, of pieces longer than any chorale in parts of that length
 audio     samples of a WAV file or of all in a folder, one after the other
 """
 
@@ -90,7 +91,9 @@ class Music(Task):
         if self.set == "audio":
             return Windows(getattr(_sound(self.path, self.rate), split), self.window, shifted=training)
         pieces = getattr(_grids(self.path), split)
-        return music.Pieces(pieces, self.window if training else LONGEST, self.transpose if training else 0)
+        if training:
+            return music.Pieces(pieces, self.window, self.transpose)
+        return music.Pieces(music.in_parts(pieces, LONGEST), LONGEST)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return self._score(model, batch)
