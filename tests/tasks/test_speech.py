@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subquad.data.files import Broken
 from subquad.data.speech import Speech as Data
 from subquad.data.speech import Utterances
 from subquad.models import LSTM, Classifier
@@ -166,6 +167,33 @@ def test_augmentation_repeats_itself_and_leaves_room_for_what_is_said() -> None:
         made = source.batch(np.array([1, 0]), epoch)
         assert bool((made["lengths"] >= 2 * made["target_lengths"] + 1).all())
         assert not made["frames"][0, int(made["lengths"][0]) :].any()
+
+
+def test_a_stack_that_leaves_too_few_frames_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = dataclasses.replace(utterances(), targets=np.array([1, 1, 1, 2, 1, 4]))  # of 12, 9 and 15 frames
+    assert few.fewest.tolist() == [3, 3, 1]  # a blank between 1 and 1
+    made = Data("made up", few, few, few, ("", "A", "B", "C", "D"))
+    monkeypatch.setattr(speech, "_load", lambda *_: made)
+    for stack in (4, 5, 40):
+        sizes, said = [-(-n // stack) for n in (12, 9, 15)], torch.tensor([[1, 1, 0], [1, 2, 1], [4, 0, 0]])
+        losses = F.ctc_loss(torch.zeros(15, 3, 5).log_softmax(-1), said, sizes, (2, 3, 1), reduction="none")
+        if losses.isfinite().all():
+            Speech(stack=stack).source("train")
+            assert stack == 4
+            continue
+        lost = 3 * int(losses.isinf().sum())
+        with pytest.raises(ValueError, match=rf"stack=.* cannot work: accepted is 1 to 4 \({lost} of 9 utterances"):
+            Speech(stack=stack).source("train")
+
+
+def test_transcripts_of_other_sounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = dataclasses.replace(utterances(), targets=np.arange(60) % 4 + 1, target_starts=np.array([0, 20, 40, 60]))
+    monkeypatch.setattr(speech, "_load", lambda *_: Data("made up", long, long, long, ("", "A", "B", "C", "D")))
+    with pytest.raises(Broken, match="made up has fewer frames of 10 ms than symbols in 9 of 9 utterances"):
+        Speech().source("train")
+    one = dataclasses.replace(long, target_starts=np.array([0, 58, 59, 60]))  # one that is cut short may be there
+    monkeypatch.setattr(speech, "_load", lambda *_: Data("made up", one, one, one, ("", "A", "B", "C", "D")))
+    assert len(Speech().source("train")) == 3
 
 
 def test_a_folder_needs_its_path(tmp_path: Path) -> None:

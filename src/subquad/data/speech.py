@@ -89,6 +89,15 @@ class Utterances:
     def most_said(self) -> int:
         return int(np.diff(self.target_starts).max())
 
+    @cached_property
+    def fewest(self) -> np.ndarray:
+        """[N]: the frames that CTC needs for each, one a symbol and one between equal ones."""
+        again = np.zeros(len(self.targets) + 1, np.int64)
+        again[1:-1] = self.targets[1:] == self.targets[:-1]
+        again[self.target_starts] = 0  # what an utterance begins with
+        before = np.concatenate(([0], again.cumsum()))[self.target_starts]
+        return np.diff(self.target_starts) + np.diff(before)
+
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         frames = [self.frames[self.starts[i] : self.starts[i + 1]] for i in indices]
         targets = [self.targets[self.target_starts[i] : self.target_starts[i + 1]] for i in indices]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subquad.data import speech
+from subquad.data import files, speech
 from subquad.data.padding import pad
 from subquad.mechanisms.base import at_least, one_of, refuse
 from subquad.models import LSTM, Classifier
@@ -117,7 +117,9 @@ class Speech(Task):
         return Classifier(**{"features": features, "classes": classes, "pooling": "none", **fields})
 
     def source(self, split: Split) -> Source:
-        said: speech.Utterances = getattr(_load(self.set, self.path), split)
+        data = _load(self.set, self.path)
+        check_fit(data, self.stack)
+        said: speech.Utterances = getattr(data, split)
         found: Source = Augmented(said, self.stack) if split == "train" and self.augment else said
         return Stacked(found, self.stack) if self.stack > 1 else found
 
@@ -136,6 +138,24 @@ class Speech(Task):
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
         return {"per": 100 * mean["per"], "bits/phone": mean["nats"] / math.log(2)}
+
+
+def check_fit(data: speech.Speech, stack: int) -> None:
+    """Refuse frames so few that CTC has no way to say the symbols: their loss is zero, and a model would learn nothing
+    unnoticed. Some recordings may be cut too short; a stack that makes more of them so is a mistake."""
+    parts = (data.train, data.validation, data.test)
+    frames = np.concatenate([np.diff(part.starts) for part in parts])
+    fewest = np.concatenate([part.fewest for part in parts])
+    widest = np.where(fewest > 1, (frames - 1) // np.maximum(fewest - 1, 1), stack)  # the stack that leaves as many
+    never, lost = widest < 1, widest < stack
+    if never.sum() > len(never) / 2:
+        raise files.Broken(
+            f"{data.name} has fewer frames of 10 ms than symbols in {never.sum():,} of {len(never):,} utterances: its "
+            "transcripts are not those of its sounds"
+        )
+    if lost.sum() > never.sum():
+        room = f"{lost.sum():,} of {len(lost):,} utterances would have fewer frames than CTC needs for their symbols"
+        refuse("stack", stack, f"1 to {widest[~never].min()} ({room})")
 
 
 def ctc(logits: Tensor, batch: Batch) -> Loss:
