@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from subquad.tasks.pairs import Pairs
 from subquad.training import checkpoints
 from subquad.training import run as run_module
 from subquad.training.distributed import Ranks, blocks_of, join
@@ -74,6 +75,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     four = [(name, job) for name, job in JOBS.items() if name.endswith("4")]
     _together(4, folder, [*four, ("cut_4", {**cut, "resume": True})])
     return folder
+
+
+def _decode(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    run(folder / "two", SMALL, task=Pairs(), **PAIRS, parallel="fsdp")
+    dist.destroy_process_group()
+
+
+SMALL = {"dim": 8, "depth": 1, "heads": 2, "dropout": 0.0}
+PAIRS: dict[str, Any] = {"steps": 4, "batch": 5, "evaluate_every": 2, "log_every": 1, "eps": 1e-3, "warmup": 0}
+
+
+def test_what_is_written_token_by_token_is_measured_over_shards_too(
+    tmp_path: Path,
+) -> None:
+    ranks = [start(_decode, rank, tmp_path) for rank in range(2)]
+    run(tmp_path / "one", SMALL, task=Pairs(), **PAIRS)
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert_close_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -51,10 +51,11 @@ def test_an_error_of_the_data_is_not_swallowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "batch", "most", "world"), [(10, 3, None, 1), (10, 3, 2, 1), (10, 3, None, 4), (1, 5, None, 2)]
+    ("count", "batch", "most", "world"),
+    [(10, 3, None, 1), (10, 3, 7, 1), (10, 3, 7, 2), (10, 3, None, 4), (1, 5, None, 2)],
 )
 def test_a_split_is_measured_once_whatever_the_ranks(count: int, batch: int, most: Any, world: int) -> None:
     made = [list(in_order(Numbers(count), batch, most, _ranks(rank, world))) for rank in range(world)]
     assert len({len(batches) for batches in made}) == 1  # all ranks compute as often
     counted = sorted(n for batches in made for part, counts in batches if counts for n in part["index"].tolist())
-    assert counted == list(range(count if most is None else min(count, most * batch)))
+    assert counted == list(range(count if most is None else min(count, most)))

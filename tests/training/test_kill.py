@@ -56,7 +56,7 @@ def test_kill_at_any_moment_and_resume_gives_the_same_curve(tmp_path: Path, whol
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_a_run_saves_and_says_so(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     process = start(elsewhere, tmp_path, False, {**SETTINGS, "checkpoint_every": 50})
     _wait_until_begun(tmp_path, None)

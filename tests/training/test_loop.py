@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -8,12 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from subquad import models
 from subquad.data.order import Order
 from subquad.training import checkpoints
 from subquad.training import run as run_module
+from subquad.training.loop import train
 from subquad.training.run import Stopped
 from subquad.training.task import Batch, Loss
 from tests.training.tiny import Tiny, Tokens, assert_close_run, assert_same_run, curve, run, weights
@@ -246,10 +249,52 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, w
     found, named = checkpoints.newest(tmp_path / "checkpoints")
     assert found is not None
     assert found.step == 3
-    assert len(named) == 1
-    assert "step_000006 is damaged" in named[0]
+    assert list(named) == [newest]
+    assert "step_000006 is damaged" in named[newest]
+    _die_at(tmp_path, 5, resume=True, checkpoint_every=2, keep=1)
+    assert [path.name for path in checkpoints.names(tmp_path / "checkpoints")] == ["step_000004"]
+    assert (tmp_path / "checkpoints" / "step_000006.damaged").is_dir()
     run(tmp_path, resume=True)
     assert_same_run(tmp_path, whole)
+
+
+def test_an_older_checkpoint_that_is_damaged_is_in_nobody_s_way(tmp_path: Path, whole: Path) -> None:
+    _die_at(tmp_path, 8)
+    (tmp_path / "checkpoints" / "step_000003" / checkpoints.STATE).unlink()
+    run(tmp_path, resume=True, checkpoint_every=7, keep=5)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.parametrize("damage", ["lost", "truncated"])
+def test_without_the_best_weights_the_last_ones_are_tested(tmp_path: Path, damage: str) -> None:
+    done = run(tmp_path)
+    (tmp_path / "result.json").unlink()
+    file = tmp_path / "best" / checkpoints.name_of(done.best_step) / "model.safetensors"
+    file.unlink() if damage == "lost" else file.write_bytes(file.read_bytes()[:100])
+    console = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    again = train(Tiny(), out=tmp_path, resume=True, device="cpu", console=console)
+    assert again.steps == again.best_step == done.steps
+    assert f"{file} cannot be read" in console.export_text()
+
+
+def test_a_run_goes_on_when_nobody_listens(tmp_path: Path, whole: Path) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    train(Tiny(), out=tmp_path, device="cpu", console=Console(file=Gone()))
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_leg_takes_some_time(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leg=0: accepted is a positive number of minutes"):
+        run(tmp_path, leg=0)
+
+
+def test_validation_is_of_the_same_examples_in_micro_batches(tmp_path: Path) -> None:
+    for name, micro in (("whole", None), ("micro", 3)):
+        run(tmp_path / name, STILL, steps=4, micro_batch=micro, evaluate_batches=1, eps=EPS)
+    assert_close_run(tmp_path / "micro", tmp_path / "whole")
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from subquad.training.distributed import Ranks
 STATE, TENSORS = "state.json", "tensors.safetensors"
 FORMAT = 1
 PART = ".part"  # the ending of what is still being written
+DAMAGED = ".damaged"  # of what was found so and set aside
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ def write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping
             text = json.dumps({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
             _write_synced(part / STATE, text.encode() + b"\n")
             _sync_directory(part)
-            if path.exists():  # a damaged one, which this run replaces
-                shutil.rmtree(path)
             part.rename(path)
             _sync_directory(folder)
         ranks.barrier()
@@ -92,15 +91,22 @@ def names(folder: Path) -> list[Path]:
     return sorted((path for path in found if path.name.removeprefix("step_").isdigit()), key=_step)
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
-    damaged: list[str] = []
+    damaged: dict[Path, str] = {}
     for path in reversed(names(folder)):
         try:
             return read(path), damaged
         except ValueError as error:
-            damaged.append(str(error))
+            damaged[path] = str(error)
     return None, damaged
+
+
+def set_aside(path: Path) -> None:
+    """Under a name that no reader takes for a checkpoint, so that it is not counted among those to keep."""
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def read(path: Path) -> Checkpoint:

@@ -64,7 +64,15 @@ class Ranks:
         """Let go of gathered parameters: what is read and written from here on is what the rank holds."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
+                part.set_reshard_after_forward(part is not module, recurse=False)
                 part.reshard()
+
+    def gather(self, module: nn.Module) -> None:
+        """Whole parameters on every rank until `reshard`: for what is not called as a module, such as single steps."""
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                part.set_reshard_after_forward(False, recurse=False)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, over all ranks."""

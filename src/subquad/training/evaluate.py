@@ -15,12 +15,16 @@ from subquad.training.task import Batch, Loss, Source, Sums, Task
 class Wired(nn.Module):
     """A task's loss and measures as the forward of one module: what DDP, FSDP and torch.compile wrap."""
 
-    def __init__(self, task: Task, model: nn.Module):
+    def __init__(self, task: Task, model: nn.Module, ranks: Ranks | None = None):
         super().__init__()
-        self.task, self.model = task, model
+        self.task, self.model, self.ranks = task, model, ranks
 
     def forward(self, batch: Batch, measure: bool = False) -> Loss | Sums:
-        return self.task.measure(self.model, batch) if measure else self.task.loss(self.model, batch)
+        if not measure:
+            return self.task.loss(self.model, batch)
+        if self.task.decodes and self.ranks is not None:
+            self.ranks.gather(self)
+        return self.task.measure(self.model, batch)
 
 
 def _uncompiled(wired: Wired) -> AbstractContextManager[None]:
@@ -37,16 +41,16 @@ def evaluate(
     precision: Precision,
     *,
     batch: int,
-    batches: int | None = None,
+    examples: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """The task's summary over a split, or its first batches; None if `stop` says so before the end."""
+    """The task's summary over a split, or its first examples; None if `stop` says so on any rank before the end."""
     training = wired.training
     wired.eval()
     sums: dict[str, Tensor] = {}
     try:
-        for made, counts in in_order(source, batch, batches, ranks):
-            if ranks.world == 1 and stop():
+        for made, counts in in_order(source, batch, examples, ranks):
+            if ranks.largest(float(stop()))[0]:
                 return None
             with precision.autocast(), _uncompiled(wired):
                 found = wired(made, measure=True)

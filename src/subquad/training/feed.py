@@ -53,16 +53,16 @@ def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:
 
 
 def in_order(source: Source, batch: int, most: int | None, ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
-    """(batch, whether it counts): a whole split once, spread over the ranks.
+    """(batch, whether it counts): a whole split once, or its first `most` examples, spread over the ranks.
 
     Each rank gets the same number of batches, because sharded models compute together; those in excess do not count.
     """
-    count = -(-len(source) // batch)
-    count = count if most is None else min(count, most)
+    size = len(source) if most is None else min(len(source), most)
+    count = -(-size // batch)
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
 
         def make(number: int) -> Batch:
-            rows = np.arange(number * batch, min(len(source), (number + 1) * batch))
+            rows = np.arange(number * batch, min(size, (number + 1) * batch))
             return to_device(source.batch(rows, 0), ranks.device)
 
         numbers = range(ranks.rank, -(-count // ranks.world) * ranks.world, ranks.world)

@@ -3,6 +3,7 @@
 config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_000100/, model/, result.json
 """
 
+import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -72,10 +73,13 @@ class Folder:
             return Opened(None, notes)
         if (self.path / RESULT).exists():
             return Opened(None, [], json.loads((self.path / RESULT).read_text()))
-        found, notes = checkpoints.newest(self.checkpoints)
-        if found is None and notes:
-            raise ValueError(f"{'; '.join(notes)}: no checkpoint is left to go on from; --out begins anew elsewhere")
-        notes = [f"{note}; the one before it is used" for note in notes]
+        found, damaged = checkpoints.newest(self.checkpoints)
+        if found is None and damaged:
+            said = "; ".join(damaged.values())
+            raise ValueError(f"{said}: no checkpoint is left to go on from; --out begins anew elsewhere")
+        notes = [f"{said}; the one before it is used" for said in damaged.values()]
+        for path in damaged:
+            checkpoints.set_aside(path)
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")
         return Opened(found, notes)
@@ -85,8 +89,9 @@ class Folder:
         checkpoints.prune(self.checkpoints, keep)
         named = {best}
         for path in checkpoints.names(self.checkpoints):
-            facts = json.loads((path / checkpoints.STATE).read_text())["facts"]
-            named.add((facts.get("best") or {}).get("step"))
+            with contextlib.suppress(OSError, ValueError, KeyError):  # one that was damaged meanwhile names nothing
+                facts = json.loads((path / checkpoints.STATE).read_text())["facts"]
+                named.add((facts.get("best") or {}).get("step"))
         kept = {self.best(step).name for step in named if step is not None}
         for path in self.path.glob("best/step_*"):
             if path.name not in kept:

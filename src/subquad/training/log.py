@@ -1,5 +1,6 @@
 """What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard."""
 
+import contextlib
 import json
 import math
 import os
@@ -96,7 +97,9 @@ class Log:
     def say(self, text: str) -> None:
         self.said = time.monotonic()
         if self.file is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            # who listened may be gone, a terminal or `| head`, which ends a process that only prints; a run goes on
+            with contextlib.suppress(OSError, SystemExit):
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Meter:

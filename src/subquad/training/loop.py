@@ -34,6 +34,8 @@ def train(
 ) -> Result:
     """Train a task into a folder. `model` are keywords beside the task's own; `leg`: stop after so many minutes and
     leave the rest to a later call with resume=True."""
+    if leg is not None and not leg > 0:
+        raise ValueError(f"leg={leg:g}: accepted is a positive number of minutes")
     training = task.training if training is None else training
     fields = {**task.model, **(model or {})}
     ranks = join(training.parallel, available(device))

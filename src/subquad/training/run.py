@@ -34,7 +34,7 @@ from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import Batch, Loss, Source, Split, Task
-from subquad.training.weights import copy_of, load_weights, make_model, save_model
+from subquad.training.weights import DamagedWeights, copy_of, load_weights, make_model, save_model
 
 TENTHS = 10  # of a run: evaluations and checkpoints, where nothing else is said
 
@@ -75,7 +75,7 @@ class Run:
         self.order = Order(len(self.sources["train"]), training.batch, training.seed, training.shuffle)
         torch.manual_seed(training.seed)
         self.model = make_model(task, config.model).to(device)
-        self.wired = Wired(task, self.model)
+        self.wired = Wired(task, self.model, ranks)
         ranks.shard(self.wired, blocks_of(self.model))
         if training.compile:
             self.wired.compile()
@@ -123,6 +123,7 @@ class Run:
                 if done or self._due(training.evaluate_every, fresh):
                     with self._pause(meter):
                         self._evaluate(log, signals)
+                    stop = self.ranks.largest(float(signals.number))[0]  # it may have been asked meanwhile
                 if done or self._due(training.checkpoint_every or training.evaluate_every, fresh):
                     with self._pause(meter):
                         self._save(log)
@@ -222,7 +223,8 @@ class Run:
             first = self.step - int(updates) + 1
             raise Stopped(
                 f"{what} is no longer a number between steps {first:,} and {self.step:,}: {last}; "
-                "a lower training.lr, a longer training.warmup or a tighter training.clip usually helps"
+                "a new run (--out) with a lower training.lr, a longer training.warmup or a tighter training.clip "
+                "usually helps"
             )
         return found
 
@@ -270,6 +272,8 @@ class Run:
     def _measure(self, split: Split, batches: int | None, signals: Signals) -> dict[str, float] | None:
         training = self.training
         size = training.evaluate_batch or training.micro_batch or max(1, training.batch // self.ranks.world)
+        # the same examples on any number of ranks, in micro-batches or not
+        most = None if batches is None else batches * (training.evaluate_batch or training.batch)
         self._seed(1)
         with self._averaged():
             return evaluate(
@@ -278,7 +282,7 @@ class Run:
                 self.ranks,
                 self.precision,
                 batch=size,
-                batches=batches,
+                examples=most,
                 stop=lambda: signals.number != 0,
             )
 
@@ -343,13 +347,18 @@ class Run:
     def _finish(self, log: Log, signals: Signals, seconds: float, parameters: int) -> Result:
         """The test, with the weights that were best on validation."""
         if self.best is not None:
-            self.ema = None  # the best weights are averages already
             self.ranks.barrier()
             self.ranks.reshard(self.wired)
-            load_weights(self.model, self.folder.best(self.best["step"]))
+            try:
+                load_weights(self.model, self.folder.best(self.best["step"]))
+                self.ema = None  # the best weights are averages already
+            except DamagedWeights as error:
+                log.say(f"{error}: the last weights are tested instead of the best")
+                self.best = None
         measured = self._measure("test", None, signals)
         if measured is None:
-            raise Interrupted("interrupted before the test: --resume goes on", 128 + signals.number)
+            number = int(self.ranks.largest(float(signals.number))[0])
+            raise Interrupted("interrupted before the test: --resume goes on", 128 + number)
         log.write(self.step, "test", {**measured, "seconds": seconds})
         with self._averaged():
             self._save_model(self.folder.model)

@@ -1,4 +1,4 @@
-"""Ctrl-C and its relatives: asked once, the run saves at the next step; asked twice, it stops where it is."""
+"""Ctrl-C, a closed terminal and the like: asked once, the run saves at the next step; asked twice, it stops at once."""
 
 import signal
 import threading
@@ -26,8 +26,9 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._asked)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup asks to go on
+                    self.before[number] = signal.signal(number, self._asked)
         return self
 
     def __exit__(

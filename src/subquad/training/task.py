@@ -39,6 +39,7 @@ class Task(ABC):
     name: ClassVar[str]
     metric: ClassVar[str]  # the measure that decides which checkpoint is best: "bits/dim"
     higher_is_better: ClassVar[bool] = False
+    decodes: ClassVar[bool] = False  # measure writes token by token: each rank then needs the whole model
     model: ClassVar[Mapping[str, Any]]
     training: ClassVar[TrainingConfig]
 

@@ -12,6 +12,10 @@ from subquad.training import checkpoints
 from subquad.training.task import Task
 
 
+class DamagedWeights(ValueError):
+    """Saved weights that are gone, or not what was written."""
+
+
 def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
     """A keyword that the model does not know is a wrong value of the user's, not an error of ours."""
     try:
@@ -31,7 +35,12 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Into a model that is there, sharded or not."""
-    found = checkpoints.read_tensors(path / WEIGHTS)
+    from safetensors import SafetensorError
+
+    try:
+        found = checkpoints.read_tensors(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise DamagedWeights(f"{path / WEIGHTS} cannot be read ({error})") from error
     checkpoints.copy_into(found, tensors_of(model), str(path))
 
 
