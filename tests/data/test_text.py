@@ -26,8 +26,9 @@ def test_any_file_is_cut_in_order_and_mapped(data: Path, tmp_path: Path) -> None
 
 
 def test_a_name_that_is_neither_set_nor_file_says_what_is(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"'enwik9' is neither.*enwik8, text8, .*ptb"):
+    with pytest.raises(ValueError, match=r"'enwik9' is neither.*enwik8, text8, .*ptb") as raised:
         text.load("enwik9")
+    assert f"from {Path.cwd()} or {data} on" in str(raised.value)  # a relative path, asked for from another folder
     (data / "small").write_bytes(b"ab")
     with pytest.raises(Broken, match="small holds 2 bytes"):
         text.load("small")

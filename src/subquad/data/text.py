@@ -96,7 +96,10 @@ def load(name: str) -> Corpus:
     for path in (Path(name).expanduser(), files.folder() / name):
         if path.is_file():
             return any_file(path)
-    raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {', '.join(SETS)} and paths of files")
+    raise ValueError(
+        f"{name!r} is neither a corpus nor a file: accepted are {', '.join(SETS)} and paths of files, "
+        f"from {Path.cwd()} or {files.folder()} on"
+    )
 
 
 def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS, size: int | None = None) -> Corpus:
