@@ -279,7 +279,7 @@ def generate(
         ):
             console.print(f"piece: {path}", soft_wrap=True)
         return
-    found = None if card.get("task") == "text" else image_shape(model, shape)
+    found = None if card.get("task") == "text" else image_shape(model, shape, card)
     if found is None:
         text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
     else:

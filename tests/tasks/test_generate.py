@@ -21,6 +21,8 @@ def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
     text = LanguageModel(vocab=256, **sizes)
     assert image_shape(text) is None
     assert image_shape(text, "4x5x3") == (4, 5, 3)
+    assert image_shape(text, card={"task": "images", "data": {"set": "cifar10"}}) == (32, 32, 3)
+    assert image_shape(text, card={"task": "copy", "data": {}}) is None
     for wrong in ("4", "4x0", "axb", "4x4x2"):
         with pytest.raises(ValueError, match="cannot work"):
             image_shape(text, wrong)
@@ -81,3 +83,12 @@ def test_the_command_line_makes_a_picture_and_says_how_fast(tmp_path: Path) -> N
     LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear").save(tmp_path / "text")
     result = run.invoke(app, ["generate", str(tmp_path / "text"), "--prompt", "hello", "--steps", "4"])
     assert result.output.startswith("hello")
+
+
+def test_a_run_over_images_writes_images_whatever_its_head(tmp_path: Path) -> None:
+    LanguageModel(vocab=18, max_length=64, dim=16, depth=1, heads=2, mechanism="linear").save(tmp_path / "model")
+    (tmp_path / "config.json").write_text('{"task": "images", "data": {"set": "digits"}}')
+    out = tmp_path / "digits.png"
+    result = run.invoke(app, ["generate", str(tmp_path), "--count", "2", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.read_bytes().startswith(b"\x89PNG")

@@ -3,8 +3,9 @@
 import codecs
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,16 +16,17 @@ from subquad.models import LanguageModel
 from subquad.models.loop import values_of
 from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
+from subquad.tasks.images import SETS, Images
 
 BYTES = 256
 Shape = tuple[int, int, int]  # rows, columns, channels
 
 
-def image_shape(model: LanguageModel, asked: str | None = None) -> Shape | None:
+def image_shape(model: LanguageModel, asked: str | None = None, card: Mapping[str, Any] | None = None) -> Shape | None:
     """Rows, columns and channels of the images a model writes; None if it writes something else.
 
-    As asked ("28x28", "32x32x3"), as the model's own grid of positions says, or, for a mixture head, a square of
-    max_length bytes.
+    As asked ("28x28", "32x32x3"), as the model's own grid of positions says, as the set has it that it was trained on
+    by its card, or, for a mixture head, a square of max_length bytes.
     """
     if asked is not None:
         parts = asked.lower().split("x")
@@ -33,6 +35,8 @@ def image_shape(model: LanguageModel, asked: str | None = None) -> Shape | None:
         numbers = [int(part) for part in parts]
     elif model.config.embedding.shape is not None:
         numbers = list(model.config.embedding.shape)
+    elif card and card.get("task") == Images.name:
+        numbers = list(SETS[card["data"]["set"]].shape)
     elif model.config.mixture is not None and model.config.transformer.max_length is not None:
         numbers = _square(model.config.transformer.max_length)
     else:
