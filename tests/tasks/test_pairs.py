@@ -92,6 +92,9 @@ def test_spaces_are_of_any_text_in_utf_8(tmp_path: Path) -> None:
     path.write_bytes("un café ".encode("latin-1") * 200)
     with pytest.raises(Broken, match=r"book\.txt holds b'caf\\xe9': accepted is text in UTF-8"):
         task.source("train")
+    path.write_bytes(b"one two three " * 5)
+    with pytest.raises(Broken, match=r"book\.txt has 0 whole words \(test\): accepted are 2 or more"):
+        task.source("test")
 
 
 def test_batches_come_in_few_shapes_and_padding_counts_for_nothing() -> None:

@@ -147,6 +147,8 @@ class Pairs(Task):
         except UnicodeDecodeError as error:
             raise files.Broken(f"{self.text} holds {error.object!r}: accepted is text in UTF-8") from error
         lines = [words[at : at + self.words] for at in range(0, len(words) - self.words + 1, self.words)]
+        if not lines:
+            raise files.Broken(f"{self.text} has {len(words)} whole words ({split}): accepted are {self.words} or more")
         return [("".join(line), " ".join(line)) for line in lines[:count]]
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
