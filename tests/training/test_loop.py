@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch import nn
 
 from subquad import models
@@ -164,10 +165,7 @@ def test_lower_precision_learns_with_weights_in_single(tmp_path: Path, precision
 
 
 def test_minutes_end_a_run_that_still_anneals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10**6))
-    monkeypatch.setattr(
-        "subquad.training.run.time.perf_counter", lambda: float(next(clock))
-    )  # a second between two looks
+    _clocked(monkeypatch, update=1.0, evaluation=0.0)
     settings: dict[str, Any] = {"steps": 10**6, "minutes": 1.0, "log_every": 1, "checkpoint_every": None}
     result = run(tmp_path, **settings, evaluate_every=None)
     assert result.ended_by == "minutes"
@@ -286,6 +284,54 @@ def test_a_run_goes_on_when_nobody_listens(tmp_path: Path, whole: Path) -> None:
     assert_same_run(tmp_path, whole)
 
 
+def test_the_peak_of_memory_is_that_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [100]
+    measure = Tiny.measure
+
+    def hungry(self: Tiny, model: nn.Module, batch: Batch) -> Any:
+        used[0] = 900
+        return measure(self, model, batch)
+
+    monkeypatch.setattr(Tiny, "measure", hungry)
+    monkeypatch.setattr(run_module, "memory", lambda _: used[0])
+    assert run(tmp_path).peak_bytes == 100
+
+
+def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation gets worse from its first reading on."""
+    found = iter((1.0, 2.0, 3.0, 4.0))
+    monkeypatch.setattr(Tiny, "summary", lambda _, __: {"perplexity": next(found)})
+    result = run(tmp_path)
+    assert (result.best_step, result.validation, result.steps) == (4, {"perplexity": 1.0}, 12)
+    best = load_file(tmp_path / "best" / "step_000004" / "model.safetensors")
+    assert all(torch.equal(best[name], tensor) for name, tensor in weights(tmp_path).items())
+
+
+def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) -> None:
+    """A clock of our own, in which each of them takes so many seconds."""
+    now = [0.0]
+    updating, measuring = run_module.Run._update, run_module.Run._measure
+
+    def _update(self: Any, feed: Any, seconds: float) -> None:
+        now[0] += update
+        updating(self, feed, seconds)
+
+    def _measure(self: Any, *given: Any) -> Any:
+        now[0] += evaluation
+        return measuring(self, *given)
+
+    monkeypatch.setattr(run_module.Run, "_update", _update)
+    monkeypatch.setattr(run_module.Run, "_measure", _measure)
+    monkeypatch.setattr("subquad.training.run.time.perf_counter", lambda: now[0])
+
+
+def test_with_minutes_evaluations_take_at_most_half_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _clocked(monkeypatch, update=1.0, evaluation=20.0)
+    run(tmp_path, steps=1000, minutes=1.0, evaluate_every=None)
+    steps = [line["step"] for line in curve(tmp_path) if line["split"] == "validation"]
+    assert steps == [6, 28, 29]  # at a tenth; at the first tenth after 20 s more of training; at the end
+
+
 def test_a_leg_takes_some_time(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leg=0: accepted is a positive number of minutes"):
         run(tmp_path, leg=0)
@@ -333,14 +379,11 @@ def test_resuming_nothing_begins(tmp_path: Path, whole: Path) -> None:
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    from subquad.training.folder import Folder
+    from subquad.training.folder import take
 
     _die_at(tmp_path, 4)
-    other = Folder(tmp_path)
-    other._take()
-    with pytest.raises(ValueError, match="another process is training there"):
+    with take(tmp_path, "here"), pytest.raises(ValueError, match="another process is training there"):
         run(tmp_path, resume=True)
-    other.close()
 
 
 def test_what_cannot_work_leaves_no_folder(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Folder:
         """Begin or go on. Rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = self.path / CONFIG
-        self._take()
+        self.lock = take(self.path, "another process is training there")
         if not written.exists():
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
             write_json(written, {**config.to_dict(), **_circumstances(device)})
@@ -104,16 +104,18 @@ class Folder:
         if self.lock is not None:
             self.lock.close()
 
-    def _take(self) -> None:
-        """Two processes in one folder would ruin each other's files; a lock ends with its process, however it ends."""
-        self.lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
-            raise ValueError(f"{self.path} is in use: another process is training there") from None
-        except OSError:
-            pass  # a file system without locks
+
+def take(folder: Path, busy: str) -> IO[str]:
+    """Two processes in one folder would ruin each other's files; a lock ends with its process, however it ends."""
+    lock = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{folder} is in use: {busy}") from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 def read_config(path: Path) -> RunConfig:

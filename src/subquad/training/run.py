@@ -92,6 +92,7 @@ class Run:
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.totals = {"examples": 0.0, "tokens": 0.0}
         self.begun = time.perf_counter()
+        self.peak, self.untouched = 0, True  # bytes of training, and whether nothing else was measured in them yet
 
     def go(self, log: Log, signals: Signals, leg: float | None) -> Result:
         training = self.training
@@ -108,9 +109,13 @@ class Run:
             log.say(f"{self.task.name}: on from step {self.step:,}")
         meter = Meter(self.step)
         tenth = int(TENTHS * self.schedule.progress(self.step, self.carried))
+        rested = 0.0  # when as much time has been trained again as the last evaluation took
+        evaluating: float | None = None  # since when
         try:
             while True:
                 seconds, stop = self.ranks.largest(self.seconds if self.ranks.first else 0.0, float(signals.number))
+                if evaluating is not None:
+                    rested, evaluating = 2 * seconds - evaluating, None
                 progress = self.schedule.progress(self.step, seconds)
                 done = progress >= 1
                 now = int(TENTHS * progress)
@@ -120,7 +125,8 @@ class Run:
                 if self.step == meter.warm:
                     self._read_window()
                     meter.restart(self.step)
-                if done or self._due(training.evaluate_every, fresh):
+                if done or self._due(training.evaluate_every, fresh and seconds >= rested):
+                    evaluating = seconds
                     with self._pause(meter):
                         self._evaluate(log, signals)
                     stop = self.ranks.largest(float(signals.number))[0]  # it may have been asked meanwhile
@@ -275,8 +281,9 @@ class Run:
         # the same examples on any number of ranks, in micro-batches or not
         most = None if batches is None else batches * (training.evaluate_batch or training.batch)
         self._seed(1)
+        self._note_peak()
         with self._averaged():
-            return evaluate(
+            found = evaluate(
                 self.wired,
                 self.sources[split],
                 self.ranks,
@@ -285,6 +292,15 @@ class Run:
                 examples=most,
                 stop=lambda: signals.number != 0,
             )
+        self.untouched = self.ranks.device.type == "cuda"  # of a process on a CPU only the peak so far is known
+        if self.untouched:
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
+        return found
+
+    def _note_peak(self) -> None:
+        """Of training: an evaluation, at another batch and without gradients, is left out."""
+        if self.untouched:
+            self.peak = max(self.peak, memory(self.ranks.device))
 
     def _averaged(self) -> AbstractContextManager[Any]:
         self.ranks.reshard(self.wired)
@@ -371,6 +387,7 @@ class Run:
 
     def _result(self, ended: str, test: dict[str, float], seconds: float, parameters: int) -> Result:
         best = self.best or {"step": self.step, "measures": {}}
+        self._note_peak()
         return Result(
             task=self.task.name,
             metric=self.task.metric,
@@ -382,7 +399,7 @@ class Run:
             seconds=seconds,
             examples_per_second=self.totals["examples"] / max(1e-9, seconds),
             tokens_per_second=self.totals["tokens"] / max(1e-9, seconds),
-            peak_bytes=memory(self.ranks.device),
+            peak_bytes=self.peak,
             parameters=parameters,
             ranks=self.ranks.world,
         )
