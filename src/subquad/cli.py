@@ -368,6 +368,9 @@ def reproduce(
     if results["interrupted"]:
         console.print("interrupted: what was trained is kept, and the same command goes on from there")
         raise typer.Exit(130)
+    if results["failed"]:
+        console.print(f"failed: {', '.join(results['failed'])}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 @app.command()

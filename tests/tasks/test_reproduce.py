@@ -12,10 +12,11 @@ from subquad.models import LanguageModel
 from subquad.report.report import write as report
 from subquad.tasks import reproduce as module
 from subquad.tasks.figures import beside, copy_to
+from subquad.tasks.measured import measure_iterations, write_samples
 from subquad.tasks.reproduce import choose, reproduce
-from subquad.tasks.rows import Budget, command_of, gather
+from subquad.tasks.rows import Budget, Reproduction, command_of, gather, settings_of, state_of
 from subquad.tasks.tables import TABLES
-from subquad.tasks.train import start
+from subquad.tasks.train import configure, start
 from subquad.training.folder import Folder, read_config
 
 TINY = (
@@ -36,6 +37,38 @@ def here(commands: dict[str, list[str]], jobs: int, told: Any) -> Any:
             yield name, 0, "done"
         except (TypeError, ValueError) as error:
             yield name, 1, str(error)
+
+
+def begun(table: str, row: str, place: Path, budget: Budget = BUDGET) -> Path:
+    """A row's folder before its first step."""
+    (found,) = choose(TABLES[table], [row])
+    _, config = configure(TABLES[table].task, settings_of(TABLES[table], found, budget))
+    folder = Folder(place)
+    folder.open(config, False, "cpu")
+    folder.close()
+    return place
+
+
+def finished(table: str, row: str, place: Path, budget: Budget = BUDGET) -> Path:
+    """A row's folder after its last step, without the steps."""
+    names = ("steps", "seconds", "examples_per_second", "peak_bytes", "parameters")
+    result = {**dict.fromkeys(names, 2), "ended_by": "steps", "test": {TABLES[table].metric: 1.5}}
+    (begun(table, row, place, budget) / "result.json").write_text(json.dumps(result))
+    return place
+
+
+def never(commands: dict[str, list[str]], *_: Any) -> Any:
+    return pytest.fail(str(commands)) if commands else iter(())
+
+
+def in_use(commands: dict[str, list[str]], *_: Any) -> Any:
+    for name in commands:
+        yield name, 2, f"error {name} is in use: another process is training there"
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.tasks.figures.draw", lambda *_: None)
 
 
 @pytest.fixture
@@ -61,9 +94,7 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     assert json.loads((tmp_path / "copy" / "results.json").read_text())["results"]["linear"]["value"] == row["value"]
     assert (tmp_path / "copy" / "copy.png").read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(
-        module, "run_all", lambda commands, *_: iter(()) if not commands else pytest.fail(str(commands))
-    )
+    monkeypatch.setattr(module, "run_all", never)
     again = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
     assert again["results"] == found["results"]  # of both: what was done stays
     assert "linear: done before" in console.export_text(clear=False)
@@ -181,12 +212,10 @@ def test_wrong_names_are_one_line() -> None:
     result = run.invoke(app, ["reproduce", "mnist", "--rows", "linear,local"])
     assert result.exit_code == 2
     assert "reformer-4" in result.output
+    assert [row.name for row in choose(TABLES["context"], ["9216", "6,144"])] == ["6,144", "9,216"]
 
 
 def test_models_write_after_training(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    from subquad.tasks.measured import write_samples
-    from subquad.tasks.rows import Reproduction
-
     table = TABLES["mnist"]
     (row,) = choose(table, ["linear"])
     place = tmp_path / "linear"
@@ -221,3 +250,224 @@ def test_an_interruption_keeps_what_is_done_and_says_how_far_the_rest_came(
     assert found["results"]["softmax"]["unfinished"]
     console.print(beside(found))
     assert "unfinished" in console.export_text()
+
+
+def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "run_all", never)
+    run = CliRunner(env={"COLUMNS": "160"})
+    for wrong, said in (("training.step=5", "did you mean 'steps'"), ("training.batch=0", "batch=0")):
+        result = run.invoke(app, ["reproduce", "copy", "--out", str(tmp_path), "--set", wrong])
+        assert result.exit_code == 2
+        assert said in result.output
+        assert "copy, row linear" in result.output
+    assert not list(tmp_path.iterdir())
+    result = run.invoke(app, ["reproduce", "copy", "--out", str(tmp_path), "--leg", "0"])
+    assert "leg=0.0 cannot work: accepted is a positive number of minutes" in result.output
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_failed_rows_are_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "run_all", in_use)
+    command = ["reproduce", "copy", "--rows", "linear,softmax", "--out", str(tmp_path), "--device", "cpu"]
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, command)
+    assert result.exit_code == 1
+    assert "failed: linear, softmax" in result.output
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_failed_row_that_was_finished_elsewhere_is_done(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", in_use)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
+    assert "in use" in found["results"]["linear"]["error"]
+    finished("copy", "linear", tmp_path / "copy" / "linear")
+    monkeypatch.setattr(module, "run_all", never)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
+    assert found["results"]["linear"]["value"] == 1.5
+    assert "error" not in found["results"]["linear"]
+    assert found["failed"] == {}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_an_error_replaces_no_figure(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished("copy", "linear", tmp_path / "copy" / "linear")
+    monkeypatch.setattr(module, "run_all", never)
+    good = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))["results"]
+    (tmp_path / "copy" / "linear" / "result.json").unlink()
+    monkeypatch.setattr(module, "run_all", in_use)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
+    assert found["results"] == good
+    assert "in use" in found["failed"]["linear"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_row_keeps_the_settings_that_it_was_trained_with(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", never)
+    monkeypatch.setenv("SUBQUAD_COMMIT", "first")
+    finished("copy", "linear", tmp_path / "copy" / "linear")
+    first = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
+    assert sorted(first["results"]["linear"]["settings"]) == sorted(TINY[:6] + TINY[7:])  # log_every is free
+    first["results"]["linear"]["iteration"] = {"iteration_ms": {"median": 3.0}}  # timed afterwards
+    copy_to(first, tmp_path / "copy" / "results.json")
+
+    monkeypatch.setenv("SUBQUAD_COMMIT", "second")
+    other = Budget(device="cpu", jobs=3, settings=(*TINY, "training.steps=7"))
+    found = reproduce("copy", tmp_path, console, other, rows=("linear",))  # trains nothing
+    assert "training.steps is 7, was 2" in found["failed"]["linear"]
+    assert found["results"] == first["results"]
+    for key in ("commit", "date", "machine", "budget"):
+        assert found[key] == first[key]
+    console.export_text()
+    console.print(beside(found))
+    shown = " ".join(console.export_text().split())
+    assert "set here: data.length=24" in shown
+    assert "training.steps=2" in shown
+    assert "training.steps=7" not in shown
+
+    def trains(commands: dict[str, list[str]], *_: Any) -> Any:
+        finished("copy", "softmax", tmp_path / "copy" / "softmax", other)
+        yield "softmax", 0, "done"
+
+    monkeypatch.setattr(module, "run_all", trains)
+    found = reproduce("copy", tmp_path, console, other, rows=("softmax",))
+    assert (found["commit"], found["budget"]["settings"][-1]) == ("second", "training.steps=7")
+    console.print(beside(found))
+    shown = " ".join(console.export_text().split())
+    assert "set here for linear: data.length=24" in shown
+    assert "set here for softmax: data.length=24" in shown
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_older_files_have_the_settings_of_the_whole(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", never)
+    results = Path(__file__).parents[2] / "results"
+    for name in ("mnist", "speech"):
+        (tmp_path / name).mkdir()
+        old = json.loads((results / f"{name}.json").read_text())
+        (tmp_path / name / "results.json").write_text(json.dumps(old))
+        monkeypatch.setattr(module, "choose", lambda *_: [])  # nothing is run
+        found = reproduce(name, tmp_path, console, Budget(device="cpu"))
+        assert {tuple(row["settings"]) for row in found["results"].values()} == {tuple(old["budget"]["settings"])}
+        assert found["machine"] == old["machine"]
+        console.print(beside(found))
+    shown = " ".join(console.export_text().split())
+    assert "set here: training.warmup=200" in shown
+    assert "s an epoch (theirs 824 s)" in shown
+
+
+def test_a_run_that_is_older_than_a_setting_of_its_data_is_done(tmp_path: Path) -> None:
+    config = finished("copy", "linear", tmp_path) / "config.json"
+    older = json.loads(config.read_text())
+    del older["data"]["symbols"]
+    config.write_text(json.dumps(older))
+    (row,) = choose(TABLES["copy"], ["linear"])
+    assert state_of(TABLES["copy"], row, BUDGET, tmp_path) == ("done", "done before")
+    other = Budget(device="cpu", settings=(*TINY, "data.symbols=3"))
+    assert state_of(TABLES["copy"], row, other, tmp_path)[0] == "changed"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_contexts_wait_for_their_model_and_have_its_settings(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = tmp_path / "enwik8" / "fixed"
+
+    def leg(commands: dict[str, list[str]], *_: Any) -> Any:
+        begun("enwik8", "fixed", trained, Budget(device="cpu"))
+        yield "fixed", 0, "the leg is over"
+
+    monkeypatch.setattr(module, "run_all", leg)
+    monkeypatch.setattr("subquad.tasks.text.Text.data_name", "enwik8")
+    found = reproduce("context", tmp_path, console, Budget(device="cpu", leg=0.01))
+    assert (found["results"], found["failed"], found["interrupted"]) == ({}, {}, False)
+    assert "context: the model is not finished yet" in console.export_text()
+
+    finished("enwik8", "fixed", tmp_path / "other" / "enwik8" / "fixed", Budget(device="cpu"))
+    with pytest.raises(ValueError, match=r'data\.set is "ptb", was "enwik8"'):
+        reproduce("context", tmp_path / "other", console, Budget(device="cpu", settings=("data.set=ptb",)))
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_sound_is_written_at_the_rate_of_its_run(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+
+    def pieces(_model: LanguageModel, out: Path, *, count: int, rate: int) -> list[Path]:
+        rates.append(rate)
+        return [out.with_name(f"{out.name}_{number}.wav") for number in range(count)]
+
+    monkeypatch.setattr("subquad.tasks.music.write_pieces", pieces)
+    table, name = TABLES["music"], "audio-linear"
+    place = finished("music", name, tmp_path / name, Budget(device="cpu", settings=("data.rate=4000",)))
+    LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear").save(place / "model")
+    results: dict[str, Any] = {"results": {name: {}}}
+    write_samples(Reproduction(table, choose(table, [name]), BUDGET, tmp_path, console, results), 1)
+    assert rates == [4000]
+    assert results["results"][name]["pieces"] == [f"{name}/piece_0.wav"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_images_without_a_mixture_have_the_shape_of_their_set(tmp_path: Path, console: Console) -> None:
+    table = TABLES["mnist"]
+    place = finished("mnist", "linear", tmp_path / "linear", Budget(device="cpu", settings=("data.set=digits",)))
+    LanguageModel(vocab=18, max_length=64, dim=16, depth=1, heads=2, mechanism="linear").save(place / "model")
+    results: dict[str, Any] = {"results": {"linear": {"value": 1.0}}, "pictures": []}
+    write_samples(Reproduction(table, choose(table, ["linear"]), BUDGET, tmp_path, console, results), 2)
+    assert (tmp_path / "linear.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timing_says_what_it_lacks(tmp_path: Path, console: Console) -> None:
+    table = TABLES["mnist"]
+    for rows in (["linear"], ["linear", "strided"]):
+        measure_iterations(Reproduction(table, choose(table, rows), BUDGET, tmp_path, console, {}))
+        assert "iterations: not timed: --rows must name softmax" in console.export_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_measurements_under_other_settings_do_not_mix(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def layers(*, lengths: list[int], contenders: tuple[str], **_: Any) -> Any:
+        for length in lengths:
+            row = {"label": contenders[0], "length": length, "peak_bytes": length, "skipped": None, "error": None}
+            yield {**row, "training_ms": {"median": float(length)}}
+
+    monkeypatch.setattr("subquad.tasks.scaling.layers", layers)
+    both = ("linear", "lstm")
+    reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("lengths=2k,4k",)), rows=both)
+    found = reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("lengths=[512, 2048]",)), rows=both)
+    expected = [(name, length) for name in both for length in (512, 2048, 4096)]
+    assert [(row["label"], row["length"]) for row in found["rows"]] == expected
+    assert found["growth"][0]["lengths_used"] == [512, 2048, 4096]
+    assert found["results"]["linear"]["longest"] == 4096
+    kept = (tmp_path / "scaling" / "results.json").read_text()
+    with pytest.raises(ValueError, match="samples is 2, was 3"):
+        reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("samples=2",)), rows=("linear",))
+    assert (tmp_path / "scaling" / "results.json").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("lengths=512,x", "lengths='512,x' cannot work: accepted is whole numbers with commas"),
+        ("lengths=[0]", r"lengths=\(0,\) cannot work: accepted is integers of at least 1"),
+        ("dim=abc", "dim='abc' cannot work: accepted is an integer of at least 1"),
+        ("samples=0", "samples=0 cannot work"),
+        ("heads=3", "heads=3 cannot work: accepted is a divisor of dim=256"),
+        ("limit=-1", "limit=-1 cannot work: accepted is a positive number"),
+        ("limit=Infinity", "limit=inf cannot work"),
+        ("dtype=int8", "dtype='int8' cannot work: accepted is float32"),
+        ("tokens", "cannot be read"),
+    ],
+)
+def test_wrong_settings_of_the_scaling_test_are_named(
+    tmp_path: Path, console: Console, setting: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=(setting,)))

@@ -29,14 +29,24 @@ def beside(results: Json) -> Shown:
     for name, value in not_run(results).items():
         shown.add_row(name, "", "not run", f"{value:g}")
     facts = results["machine"]
-    notes = [f"hardware: {facts['device']}, torch {facts['torch']}", *results["differs"]]
-    if results["budget"]["settings"]:
-        notes.append(f"set here: {', '.join(results['budget']['settings'])}")
+    notes = [f"hardware: {facts['device']}, torch {facts['torch']}", *results["differs"], *_set_here(results)]
     short = [name for name, found in results["results"].items() if found.get("cut_short_by_time")]
     if short:
         notes.append(f"cut short by the time budget: {', '.join(short)}")
     shown.caption, shown.caption_justify = escape("what differs: " + "; ".join(notes)), "left"
     return shown
+
+
+def _set_here(results: Json) -> Iterator[str]:
+    """What rows were trained with beside the table's own settings; rows that agree together."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in results["results"].items():
+        if "settings" in found:
+            rows.setdefault(tuple(found["settings"]), []).append(name)
+    for settings, names in rows.items():
+        whose = "" if len(rows) == 1 else f" for {', '.join(names)}"
+        if settings:
+            yield f"set here{whose}: {', '.join(settings)}"
 
 
 def not_run(results: Json) -> dict[str, float]:
@@ -58,7 +68,8 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     yield "-" if iteration is None else f"{iteration['iteration_ms']['median']:.0f} ms{theirs}"
     seconds, steps = found.get("seconds"), found.get("steps")
     yield "-" if seconds is None or steps is None else f"{steps:,} steps, {seconds / 60:.1f} min"
-    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch" if "seconds_per_epoch" in found else ""
+    theirs = f" (theirs {published['epoch_s']:g} s)" if "epoch_s" in published else ""
+    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch{theirs}" if "seconds_per_epoch" in found else ""
     cold = ", warm-up counted" if found.get("warm_up_counted") else ""
     yield f"{found['examples_per_second']:,.0f}/s{epoch}{cold}" if "examples_per_second" in found else "-"
 

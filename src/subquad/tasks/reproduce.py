@@ -4,7 +4,6 @@ A row is a run of `subquad train` in a process of its own, so that small ones ca
 row. results.json is written after each; what a time budget cut short says so.
 """
 
-import datetime
 import json
 import signal
 from collections.abc import Sequence
@@ -12,14 +11,27 @@ from pathlib import Path
 
 from rich.console import Console
 
-import subquad
-from subquad.bench.provenance import commit, machine
 from subquad.mechanisms.base import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
-from subquad.tasks.rows import Budget, Json, Reproduction, command_of, gather, heading, quality_of, state_of
+from subquad.tasks.rows import (
+    Budget,
+    Json,
+    Reproduction,
+    circumstances,
+    command_of,
+    gather,
+    heading,
+    quality_of,
+    settings_in,
+    settings_of,
+    state_of,
+)
 from subquad.tasks.tables import TABLES, Row, Table
-from subquad.training.folder import CONFIG, RESULT
+from subquad.tasks.train import configure
+from subquad.training.folder import CONFIG, RESULT, Folder, read_config
+
+AFTERWARDS = ("iteration", "pieces", "images_per_second_written")  # of a row that is trained
 
 
 def reproduce(
@@ -34,6 +46,8 @@ def reproduce(
 ) -> Json:
     """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds.
 
+    What was asked for and did not come to be stands in its "failed", with the reason.
+
     timing   whether iterations of whole models are timed too; None: on a GPU
     samples  images or pieces of music that each trained model then writes
     """
@@ -41,21 +55,21 @@ def reproduce(
         raise ValueError(f"there is no table {name!r}{nearest(name, TABLES)} Accepted: {', '.join(TABLES)}")
     table, folder = TABLES[name], out / name
     chosen = choose(table, rows)
+    if table.kind == "train":
+        _check(table, chosen, budget)
     folder.mkdir(parents=True, exist_ok=True)
     run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)))
     try:
         if table.kind == "scaling":
             measure_scaling(run)
         elif table.kind == "context":
-            trained = out / "enwik8" / "fixed"
-            if not (trained / RESULT).is_file():
-                run.say(name, "the model comes first: the row fixed of the table enwik8")
-                reproduce("enwik8", out, console, budget, rows=("fixed",), timing=False)
-            measure_contexts(run, trained)
+            _contexts(run, out)
         else:
             _train(run)
             if samples:
                 write_samples(run, samples)
+            if timing and not table.iterations:
+                run.say(name, "--timing has nothing to time in this table")
             if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
                 measure_iterations(run)
     except KeyboardInterrupt:
@@ -68,11 +82,27 @@ def reproduce(
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
-    known = {row.name: row for row in table.rows}
+    """The rows of these names, in which commas may be left out, or all."""
+    known = {_plain(row.name): row for row in table.rows}
     for name in names:
-        if name not in known:
+        if _plain(name) not in known:
             raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
-    return [row for row in table.rows if not names or row.name in names]
+    wanted = {_plain(name) for name in names}
+    return [row for name, row in known.items() if not names or name in wanted]
+
+
+def _plain(name: str) -> str:
+    """Without commas, which stand between names where users write them."""
+    return name.replace(",", "")
+
+
+def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
+    """What `subquad train` would refuse, before any process starts."""
+    for row in rows:
+        try:
+            configure(table.task, settings_of(table, row, budget))
+        except ValueError as error:
+            raise ValueError(f"{table.name}, row {row.name}: {error}") from error
 
 
 def _train(run: Reproduction) -> None:
@@ -81,45 +111,61 @@ def _train(run: Reproduction) -> None:
         state, note = state_of(run.table, row, run.budget, run.folder / row.name)
         if state == "run":
             todo[row.name] = command_of(run.table, row, run.budget, run.folder / row.name)
-        else:
-            run.say(row.name, note)
-        if state == "changed" and row.name not in run.results["results"]:
-            run.results["results"][row.name] = {**heading(run.table, row), "error": note}
+            continue
+        run.say(row.name, note)
+        _collect(run, row)
+        if state == "changed":
+            run.results["failed"][row.name] = note
     rows = {row.name: row for row in run.rows}
     for name, code, last in run_all(todo, run.budget.jobs, run.say):
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             raise KeyboardInterrupt
+        if code == 0:
+            run.measures()
         _collect(run, rows[name], last if code else None)
         run.keep()
-    for row in run.rows:
-        if row.name not in todo and "error" not in run.results["results"].get(row.name, {}):
-            _collect(run, row)
+
+
+def _contexts(run: Reproduction, out: Path) -> None:
+    """Of the row `fixed` of the table enwik8, which is trained first where it was not."""
+    table, trained = TABLES["enwik8"], out / "enwik8" / "fixed"
+    (row,) = choose(table, ["fixed"])
+    if (trained / RESULT).is_file():
+        Folder(trained).check(read_config(trained).override(run.budget.given), resume=True)
+    else:
+        run.say(run.table.name, "the model comes first: the row fixed of the table enwik8")
+        found = reproduce(table.name, out, run.console, run.budget, rows=(row.name,), timing=False)
+        run.results |= {key: found[key] for key in ("interrupted", "failed")}
+        if not (trained / RESULT).is_file():
+            if not found["failed"]:
+                run.say(run.table.name, "the model is not finished yet: the same command goes on with it")
+            return
+    measure_contexts(run, trained, settings_in(table, row, trained))
 
 
 def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
-    """What a run left, into the results, in the order of the table."""
-    place = run.folder / row.name
+    """What a run left, into the results, in the order of the table. An error replaces no figure that was there."""
+    place, before = run.folder / row.name, run.results["results"].get(row.name, {})
     found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
-    known = {**run.results["results"], row.name: found if error is None else {**found, "error": error}}
+    if error is not None:
+        run.results["failed"][row.name] = error
+        found = {**found, "error": error} if before.get("value") is None else before
+    elif before.get("config") == found.get("config"):
+        found = {**{key: before[key] for key in AFTERWARDS if key in before}, **found}
+    known = {**run.results["results"], row.name: found}
     run.results["results"] = {row.name: known[row.name] for row in run.table.rows if row.name in known}
     run.results["quality"] = [record for found in run.results["results"].values() for record in quality_of(found)]
 
 
 def _begin(table: Table, budget: Budget, before: Json) -> Json:
+    """What is known before the first row. Where, when and how stay those of the last call that trained or measured."""
+    now = circumstances(budget)
     return {
         "kind": "reproduce",
         "table": table.name,
         "title": table.title,
         "source": table.source,
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(budget.place),
-        "budget": {
-            "minutes_a_row": budget.minutes,
-            "rows_side_by_side": budget.jobs,
-            "settings": list(budget.settings),
-        },
+        **{key: before.get(key, now[key]) for key in now},
         "metric": table.metric,
         "published": {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published},
         "differs": list(table.differs),
@@ -131,6 +177,7 @@ def _begin(table: Table, budget: Budget, before: Json) -> Json:
         **({"iterations": before["iterations"]} if "iterations" in before else {}),
         **({"scaling": before["scaling"]} if "scaling" in before else {}),
         "interrupted": False,
+        "failed": {},
     }
 
 
@@ -140,4 +187,9 @@ def _before(folder: Path) -> Json:
         found = json.loads((folder / "results.json").read_text())
     except (OSError, json.JSONDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    for row in found.get("results", {}).values():
+        if "error" not in row:  # older files have the settings of the whole alone
+            row.setdefault("settings", found["budget"]["settings"])
+    return found

@@ -1,6 +1,7 @@
 """One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
 
 import contextlib
+import datetime
 import json
 import math
 import statistics
@@ -10,14 +11,18 @@ from typing import Any
 
 from rich.console import Console
 
+import subquad
 from subquad.bench.compare import save
+from subquad.bench.provenance import commit, machine
+from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
 from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
-from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
-from subquad.training.folder import CONFIG, RESULT, read_config
+from subquad.training.config import FREE_ON_RESUME
+from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config
 from subquad.training.log import METRICS
+from subquad.training.loop import defaults_of
 
 Json = dict[str, Any]
 CURVE = 200  # points kept of a loss
@@ -32,6 +37,15 @@ class Budget:
     jobs: int = 1
     device: str = "auto"
     settings: tuple[str, ...] = ()  # beside the table's own, for every row
+
+    def __post_init__(self) -> None:
+        if self.leg is not None and not self.leg > 0:
+            refuse("leg", self.leg, "a positive number of minutes")
+
+    @property
+    def given(self) -> list[str]:
+        """What the user sets for every row, as --set takes it."""
+        return [*([] if self.minutes is None else [f"training.minutes={self.minutes:g}"]), *self.settings]
 
     @property
     def place(self) -> str:
@@ -49,12 +63,30 @@ class Reproduction:
     console: Console
     results: Json
 
+    def measures(self) -> None:
+        """Something was trained or measured: the whole says where, when and with what that was last."""
+        self.results |= circumstances(self.budget)
+
     def keep(self) -> None:
         save(self.results, self.folder / "results.json")
         figures.draw(self.results, self.folder / f"{self.table.name}.png")
 
     def say(self, name: str, line: str) -> None:
         self.console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def circumstances(budget: Budget) -> Json:
+    return {
+        "subquad": subquad.__version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(budget.place),
+        "budget": {
+            "minutes_a_row": budget.minutes,
+            "rows_side_by_side": budget.jobs,
+            "settings": list(budget.settings),
+        },
+    }
 
 
 def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
@@ -67,9 +99,19 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
         if part == "model":
             merged["mechanism"] = row.mechanism
         said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
-    if budget.minutes is not None:
-        said.append(f"training.minutes={budget.minutes:g}")
-    return [*said, *budget.settings]
+    return [*said, *budget.given]
+
+
+def settings_in(table: Table, row: Row, run: Path) -> list[str]:
+    """What a run was begun with beside the table's own settings, as --set takes it; what is free on resume aside."""
+    _, own = configure(table.task, settings_of(table, row, Budget(device="cpu")))
+    before, now = (plain(config) for config in (own, read_config(run)))
+    return [
+        f"{part}.{key}={json.dumps(value)}"
+        for part in ("data", "model", "training")
+        for key, value in now[part].items()
+        if (part != "training" or key not in FREE_ON_RESUME) and (key not in before[part] or before[part][key] != value)
+    ]
 
 
 def command_of(table: Table, row: Row, budget: Budget, run: Path) -> list[str]:
@@ -84,26 +126,21 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
     """Whether a row's run is "done", "changed" since it was begun (and how), or to be "run"."""
     if not (run / CONFIG).is_file():
         return "run", ""
-    _, config = configure(table.task, settings_of(table, row, budget))
-    ours, theirs = (_plain(c) for c in (config, read_config(run)))
-    changed = differences(ours, theirs)
-    if changed:
-        return "changed", f"{run} was begun with other settings ({'; '.join(changed)}): --out chooses another folder"
+    task, config = configure(table.task, settings_of(table, row, budget))
+    try:
+        Folder(run).check(config, resume=True, defaults=defaults_of(type(task)))
+    except ValueError as error:
+        return "changed", f"{error}; --out chooses another folder"
     return ("done", "done before") if (run / RESULT).is_file() else ("run", "")
-
-
-def _plain(config: RunConfig) -> Json:
-    found: Json = json.loads(config.to_json())
-    found["training"] = {k: v for k, v in found["training"].items() if k not in FREE_ON_RESUME}
-    return found
 
 
 def gather(table: Table, row: Row, run: Path) -> Json:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
-    begun = json.loads((run / CONFIG).read_text())
     task, _ = configure(table.task, (), run)
+    begun = json.loads((run / CONFIG).read_text())
     found = {**heading(table, row), "data": getattr(task, "data_name", task.name)}
     found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
+    found |= {"settings": settings_in(table, row, run)}
     found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": _curve(run, table.metric)}
     if not (run / RESULT).is_file():
         last = _last(run)

@@ -21,6 +21,7 @@ from subquad.training.evaluate import Wired
 from subquad.training.task import Batch, Loss, Task
 
 LENGTHS = tuple(2**n for n in range(9, 17))
+DIM, HEADS = 256, 8
 REFORMER_4: Mapping[str, Any] = {"rounds": 4, "chunk": 32, "buckets": 64}  # of the paper's baseline
 CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "linear": ("linear", {}),
@@ -60,8 +61,8 @@ def layers(
     lengths: Sequence[int] = LENGTHS,
     contenders: Sequence[str] = tuple(CONTENDERS),
     tokens: int = 65536,
-    dim: int = 256,
-    heads: int = 8,
+    dim: int = DIM,
+    heads: int = HEADS,
     device: str = "cpu",
     dtype: str = "float32",
     limit: float = 10.0,
