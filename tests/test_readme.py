@@ -92,6 +92,11 @@ def sentences() -> list[str]:
     mnist, paper = (results("mnist")["results"][name] for name in ("linear-taps", "linear"))
     arena = {(r["column"], r["mechanism"]): r["steps"] for r in results("lra/small")["runs"]}
     wandering = [steps for (column, _), steps in arena.items() if column == "pathfinder"]
+    steps = {(r["mechanism"], r["length"]): r for r in results("lra/efficiency_h200")["rows"]}
+    naive, flash = (
+        [steps["linear", 4096][key] / steps[other, 4096][key] for key in ("steps_per_second", "peak_bytes")]
+        for other in ("softmax, naive", "softmax")
+    )
     fixed, strided, linear = (long_text[name]["ratio"]["median"] for name in ("fixed", "strided", "linear"))
     return [
         f"moves its state at {step:.0%} of copy bandwidth",
@@ -103,6 +108,8 @@ def sentences() -> list[str]:
         f"FlexAttention takes {flex['forward_ms']:.1f} / {flex['both_ms']:.1f} ms for the same bigbird",
         f"{mnist['value']:.3f} bits/dim on the test images after {mnist['seconds'] / 60:.1f} minutes",
         f"built as in the paper it is at {paper['value']:.3f} after {paper['seconds'] / 60:.1f} minutes",
+        f"{naive[0]:.1f} times as fast as with softmax that keeps the T x T matrix, in {naive[1]:.2f} of its memory",
+        f"{flash[0]:.2f} times as fast as with flash softmax, in {flash[1]:.2f} of its memory",
         f"reformer and sinkhorn made {arena['image', 'reformer']:,} and {arena['image', 'sinkhorn']:,}",
         f"290 s at most: {min(wandering):,} to {max(wandering):,}",
         f"{fixed:.2f} (fixed), {strided:.2f} (strided) and {linear:.2f} (linear) of the time of dense flash attention",

@@ -421,13 +421,15 @@ def lra(
         for shown in speed.efficiency_tables(found):
             console.print(shown)
         console.print(f"figures: {out / 'efficiency.json'}", soft_wrap=True)
+        if found["interrupted"]:
+            raise typer.Exit(130)
         return
     arena = Arena(
         tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
         steps=steps, cap=cap, jobs=jobs, device=device, compile=compile, capture=capture, data=tuple(data or ()),
     )  # fmt: skip
-    results = run(arena, out, console)
     notes = table.read_notes(out / "notes.json")
+    results = run(arena, out, console)
     for shown in table.tables(results, notes):
         console.print(shown)
     for line in table.note_lines(results, notes):
@@ -436,8 +438,8 @@ def lra(
     if results["left"]:
         left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
         console.print(f"{left} left: the same command goes on from there")
-    if results["interrupted"]:
-        raise typer.Exit(130)
+    if results["interrupted"] or results["failed"]:
+        raise typer.Exit(130 if results["interrupted"] else 1)
 
 
 @app.command()

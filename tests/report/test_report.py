@@ -102,6 +102,20 @@ def test_ours_stand_beside_published_as_ratios(run: Path) -> None:
     ]  # fmt: skip
 
 
+def test_ours_of_the_arena_stand_beside_the_paper_s(tmp_path: Path) -> None:
+    quality = [{"mechanism": "linear", "task": "ListOps", "metric": "accuracy", "value": 36.05, "curve": []}]
+    (tmp_path / "arena.json").write_text(json.dumps({"kind": "lra", "quality": quality, "rows": []}))
+    speeds = {"linear": 60.0, "softmax, naive": 10.0}
+    rows = [{"mechanism": name, "length": 4096, "steps_per_second": rate} for name, rate in speeds.items()]
+    (tmp_path / "speed.json").write_text(json.dumps({"kind": "lra-efficiency", "rows": rows}))
+    page = write([tmp_path / "arena.json", tmp_path / "speed.json"]).html.read_text()
+    for section, value in (("lra", "36.05"), ("lra-speed", "6.0")):
+        part = page[page.index(f'id="published-{section}"') :]
+        row = re.search(r"<tr><td>Linear Trans\.</td>(.*?)</tr>", part, re.DOTALL)
+        assert row
+        assert re.findall(r'<td class="n ours" data-v="([^"]*)"', row[1]) == [value]
+
+
 def test_several_runs_and_other_json(tmp_path: Path) -> None:
     few = [row for row in runs.results()["rows"] if row["mechanism"] in ("softmax", "linear", "rfa")]
     changes = {"machine": {"device": "NVIDIA H200"}, "interrupted": True, "pictures": [], "rows": few}

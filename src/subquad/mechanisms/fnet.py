@@ -64,8 +64,9 @@ def chirp_z(x: Tensor, lengths: Tensor) -> Tensor:
     # k² modulo 2n in integers: the angle stays exact however long the row
     angle = math.pi * (index.square() % (2 * n)).to(x.real.dtype) / n  # [B, T]
     chirp = torch.polar(torch.ones_like(angle), angle)
-    width = 2 * size - 1
-    around = torch.cat((chirp, chirp[:, 1:].flip(1)), dim=1)  # the chirp at k - j, negative differences wrapped
+    width = 1 << (2 * size - 2).bit_length()  # a power of two, which is twice as fast as 2T - 1
+    between = chirp.new_zeros(len(chirp), width - 2 * size + 1)
+    around = torch.cat((chirp, between, chirp[:, 1:].flip(1)), dim=1)  # at k - j, negative differences wrapped
     kernel = torch.fft.fft(around, dim=1)
     signal = torch.fft.fft(x * chirp.conj()[..., None], n=width, dim=1)
     return torch.fft.ifft(signal * kernel[..., None], dim=1)[:, :size] * chirp.conj()[..., None]

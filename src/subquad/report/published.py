@@ -47,6 +47,8 @@ def speed(length: int) -> Ours:
     """Training steps a second over those of softmax."""
 
     def find(run: Run, mechanism: str) -> float | None:
+        if run.kind == "lra-efficiency":
+            return _over_naive(run, mechanism, length, "steps_per_second")
         row = _row(run, mechanism, length)
         ratio = (row or {}).get("training_ratio")
         return 1 / ratio["median"] if ratio and ratio.get("median") else None
@@ -58,10 +60,18 @@ def memory(length: int) -> Ours:
     """Peak memory over that of softmax."""
 
     def find(run: Run, mechanism: str) -> float | None:
+        if run.kind == "lra-efficiency":
+            return _over_naive(run, mechanism, length, "peak_bytes")
         ratio = (_row(run, mechanism, length) or {}).get("memory_ratio")
         return float(ratio) if ratio else None
 
     return find
+
+
+def _over_naive(run: Run, mechanism: str, length: int, key: str) -> float | None:
+    """As in the paper, over softmax with the T x T matrix in memory."""
+    ours, theirs = ((_row(run, name, length) or {}).get(key) for name in (mechanism, "softmax, naive"))
+    return ours / theirs if ours and theirs else None
 
 
 def _row(run: Run, mechanism: str, length: int) -> Json | None:
@@ -179,7 +189,7 @@ TABLES = (
 def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = False) -> str:
     """The tables, each column followed by ours wherever a run has the figure; `only_ours` leaves out those without."""
     runs = list(runs)
-    against = [*compared(runs), *reproduced(runs)]
+    against = [*compared(runs), *reproduced(runs), *(run for run in runs if run.kind in ("lra", "lra-efficiency"))]
     out = []
     for shown in tables:
         columns, titles, any_ours = _columns(shown, against)

@@ -51,6 +51,11 @@ def test_both_sizes_of_each_task_can_be_built_and_trained(column: str) -> None:
     assert (small["dim"], small["depth"], small["heads"], small["ff_dim"], small["pooling"]) == (64, 2, 2, 128, "mean")
     original = {**task.model, **model_of(column, "linear", "original")}
     assert original["dim"] == recipe.original["dim"]
+    for name in OPTIONS:
+        for size in ("small", "original"):
+            with torch.device("meta"):
+                fields = {**task.model, **model_of(column, name, size)}
+                assert Classifier(vocab=16, classes=2, max_length=64, **fields)
 
 
 def test_fewer_steps_warm_up_for_less() -> None:
@@ -101,6 +106,52 @@ def test_the_original_reads_pixels_as_the_arena_does(tmp_path: Path) -> None:
 def test_wrong_data_settings_say_so(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--data"):
         plan(Arena(tasks=("pathfinder",), mechanisms=("linear",), data=(wrong,)), tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "steps=0"), ({"cap": -5.0}, "cap=-5"), ({"minutes": float("nan")}, "minutes=nan"),
+        ({"tasks": ()}, "tasks"), ({"mechanisms": ()}, "mechanisms"), ({"data": ("pathx.train=3",)}, "pathx.train"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_is_made(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Arena(**{"tasks": ("pathfinder",), "mechanisms": ("linear",), **given})
+
+
+def test_a_run_that_was_begun_keeps_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    given: dict[str, Any] = {"tasks": ("pathfinder",), "steps": 2, "device": "cpu", "data": SMALL}
+    lra(Arena(mechanisms=("linear",), **given), tmp_path / "out", quiet())
+    for arena in (Arena(mechanisms=("linear", "fnet"), minutes=2, **given), Arena(mechanisms=("linear",), **given)):
+        results = lra(arena, tmp_path / "out", quiet())
+        assert not results["failed"]
+    minutes = {r["mechanism"]: r["settings"]["training"].get("minutes") for r in results["runs"]}
+    assert minutes == {"linear": None, "fnet": 1.5}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["xx{", '{"kind": "reproduce"}', '{"kind": "lra", "budget": {}, "runs": [{}]}', '{"kind": "lra", "runs": 5}'],
+)
+def test_results_that_are_not_ours_are_not_overwritten(text: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json is not what subquad lra wrote"):
+        lra(Arena(tasks=("pathfinder",), mechanisms=("linear",), device="cpu"), tmp_path, quiet())
+    assert (tmp_path / "results.json").read_text() == text
+
+
+def test_data_that_is_missing_costs_no_other_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    data = (*SMALL, f"retrieval.folder={tmp_path}")
+    arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
+    results = lra(arena, tmp_path / "out", quiet())
+    found = {r["column"]: r for r in results["runs"]}
+    assert "new_aan_pairs.train.tsv is missing" in found["retrieval"]["error"]
+    assert found["pathfinder"]["accuracy"] is not None
+    assert results["failed"] == 1
+    assert (tmp_path / "out" / "pathfinder.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +257,7 @@ def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.M
 
 
 def record(column: str, mechanism: str, accuracy: float, seed: int = 0, task: str | None = None) -> dict[str, Any]:
-    about = {"name": f"{column}{mechanism}{seed}", "column": column, "mechanism": mechanism, "seed": seed}
+    about = {"name": f"small/{column}/{mechanism}/seed{seed}", "column": column, "mechanism": mechanism, "seed": seed}
     figures = {"seconds": 10.0, "peak_bytes": 2e9, "steps": 100, "parameters": 5000, "ended_by": "steps"}
     settings = {"training": {"steps": 100, "batch": 8, "minutes": 1.0}}
     return {**about, "task": task or RECIPES[column].title, "accuracy": accuracy, "settings": settings, **figures}
@@ -243,10 +294,31 @@ def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None
     assert "2 seeds; ListOps 100 steps of 8 or 60 s; Text 100 steps of 8 or 60 s; Retrieval" in title
 
 
+def test_the_other_size_is_another_table(results: dict[str, Any]) -> None:
+    other = {**record("listops", "linear", 90.0), "name": "original/listops/linear/seed0"}
+    before = shown(table.accuracy_table(results))
+    results["runs"].append(other)
+    assert shown(table.accuracy_table(results)) == before
+    assert "90.0" not in str(harness._quality(harness.of_size(results)))
+
+
+def test_what_failed_has_a_row(results: dict[str, Any]) -> None:
+    results["runs"].append({**record("text", "local", 0.0), "accuracy": None, "error": "out of memory"})
+    row = next(line for line in shown(table.accuracy_table(results)).splitlines() if line.startswith("local"))
+    assert "- (52.98)" in row
+
+
+def test_quality_is_the_mean_over_seeds(results: dict[str, Any]) -> None:
+    found = {(q["mechanism"], q["task"]): q["value"] for q in harness._quality(results["runs"])}
+    assert found["linear", "ListOps"] == 37.0
+    assert len(found) == 5
+
+
 def test_without_a_column_of_the_paper_s_average_there_is_none(results: dict[str, Any]) -> None:
     results["runs"] = [record("pathx", "linear", 50.0), record("pathx", "local", 50.0)]
     text = shown(table.accuracy_table(results))
     assert "average" not in text
+    assert text.count("50.00 (FAIL)") == 2  # as all of the paper's are
     assert next(line for line in text.splitlines() if line.startswith("mean")).split() == ["mean", "50.00"]
 
 
@@ -286,3 +358,21 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
     assert all(r["steps_per_second"] > 0 for r in rows.values())
     assert rows[NAIVE, 256]["peak_bytes"] > rows["linear", 256]["peak_bytes"]
     assert "softmax, naive" in shown(efficiency_tables(found)[0])
+    for table_, key in zip(efficiency_tables(found), ("steps_per_second", "peak_bytes"), strict=True):
+        lines = shown(table_).splitlines()
+        assert "256 over naive" in " ".join(" ".join(lines).split())  # the longest there is
+        ratios = [rows["linear", 256][key] / rows[other, 256][key] for other in (NAIVE, "softmax")]
+        row = next(line for line in lines if line.startswith("linear")).split()
+        assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]
+    for wrong in ({"lengths": (0,)}, {"batch": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            efficiency(("linear",), path, quiet(), device="cpu", **wrong)
+
+
+def test_a_step_of_the_efficiency_table_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    tokens = torch.randint(97, 123, (2, 64), dtype=torch.uint8)
+    step = Step("linear", Shape(length=64, batch=2, causal=False, device="cpu", dtype="float32"), tokens)
+    before = [p.clone() for p in step.model.parameters()]
+    step.training()
+    assert all(not torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True) if p.ndim > 1)

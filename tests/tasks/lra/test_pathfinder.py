@@ -65,6 +65,20 @@ def test_the_arena_s_pictures_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert {row.tobytes(): label for row, label in zip(found["tokens"], found["labels"], strict=True)} == known
     task = Pathfinder(folder=str(tmp_path / "curv_contour_length_14"))
     assert [len(task.source(s)) for s in ("train", "validation", "test")] == [9, 1, 1]
+    release(tmp_path / "other" / "curv_contour_length_14", count=30)
+    (tmp_path / "other" / "curv_contour_length_14" / "metadata" / "combined.npy").write_text("")
+    other = Pathfinder(folder=str(tmp_path / "other" / "curv_contour_length_14"))
+    assert len(other.source("train")) == 24  # not those of the folder of the same name
+
+
+def test_splits_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    task = Pathfinder(train=12, held_out=4)
+    parts = [task.source("train"), task.source("validation"), task.source("test")]
+    found = np.concatenate([part.batch(np.arange(len(part)), 0)["tokens"] for part in parts])
+    assert (found == make(32, 20)["tokens"]).all()
+    with pytest.raises(ValueError, match="held_out=0"):
+        Pathfinder(held_out=0)
 
 
 def test_what_is_no_such_folder_says_so(tmp_path: Path) -> None:

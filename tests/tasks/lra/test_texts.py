@@ -4,13 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from subquad.data import files
-from subquad.tasks.lra import image
+from subquad.tasks.lra import image, listops
 from subquad.tasks.lra.image import Image
+from subquad.tasks.lra.listops import ListOps
 from subquad.tasks.lra.pack import pack
+from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.tasks.lra.retrieval import STAND_IN, Retrieval, pairs, read_tsv
+from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import Text
+from subquad.training.task import Split
 
 REVIEWS = 40  # of each part and kind
 
@@ -57,9 +62,45 @@ def test_text(data: Path) -> None:
         Text(length=5000)
 
 
+def test_validation_is_held_out_of_training(data: Path) -> None:
+    def texts(split: Split) -> set[bytes]:
+        found = Text(length=100).source(split)
+        return {bytes(row.tolist()) for row in found.batch(np.arange(len(found)), 0)["tokens"]}
+
+    train, validation, test = texts("train"), texts("validation"), texts("test")
+    assert [len(found) for found in (train, validation, test)] == [72, 8, 80]
+    assert len(train | validation | test) == 160
+
+
+def test_sizes_are_the_arena_s() -> None:
+    assert listops.SIZES == {"train": 96_000, "validation": 2_000, "test": 2_000}
+    assert (ListOps().train, Pathfinder().train, Pathfinder().held_out) == (96_000, 160_000, 20_000)
+    rows = [np.arange(60_000)[part] for part in image.SPLITS.values()]
+    assert [len(part) for part in rows] == [45_000, 5_000, 10_000]
+    assert np.concatenate(rows).tolist() == list(range(60_000))
+
+
+@torch.no_grad()
+def test_what_lies_behind_a_text_is_not_read(data: Path) -> None:
+    tasks: dict[Classification, tuple[str, ...]] = {
+        Text(length=30): ("tokens",),
+        Retrieval(length=30, train=8, held_out=4): ("a", "b"),
+    }
+    for task, sides in tasks.items():
+        model = task.make_model({**task.model, "dim": 8, "heads": 2, "ff_dim": 8}).eval()
+        batch = task.source("train").batch(np.arange(8), 0)
+        changed = dict(batch)
+        for side in sides:
+            lengths = batch["lengths" if side == "tokens" else f"{side}_lengths"]
+            assert (lengths < 30).any()
+            behind = torch.arange(30) >= lengths[:, None]
+            changed[side] = torch.where(behind, 7, batch[side].long()).to(batch[side].dtype)
+        torch.testing.assert_close(task.logits(model, changed), task.logits(model, batch))
+
+
 def test_pairs_are_balanced_and_share_no_film_between_splits() -> None:
-    films = np.repeat(np.arange(100), 6)
-    found = {split: pairs(films, split, 400) for split in ("train", "validation", "test")}
+    films, liked = np.repeat(np.arange(100), 6), np.tile([0, 1], 300)
+    found = {split: pairs(films, liked, split, 400) for split in ("train", "validation", "test")}
     seen: set[int] = set()
     for rows, labels in found.values():
         assert labels.sum() == 200
@@ -68,14 +109,18 @@ def test_pairs_are_balanced_and_share_no_film_between_splits() -> None:
         mine = set(films[rows].ravel().tolist())
         assert not mine & seen
         seen |= mine
-    again, _ = pairs(films, "train", 400)
+    again, _ = pairs(films, liked, "train", 400)
     assert (again == found["train"][0]).all()
 
 
 def test_no_single_review_tells_the_label() -> None:
     """Films with many reviews are no likelier in one kind of pair: guessing from the right one alone is a coin."""
     films = np.repeat(np.arange(60), np.tile([2, 30], 30))
-    rows, labels = pairs(films, "train", 8000)
+    liked = (np.arange(len(films)) * 7919 % 10 < np.where(films % 3, 9, 1)).astype(int)  # most agree on a film
+    rows, labels = pairs(films, liked, "train", 8000)
+    agree = liked[rows[:, 0]] == liked[rows[:, 1]]
+    assert agree.mean() > 0.7
+    assert abs(agree[labels == 1].mean() - agree[labels == 0].mean()) < 0.03
     sizes = np.bincount(films)[films[rows[:, 1]]]
     assert abs((sizes[labels == 1] > 10).mean() - (sizes[labels == 0] > 10).mean()) < 0.03
 
@@ -92,13 +137,13 @@ def test_retrieval_stand_in(data: Path) -> None:
 
 def test_the_arena_s_tsv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
-    line = b"1.0\tP1\tP2\tb'first text'\tb'second'\n0.0\tP1\tP3\tfirst text\tother one\n"
+    line = b"1.0\tP1\tP2\tb'first text'\tb\"sec'd\\xc3\\xa9\"\r\n0.0\tP1\tP3\tfirst text\tother one\n"
     for split in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{split}.tsv").write_bytes(line)
     batch = Retrieval(length=12, folder=str(tmp_path)).source("validation").batch(np.array([0, 1]), 0)
     assert batch["labels"].tolist() == [1, 0]
     assert [bytes(row[:n].tolist()) for row, n in zip(batch["b"], batch["b_lengths"], strict=True)] == [
-        b"second",
+        b"sec'd\xc3\xa9",
         b"other one",
     ]
     (tmp_path / "broken.tsv").write_bytes(b"1.0\tP1\n")

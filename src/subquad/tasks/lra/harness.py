@@ -6,10 +6,13 @@ figures; it is written after each run.
 
 import contextlib
 import datetime
+import itertools
 import json
+import math
 import os
 import queue
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -25,11 +28,14 @@ import subquad
 from subquad.bench.child import environment
 from subquad.bench.compare import save
 from subquad.bench.provenance import commit, machine
+from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS
-from subquad.tasks.lra.recipes import RECIPES, Size, model_of, training_of
+from subquad.tasks.lra.pathfinder import Pathfinder, sheet
+from subquad.tasks.lra.recipes import NAMES, RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
+from subquad.training.folder import CONFIG, read_config, take
 from subquad.training.loop import defaults_of, options_of
 
 Json = dict[str, Any]
@@ -55,11 +61,19 @@ class Arena:
     data: tuple[str, ...] = ()  # "pathfinder.train=60000"
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "jobs"):
-            if getattr(self, name) < 1:
+        for name in ("tasks", "mechanisms"):
+            if not getattr(self, name):
+                refuse(name, "", "at least one name, or all")
+        for name in ("seeds", "jobs", "steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "an integer of at least 1")
-        if self.minutes is not None and self.minutes <= 0:
-            refuse("minutes", self.minutes, "a positive number")
+        for name in ("minutes", "cap"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                refuse(name, getattr(self, name), "a positive number")
+        for setting in self.data:
+            column = setting.partition(".")[0].strip()
+            if NAMES.get(column, column) not in self.tasks:
+                raise ValueError(f"--data {setting} cannot work: the tasks are {', '.join(self.tasks)}")
 
     @property
     def place(self) -> str:
@@ -73,16 +87,22 @@ class Arena:
 
 
 def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
-    """A job for each run: seed by seed, and of a seed task by task, so that an early end leaves whole columns."""
+    """A job for each run: seed by seed, and of a seed task by task, so that an early end leaves whole columns.
+
+    A run that was begun keeps the seconds it was begun with, unless this call says how many a run has.
+    """
     jobs = []
     for seed in range(arena.seeds):
         for task in arena.tasks:
             data = options_of(make_task(TASKS[RECIPES[task].task], _data(arena, task)))
             for name in arena.mechanisms:
-                training = training_of(task, arena.size, arena.steps, seed)
-                if cap is not None:
-                    training["minutes"] = cap / 60
                 path = Path(arena.size) / task / name / f"seed{seed}"
+                training = training_of(task, arena.size, arena.steps, seed)
+                minutes = None if cap is None else cap / 60
+                if arena.cap is None and (out / path / CONFIG).is_file():
+                    minutes = read_config(out / path).training.minutes
+                if minutes is not None:
+                    training["minutes"] = minutes
                 jobs.append(
                     {
                         "name": str(path),
@@ -103,11 +123,13 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
 
 def _data(arena: Arena, task: str) -> Json:
     """Of "pathfinder.train=60000" what concerns this task."""
-    found = dict(RECIPES[task].data) if arena.size == "small" else {}
+    recipe = RECIPES[task]
+    found = dict(recipe.data if arena.size == "small" else recipe.original_data)
     for setting in arena.data:
         path, equals, value = setting.partition("=")
         column, dot, key = path.strip().partition(".")
-        if not equals or not dot or column not in RECIPES:
+        column = NAMES.get(column, column)
+        if not equals or not dot:
             raise ValueError(f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000")
         if column == task:
             known = options_of(TASKS[RECIPES[task].task]())
@@ -123,6 +145,12 @@ def _data(arena: Arena, task: str) -> Json:
 def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
+    with take(out, "another process runs the arena there"):
+        return _lra(arena, out, console, prepare)
+
+
+def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> Json:
+    deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
     before = _before(out / "results.json")
     cap = before.get("budget", {}).get("seconds_a_run") if arena.cap is None else arena.cap
     cap = arena.seconds_a_run() if cap is None else cap
@@ -138,11 +166,12 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
         console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
     known = {job["name"]: job for job in todo}
     try:
-        if prepare:
-            _prepare(todo, console)
-        deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
-        for answer in side_by_side(todo, arena, deadline):
+        missing = _prepare(todo, out, console) if prepare else {}
+        ready = [job for job in todo if job["name"] not in missing]
+        failed = ({"name": name, "error": why} for name, why in missing.items())
+        for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
             record = {**_record(known[answer["name"]], answer), "commit": results["commit"]}
+            results["failed"] += "error" in record
             if "error" not in record or record["name"] not in done:  # an error takes nobody's place
                 results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
                 save(results, out / "results.json")
@@ -151,20 +180,29 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json
         results["interrupted"] = True
     order = {job["name"]: number for number, job in enumerate(jobs)}
     results["runs"].sort(key=lambda r: order.get(r["name"], len(order)))
-    results["quality"] = _quality(results["runs"])
+    results["quality"] = _quality(of_size(results))
     left = [job["name"] for job in jobs if job["name"] not in {r["name"] for r in results["runs"] if _finished(r)}]
     results["left"] = left
     save(results, out / "results.json")
     return results
 
 
-def _prepare(todo: Sequence[Json], console: Console) -> None:
-    """Each data set once, before processes ask for it at the same time."""
+def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:
+    """Each data set once, before processes ask for it at the same time; which runs lack theirs, and why."""
+    missing: dict[str, str] = {}
     for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
         begun = time.monotonic()
         task = make_task(TASKS[name], data)
-        sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
+        try:
+            sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
+        except files.Missing as error:
+            missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
+            continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
+        if isinstance(task, Pathfinder) and task.folder is None:
+            sheet(task.size, out / f"{name}.png")
+            console.print(f"{name}: some of them in {out / name}.png", highlight=False, soft_wrap=True)
+    return missing
 
 
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
@@ -306,21 +344,29 @@ def _finished(record: Json) -> bool:
     return record.get("ended_by") in ("steps", "minutes") or "error" in record
 
 
+def of_size(results: Json) -> list[Json]:
+    """The runs of the size that this call is about: a folder may hold both."""
+    return [r for r in results["runs"] if r["name"].startswith(f"{results['budget']['size']}/")]
+
+
 def _quality(runs: Sequence[Json]) -> list[Json]:
-    """Records as `subquad report` reads them."""
+    """Records as `subquad report` reads them: means over the seeds."""
+    found: dict[tuple[str, str], list[Json]] = {}
+    for r in runs:
+        if r.get("accuracy") is not None:
+            found.setdefault((r["mechanism"], r["task"]), []).append(r)
     return [
         {
-            "mechanism": r["mechanism"],
-            "task": r["task"],
+            "mechanism": mechanism,
+            "task": task,
             "metric": "accuracy",
-            "value": r["accuracy"],
+            "value": statistics.fmean(r["accuracy"] for r in seeds),
             "lower_is_better": False,
-            "steps": r["steps"],
-            "seconds": r["seconds"],
+            "steps": seeds[0]["steps"],
+            "seconds": seeds[0]["seconds"],
             "curve": [],
         }
-        for r in runs
-        if r.get("accuracy") is not None and r["seed"] == 0
+        for (mechanism, task), seeds in found.items()
     ]
 
 
@@ -367,13 +413,22 @@ def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
         "quality": [],
         "rows": [],
         "left": [],
+        "failed": 0,  # runs of this call
         "interrupted": False,
     }
 
 
 def _before(path: Path) -> Json:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+    """What an earlier call left; never overwritten where it cannot be understood."""
+    if not path.exists():
         return {}
-    return found if isinstance(found, dict) else {}
+    try:
+        found: Json = json.loads(path.read_text())
+        whole = found["kind"] == "lra" and isinstance(found["budget"], dict)
+        whole = whole and all(RECIPES[r["column"]] and r["settings"]["data"] is not None for r in found["runs"])
+        whole = whole and all({"name", "mechanism", "seed", "task"} <= r.keys() for r in found["runs"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is not what subquad lra wrote: move it away, or choose another folder with --out")
+    return found

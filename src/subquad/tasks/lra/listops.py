@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from subquad.mechanisms.base import at_least
 from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Classification, Labelled
 from subquad.training.task import Source, Split
@@ -177,6 +178,9 @@ class ListOps(Classification):
     name: ClassVar[str] = "listops"
     vocab: ClassVar[int] = VOCAB
     classes: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        at_least(self, train=1)
 
     def positions(self) -> int:
         return LONGEST

@@ -15,8 +15,9 @@ import numpy as np
 from rich.progress import track
 
 from subquad.data import files
+from subquad.mechanisms.base import at_least
 from subquad.tasks.lra.contours import HARD, VERSION, draw
-from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
+from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept, mark
 from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 
@@ -48,7 +49,7 @@ def read_folder(folder: Path, size: int) -> Arrays:
     """The pictures of the arena's release in a fixed random order, but for one that is known to be empty."""
     from matplotlib.image import imread
 
-    lists = sorted(folder.glob("metadata/*.npy"), key=lambda path: int(path.stem))
+    lists = sorted(folder.glob("metadata/[0-9]*.npy"), key=lambda path: int(path.stem))
     if not lists:
         raise files.Missing(f"{folder}/metadata/*.npy is missing: data.folder is one such as curv_contour_length_14")
     tokens, labels = [], []
@@ -97,6 +98,10 @@ class Pathfinder(Picture):
     classes: ClassVar[int] = 2
     size: ClassVar[int] = 32
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, train=2, held_out=1)
+
     def positions(self) -> int:
         return self.size * self.size
 
@@ -107,7 +112,8 @@ class Pathfinder(Picture):
             arrays = kept(generated() / name, lambda: make(self.size, sum(sizes), self.seed))
         else:
             folder = Path(self.folder).expanduser()
-            name = f"{self.name}_{folder.name}"
+            parts = sorted((*folder.glob("metadata/*.npy"), *folder.glob("imgs/*")))
+            name = f"{self.name}_{folder.name}_{mark(folder, *parts)}" if parts else folder.name
             arrays = kept(generated() / name, lambda: read_folder(folder, self.size))
             tenth = len(arrays["labels"]) // 10
             sizes = (len(arrays["labels"]) - 2 * tenth, tenth, tenth)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from subquad.mechanisms import mechanism
 from subquad.mechanisms.base import nearest
+from subquad.tasks.lra.task import SMALL
 
 Size = Literal["small", "original"]
 Fields = Mapping[str, Any]
@@ -22,6 +23,7 @@ class Recipe:
     original: Fields  # the arena's own model ...
     original_training: Fields  # ... and how it is trained there
     data: Fields = field(default_factory=dict)  # for the small model
+    original_data: Fields = field(default_factory=dict)  # for the arena's own
     model: Fields = field(default_factory=dict)  # of the small model, where it is not as for all tasks
 
 
@@ -59,6 +61,7 @@ RECIPES: dict[str, Recipe] = {
          "head_hidden": 512},
         {"steps": 5000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
          **ADAM},
+        original_data={"length": 4000},
     ),
     "image": Recipe(
         "image", "Image", 10.0,
@@ -82,6 +85,7 @@ RECIPES: dict[str, Recipe] = {
          "keep": 1},
         {"dim": 32, "depth": 1, "heads": 2, "ff_dim": 32, "positions": "learned", "pooling": "mean"},
         {"steps": 62_400, "batch": 64, "lr": 1e-3, "warmup": 312, "schedule": "cosine", "clip": 1.0, **ADAM},
+        data={"train": 16_000, "held_out": 1_000},  # 200,000 take hours of a core each
         model={**grid(128), "dropout": 0.0},
     ),
 }  # fmt: skip
@@ -161,7 +165,11 @@ def mixer(task: str, name: str) -> list[Any]:
 def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
     """Keywords of the model, beside the task's own small ones."""
     given = RECIPES[task].original if size == "original" else RECIPES[task].model
-    return {**given, "mechanism": mixer(task, name)}
+    named, options = mixer(task, name)
+    if "parts" in options:  # each the same share of the heads
+        share = given.get("heads", SMALL["heads"]) // len(options["parts"])
+        options = {**options, "parts": [[part, share, *rest] for part, _, *rest in options["parts"]]}
+    return {**given, "mechanism": [named, options]}
 
 
 def training_of(task: str, size: Size, steps: int | None, seed: int) -> dict[str, Any]:

@@ -5,6 +5,8 @@ Data      the arena's pairs of ACL Anthology papers, where data.folder names the
           of the same film, or of two films, half and half. Films of validation and test are in no training pair
 """
 
+import ast
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +16,9 @@ import torch
 from torch import nn
 
 from subquad.data import files
+from subquad.mechanisms.base import at_least
 from subquad.models import Matcher
-from subquad.tasks.lra.store import Arrays, generated, kept
+from subquad.tasks.lra.store import Arrays, generated, kept, mark
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import padded, shuffled, stored
 from subquad.training.task import Batch, Source, Split
@@ -29,10 +32,13 @@ FILES: dict[Split, str] = {
 SHARES: dict[Split, tuple[float, float]] = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of films
 
 
-def pairs(films: np.ndarray, split: Split, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def pairs(
+    films: np.ndarray, liked: np.ndarray, split: Split, count: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """(pairs of reviews [count, 2], labels [count]): 1 for two reviews of a film, 0 for reviews of two films.
 
-    Both kinds draw their reviews alike, from films with at least two, so that no single review tells the label.
+    Both kinds draw their reviews alike, from films with at least two, so that no single review tells the label; and
+    both agree equally often whether the film was liked, which two reviews of one film mostly do.
     """
     names, numbers, sizes = np.unique(films, return_inverse=True, return_counts=True)
     low, high = (int(share * len(names)) for share in SHARES[split])
@@ -44,6 +50,9 @@ def pairs(films: np.ndarray, split: Split, count: int, seed: int = 0) -> tuple[n
     first = np.cumsum(sizes) - sizes  # of a film's reviews, in `order`
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, low, count])))
     reviews = np.concatenate([order[first[film] : first[film] + sizes[film]] for film in chosen])
+    for value in np.unique(liked[reviews]):
+        if len(np.unique(numbers[reviews[liked[reviews] == value]])) < 2:
+            raise files.Broken(f"{split} has one film alone whose reviews are labelled {value}: too few for pairs")
     left = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
     film = numbers[left]
     step = 1 + (random.random(count) * (sizes[film] - 1)).astype(np.int64)  # another of the same film
@@ -51,7 +60,7 @@ def pairs(films: np.ndarray, split: Split, count: int, seed: int = 0) -> tuple[n
     place[order] = np.arange(len(order))
     same = order[first[film] + (place[left] - first[film] + step) % sizes[film]]
     other = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
-    while (again := numbers[other] == film).any():
+    while (again := (numbers[other] == film) | (liked[other] != liked[same])).any():
         other[again] = reviews[(random.random(int(again.sum())) * len(reviews)).astype(np.int64)]
     labels = (shuffled(count, seed + 1) % 2).astype(np.uint8)
     return np.stack((left, np.where(labels == 1, same, other)), axis=1), labels
@@ -62,16 +71,25 @@ def read_tsv(path: Path) -> Arrays:
     pieces, labels = [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            fields = line.rstrip(b"\n").split(b"\t")
+            fields = line.rstrip(b"\r\n").split(b"\t")
             if len(fields) != 5:
                 raise files.Broken(f"{path}:{number} has {len(fields)} fields: accepted are label, two ids, two texts")
             labels.append(float(fields[0]) > 0.5)
-            pieces += [text.removeprefix(b"b'").removesuffix(b"'") for text in fields[3:]]
+            pieces += [_bytes(text) for text in fields[3:]]
     return {
         "text": np.frombuffer(b"".join(pieces), np.uint8),
         "starts": np.cumsum([0, *map(len, pieces)]),
         "labels": np.array(labels, np.uint8),
     }
+
+
+def _bytes(text: bytes) -> bytes:
+    """The release holds Python's way to write bytes, b'...' or b"...", in which all but plain letters are escaped."""
+    if text[:2] in (b"b'", b'b"') and text[-1:] == text[1:2]:
+        with contextlib.suppress(ValueError, SyntaxError):
+            found = ast.literal_eval(text.decode("ascii"))
+            return found if isinstance(found, bytes) else text
+    return text
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,9 @@ class Retrieval(Classification):
     classes: ClassVar[int] = 2
     stand_in: ClassVar[str | None] = STAND_IN
 
+    def __post_init__(self) -> None:
+        at_least(self, length=1, train=1, held_out=1)
+
     def positions(self) -> int:
         return self.length
 
@@ -117,11 +138,17 @@ class Retrieval(Classification):
     def source(self, split: Split) -> Source:
         if self.folder is None:
             found = stored()
-            rows, labels = pairs(found["films"], split, self.train if split == "train" else self.held_out, self.seed)
+            rows, labels = pairs(
+                found["films"],
+                found["labels"],
+                split,
+                self.train if split == "train" else self.held_out,
+                self.seed,
+            )
             return Pairs(found, rows, labels, self.length)
         path = Path(self.folder).expanduser() / FILES[split]
         if not path.exists():
             raise files.Missing(f"{path} is missing: data.folder holds {', '.join(FILES.values())}")
-        found = kept(generated() / path.stem, lambda: read_tsv(path))
+        found = kept(generated() / f"{path.stem}_{mark(path)}", lambda: read_tsv(path))
         count = len(found["labels"])
         return Pairs(found, np.arange(2 * count).reshape(count, 2), found["labels"], self.length)

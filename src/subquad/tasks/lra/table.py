@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.report.published import TABLES
-from subquad.tasks.lra.harness import budget_line
-from subquad.tasks.lra.recipes import RECIPES
+from subquad.tasks.lra.harness import budget_line, of_size
+from subquad.tasks.lra.recipes import PUBLISHED, RECIPES
 
 Json = dict[str, Any]
 PAPER = next(table for table in TABLES if table.name == "lra")
@@ -39,7 +39,7 @@ def published(mechanism: str, column: str) -> float | None:
 def cells(results: Json) -> dict[tuple[str, str], list[Json]]:
     """(mechanism, column) -> the finished runs of all seeds."""
     found: dict[tuple[str, str], list[Json]] = {}
-    for record in results["runs"]:
+    for record in of_size(results):
         if record.get("accuracy") is not None:
             found.setdefault((record["mechanism"], record["column"]), []).append(record)
     return found
@@ -79,13 +79,15 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
         table.add_column(named[c], justify="right")
     if counted:
         table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
-    for mechanism in dict.fromkeys(m for m, _ in known):
+    for mechanism in dict.fromkeys(r["mechanism"] for r in of_size(results)):  # those that failed have a row too
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None
-            row.append(_cell(known.get((mechanism, c), []), paper, f"{c} {mechanism}" in notes))
-        ours, theirs = average.get(mechanism, (None, None))
-        row.append("-" if ours is None else f"{ours:.2f}" + ("" if theirs is None else f" ({theirs:.2f})"))
+            theirs = None if paper is None else f"{paper:.2f}"
+            theirs = "FAIL" if c == "pathx" and real[c] and mechanism in PUBLISHED else theirs
+            row.append(_cell(known.get((mechanism, c), []), theirs, f"{c} {mechanism}" in notes))
+        ours, mean = average.get(mechanism, (None, None))
+        row.append("-" if ours is None else f"{ours:.2f}" + ("" if mean is None else f" ({mean:.2f})"))
         table.add_row(mechanism, *row[: len(columns) + bool(counted)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
@@ -125,7 +127,7 @@ def surprising(results: Json) -> dict[str, str]:
             found[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
         elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0]["task"]:
             found[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
-    for record in results["runs"]:
+    for record in of_size(results):
         if "error" in record:
             found[f"{record['column']} {record['mechanism']}"] = record["error"]
     return found
@@ -135,7 +137,10 @@ def read_notes(path: Path) -> dict[str, str]:
     """Sentences that a person wrote and checked, by cell: {"listops linear": "..."}. Kept apart from the figures."""
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"{path} cannot work: accepted is an object of sentences, such as {{'listops linear': '...'}}")
     return {str(key): value for key, value in found.items()}
@@ -148,11 +153,12 @@ def note_lines(results: Json, notes: dict[str, str]) -> list[str]:
     return lines + [f"needs a note: {cell}, {escape(why)}" for cell, why in missing.items()]
 
 
-def _cell(runs: Sequence[Json], paper: float | None, noted: bool) -> str:
+def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
+    beside = "" if paper is None else f" ({paper})"
     if not runs:
-        return "-" if paper is None else f"- ({paper:.2f})"
+        return f"-{beside}"
     spread = "" if len(runs) == 1 else f" ±{_deviation([r['accuracy'] for r in runs]):.2f}"
-    return f"{_mean(runs):.2f}{spread}" + ("" if paper is None else f" ({paper:.2f})") + ("*" if noted else "")
+    return f"{_mean(runs):.2f}{spread}{beside}" + ("*" if noted else "")
 
 
 def _mean(runs: Sequence[Json]) -> float:
