@@ -1,8 +1,6 @@
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import subquad
 from subquad.bench.child import environment
 from subquad.tasks import processes
-from subquad.tasks.processes import Unheard, run_all
+from subquad.tasks.processes import run_all
 
 # what `subquad reproduce` is to its rows, without its imports
 PARENT = """
@@ -42,20 +40,6 @@ def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -
     assert list(run_all({"row": []}, 1, lambda *_: None)) == [
         ("row", -9, "killed by signal 9 (Killed, often for want of memory)")
     ]
-
-
-@pytest.fixture
-def unread() -> Iterator[int]:
-    """The writing end of a pipe that nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    yield writer
-    os.close(writer)
-
-
-def test_what_nobody_reads_is_no_error(unread: int) -> None:
-    with Unheard(unread, "w", closefd=False) as file:
-        assert file.write(b"stopping after this step") == 24
 
 
 def test_a_process_saves_and_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ however that went.
 """
 
 import contextlib
-import io
 import os
 import signal
 import subprocess
@@ -14,10 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
 
-from subquad.bench.child import environment
-from subquad.tasks.lra.worker import end_with
+from subquad.bench.child import end_with, environment
 
 Told = Callable[[str, str], None]  # (name, a line that it printed)
 
@@ -97,23 +94,10 @@ def _passed_on(running: list[Process]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-class Unheard(io.FileIO):
-    """A pipe that may lose its reader: a run whose lines nobody reads any more still has to save."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return len(data)
-
-
 def main() -> None:
     from subquad.cli import main as command
 
     parent, *words = sys.argv[1:]
-    sys.stdout = sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(Unheard(1, "w", closefd=False)), errors="backslashreplace", line_buffering=True
-    )
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     sys.argv = ["subquad", *words]
     command()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from subquad.bench.child import end_with
 from subquad.bench.measure import Shape
 from subquad.models import Classifier
 from subquad.tasks import TASKS
@@ -211,7 +212,7 @@ def test_a_worker_whose_parent_is_gone_stops_as_at_ctrl_c(monkeypatch: pytest.Mo
     monkeypatch.setattr("os.getppid", lambda: next(parents))
     monkeypatch.setattr("os.kill", lambda *which: sent.append(which))
     monkeypatch.setattr("time.sleep", lambda _: None)
-    worker.end_with(1234)
+    end_with(1234)
     assert sent == [(os.getpid(), signal.SIGINT)]
 
     def nobody(_: str) -> int:

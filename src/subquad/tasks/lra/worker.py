@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 
+from subquad.bench.child import end_with
 from subquad.tasks.train import make_task
 from subquad.training.config import TrainingConfig
 from subquad.training.loop import train
@@ -102,13 +102,6 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
             break  # nobody asks any more
         if first["once"] or "CUDA error" in answer.get("error", ""):
             break  # memory of a CPU process is only ever counted up, and an error of the GPU outlives its run
-
-
-def end_with(parent: int) -> None:
-    """Once whoever started this process is gone, however it went: save and end, as at Ctrl-C."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def main() -> None:
