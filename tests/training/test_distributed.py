@@ -85,7 +85,15 @@ def _decode(rank: int, folder: Path) -> None:
 
 
 SMALL = {"dim": 8, "depth": 1, "heads": 2, "dropout": 0.0}
-PAIRS: dict[str, Any] = {"steps": 4, "batch": 5, "evaluate_every": 2, "log_every": 1, "eps": 1e-3, "warmup": 0}
+PAIRS: dict[str, Any] = {
+    "steps": 4,
+    "batch": 5,
+    "evaluate_every": 2,
+    "evaluate_batch": 250,
+    "log_every": 1,
+    "eps": 1e-3,
+    "warmup": 0,
+}
 
 
 def test_what_is_written_token_by_token_is_measured_over_shards_too(
@@ -173,6 +181,9 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "died").exists()
     assert_close_run(tmp_path / "run", folder / "alone")
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert again.returncode != 0  # a run that somebody else began is refused, however often it is tried
+    assert "holds a run" in again.stderr
 
 
 def _mortal_worker(out: Path) -> None:

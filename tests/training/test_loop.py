@@ -386,6 +386,13 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
         run(tmp_path, resume=True)
 
 
+def test_a_first_step_that_fails_leaves_the_folder_free(tmp_path: Path, whole: Path) -> None:
+    with pytest.raises(ValueError, match="accepted are ids from 0 to 1"):
+        run(tmp_path, {"vocab": 2})
+    run(tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
 def test_what_cannot_work_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'depth'"):
         run(tmp_path / "run", {"dept": 3})

@@ -29,8 +29,8 @@ def start(
 ) -> Result:
     """Train `name` with settings such as "model.depth=16". A run that is resumed has its own settings: those given
     again must be the same."""
-    resume = resume or attempt() > 0
-    task, config = configure(name, settings, out if resume and (out / CONFIG).exists() else None)
+    again = resume or attempt() > 0
+    task, config = configure(name, settings, out if again and (out / CONFIG).exists() else None)
     return train(
         task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg
     )  # fmt: skip

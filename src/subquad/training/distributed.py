@@ -30,6 +30,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     started: bool = False  # whether the process group is ours to end
+    store: Any = None  # torchrun's, which outlives its restarts
 
     @property
     def first(self) -> bool:
@@ -104,6 +105,15 @@ class Ranks:
             raise ValueError(box[1])
         return box[0]
 
+    def begun(self) -> None:
+        """Remembered over restarts."""
+        if self.store is not None:
+            self.store.set("begun", "")
+
+    def goes_on(self) -> bool:
+        """Whether torchrun started this process again after one that had begun: then the run goes on by itself."""
+        return attempt() > 0 and self.store is not None and self.store.check(["begun"])
+
     def barrier(self) -> None:
         if self.world > 1:
             self.largest(0.0)
@@ -130,18 +140,18 @@ def join(parallel: str, device: str) -> Ranks:
             raise ValueError(f"{local + 1} processes cannot share {torch.cuda.device_count()} GPUs: start one for each")
         place = torch.device("cuda", local)
         torch.cuda.set_device(place)
-    started = not dist.is_initialized()
+    started, base = not dist.is_initialized(), None
     if started:
         # torchrun keeps its store over restarts: without a name for each, ranks would find the addresses of the dead
-        store, rank, world = next(rendezvous("env://"))
-        store = PrefixStore(f"attempt_{attempt()}", store)
+        base, rank, world = next(rendezvous("env://"))
+        store = PrefixStore(f"attempt_{attempt()}", base)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    return Ranks(place, "ddp" if parallel == "auto" else parallel, dist.get_rank(), world, started)
+    return Ranks(place, "ddp" if parallel == "auto" else parallel, dist.get_rank(), world, started, base)
 
 
 def attempt() -> int:
-    """How often torchrun has started this process again after a failure: from 1 on the run goes on by itself."""
+    """How often torchrun has started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

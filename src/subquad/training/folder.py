@@ -97,6 +97,10 @@ class Folder:
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def forget(self) -> None:
+        """Let the folder be begun anew."""
+        (self.path / CONFIG).unlink(missing_ok=True)
+
     def finish(self, result: dict[str, Any]) -> None:
         write_json(self.path / RESULT, result)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
-from subquad.training.distributed import attempt, join
+from subquad.training.distributed import join
 from subquad.training.folder import Folder
 from subquad.training.log import Log
 from subquad.training.run import Result, Run, Stopped
@@ -43,10 +43,11 @@ def train(
     folder = Folder(Path(out))
     config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
     try:
-        resume = resume or attempt() > 0
+        resume = resume or ranks.goes_on()
         ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
+        ranks.begun()
         if ranks.first:
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -55,7 +56,12 @@ def train(
         if opened.checkpoint is not None:
             run.load(opened.checkpoint)
         with Log(folder.path if ranks.first else None, console, task.name, run.step) as log, Signals(log) as signals:
-            return run.go(log, signals, leg)
+            try:
+                return run.go(log, signals, leg)
+            except Exception:
+                if ranks.first and run.step == 0:  # a first step that cannot be computed is no run to go on with
+                    folder.forget()
+                raise
     except OSError as error:
         if error.errno not in FULL:
             raise
