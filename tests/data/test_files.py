@@ -256,3 +256,17 @@ def test_every_download_has_a_hash_and_a_home() -> None:
         assert (file.url is None) == (file.sha256 is None)
         assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
         assert file.home
+
+
+def test_what_is_read_elsewhere_or_anew_has_another_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.tsv").write_text("1")
+    first = files.mark(tmp_path / "one" / "a.tsv")
+    assert first == files.mark(tmp_path / "one" / ".." / "one" / "a.tsv") != files.mark(tmp_path / "two" / "a.tsv")
+    (tmp_path / "one" / "a.tsv").write_text("12")
+    assert files.mark(tmp_path / "one" / "a.tsv") != first
+    (tmp_path / "one" / "gone").symlink_to(tmp_path / "nowhere")
+    before = files.mark(tmp_path / "one")
+    (tmp_path / "one" / "a.tsv").write_text("123")
+    assert files.mark(tmp_path / "one") != before

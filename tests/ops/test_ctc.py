@@ -105,6 +105,27 @@ def test_sixteen_bits_and_large_scores() -> None:
 
 
 @interpreted
+def test_what_is_no_number_stays_so_and_what_cannot_be_is_left_out() -> None:
+    logits, rows = draw("plain")
+    logits[0, 2] = torch.nan
+    assert ctc_loss(logits, **rows, impl="triton").isnan().tolist() == [True, False]
+    logits, rows = draw("plain")
+    logits[:, 1, 0] = logits[:, 2, 3:] = -torch.inf
+    wanted = results(logits.double().clamp(min=-1e3), rows, impl="torch")
+    for got, exact in zip(results(logits, rows, impl="triton"), wanted, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_lengths_beyond_the_tensors_read_nothing_there() -> None:
+    """Their values are not looked at: a GPU would be waited for."""
+    logits, rows = draw("plain")
+    beyond = {**rows, "lengths": rows["lengths"].clamp(max=9) + 100, "target_lengths": rows["target_lengths"] + 50}
+    most = {**rows, "lengths": torch.tensor([9, 9])}
+    torch.testing.assert_close(results(logits, beyond, impl="triton"), results(logits, most, impl="triton"))
+
+
+@interpreted
 def test_what_it_cannot_do_is_refused() -> None:
     logits, rows = draw("plain")
     with pytest.raises(ValueError, match="float64"):
@@ -114,7 +135,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("places", [1, 49])
+@pytest.mark.parametrize("places", [1, 49, 600])
 def test_compiles_for_hopper(places: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -131,5 +152,6 @@ def test_compiles_for_hopper(places: int) -> None:
             plain = {"T": "i32", "heard": "*fp32", "loss": "*fp32", "share": "*fp32"}
             signature[name] = plain.get(name, "*i64")
     source = ASTSource(fn=ctc_triton.both_ways, signature=signature, constexprs=constexprs)
-    options = {"num_warps": ctc_triton.LAUNCH.warps, "num_stages": ctc_triton.LAUNCH.stages}
+    how = ctc_triton.launch(constants["W"])
+    options = {"num_warps": how.warps, "num_stages": how.stages}
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]

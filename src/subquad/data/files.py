@@ -11,7 +11,7 @@ import shutil
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,8 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
     """A file or folder that `make` writes once, beside the data or, where nobody may write there, in the user's cache.
 
     It is made anew when a source has changed; of a folder, when anything in it has."""
-    marks = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
-    mark = hashlib.sha256(marks.encode()).hexdigest()[:12]
     base = folder() if os.access(folder(), os.W_OK) else user_cache()
-    path = base / "prepared" / f"{mark}-{name}"
+    path = base / "prepared" / f"{mark(*sources)}-{name}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent):
@@ -104,6 +102,12 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
                 with atomic(path) as new:
                     make(new)
     return path
+
+
+def mark(*sources: Path) -> str:
+    """A name for what is made of these files or folders: another as soon as one of them has changed."""
+    facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
 def _inside(path: Path) -> str:
@@ -117,7 +121,10 @@ def _inside(path: Path) -> str:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):  # links may go round
                     waiting.append(entry.path)
-                found = entry.stat()
+                try:
+                    found = entry.stat()
+                except FileNotFoundError:  # a link to what is gone
+                    found = entry.stat(follow_symlinks=False)
                 count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
     return f" {count} {size} {times}"
 
@@ -139,11 +146,11 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def shown(items: Sequence[T], said: str) -> Iterable[T]:
+def shown(items: Iterable[T], said: str, total: int | None = None) -> Iterable[T]:
     """The items, with a bar as they are gone through where somebody looks: thousands of files take a while."""
     from rich.progress import track
 
-    return track(items, said, transient=True, disable=not sys.stdout.isatty())
+    return track(items, said, total, transient=True, disable=not sys.stdout.isatty())
 
 
 def read(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.ops.impl import Impl, choose
 
 MOST = 4095  # labels of a row that one program of the kernel holds
+NEVER = -1e30  # in place of -inf, of which differences can be taken
 
 
 def ctc_loss(
@@ -30,7 +31,7 @@ def ctc_loss(
             scores.transpose(0, 1), targets, lengths, target_lengths, reduction="none", zero_infinity=True
         )
     said = F.pad(targets.clamp(min=0), (1, 0))  # the blank, then the labels
-    heard = scores.gather(-1, said[:, None].expand(-1, scores.shape[1], -1))
+    heard = scores.gather(-1, said[:, None].expand(-1, scores.shape[1], -1)).clamp(min=NEVER)
     loss: Tensor = _Ctc.apply(heard, said, lengths, target_lengths)
     return loss
 

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from subquad.ops.linear_triton import Config, _start
 
-LAUNCH = Config(0, 0, warps=1, stages=1)
+PLACES = 256  # of a warp: with more of them a gather within it takes ever more shuffles
 NEVER = tl.constexpr(-1e30)  # in place of -inf, of which differences can be taken
 
 
 @triton.jit
 def either(a, b):
-    """log(exp a + exp b)"""
-    most = tl.maximum(a, b)
+    """log(exp a + exp b); not a number if one of them is none"""
+    most = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     return most + tl.log(1.0 + tl.exp(tl.minimum(a, b) - most))
 
 
 @triton.jit
 def both_ways(heard, said, lengths, target_lengths, loss, share, T, N: tl.constexpr, W: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
-    frames, labels = tl.load(lengths + b), tl.load(target_lengths + b)
+    frames, labels = tl.minimum(tl.load(lengths + b), T), tl.minimum(tl.load(target_lengths + b), N - 1)
     j = tl.arange(0, W)
     before, after = tl.maximum(j - 1, 0), tl.minimum(j + 1, W - 1)
     label_there = (j > 0) & (j <= labels)
@@ -51,8 +51,8 @@ def both_ways(heard, said, lengths, target_lengths, loss, share, T, N: tl.conste
         label = tl.where(label_there, either(label, came) + spoken, NEVER)
         blank = tl.where(j <= labels, any + silent, NEVER)
         tl.store(share + t * N + j, label, mask=j < N)
-    total = tl.max(tl.where(j == labels, either(blank, label), NEVER), 0)
-    fits = (frames > 0) & (total > NEVER / 2)
+    total = tl.sum(tl.where(j == labels, either(blank, label), 0.0), 0)
+    fits = (frames > 0) & ~(total <= NEVER / 2)  # what is not a number stays so
     tl.store(loss + b, tl.where(fits, -total, 0.0))
 
     # what is still to come after a frame, from each place
@@ -76,6 +76,10 @@ def both_ways(heard, said, lengths, target_lengths, loss, share, T, N: tl.conste
         blank = either(blank, next_label)
 
 
+def launch(width: int) -> Config:
+    return Config(0, 0, warps=max(1, width // PLACES), stages=1)
+
+
 def alignments(heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Losses [B], and of all ways to say it the share [B, T, N] that is silent (0) or says label j in each frame.
 
@@ -85,5 +89,6 @@ def alignments(heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Ten
     heard, said, lengths, target_lengths = (x.contiguous() for x in (heard, said, lengths, target_lengths))
     loss, share = heard.new_empty(rows), torch.zeros_like(heard)
     constants = {"N": places, "W": triton.next_power_of_2(places)}
-    _start(both_ways, rows, (heard, said, lengths, target_lengths, loss, share), (frames,), constants, LAUNCH)
+    how = launch(constants["W"])
+    _start(both_ways, rows, (heard, said, lengths, target_lengths, loss, share), (frames,), constants, how)
     return loss, share

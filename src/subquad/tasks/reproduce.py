@@ -29,7 +29,7 @@ from subquad.tasks.rows import (
 )
 from subquad.tasks.tables import TABLES, Row, Table
 from subquad.tasks.train import configure
-from subquad.training.folder import CONFIG, RESULT, Folder, read_config
+from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
 
 AFTERWARDS = ("iteration", "pieces", "images_per_second_written")  # of a row that is trained
 
@@ -58,7 +58,14 @@ def reproduce(
     if table.kind == "train":
         _check(table, chosen, budget)
     folder.mkdir(parents=True, exist_ok=True)
-    run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)))
+    with take(folder, "another process reproduces this table there"):
+        run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)))
+        _measure(run, out, timing, samples)
+        return run.results
+
+
+def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) -> None:
+    table, budget, folder = run.table, run.budget, run.folder
     try:
         if table.kind == "scaling":
             measure_scaling(run)
@@ -69,7 +76,7 @@ def reproduce(
             if samples:
                 write_samples(run, samples)
             if timing and not table.iterations:
-                run.say(name, "--timing has nothing to time in this table")
+                run.say(table.name, "--timing has nothing to time in this table")
             if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
                 measure_iterations(run)
     except KeyboardInterrupt:
@@ -78,7 +85,6 @@ def reproduce(
             if (folder / row.name / CONFIG).is_file():
                 _collect(run, row)
     run.keep()
-    return run.results
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
@@ -118,7 +124,7 @@ def _train(run: Reproduction) -> None:
             run.results["failed"][row.name] = note
     rows = {row.name: row for row in run.rows}
     for name, code, last in run_all(todo, run.budget.jobs, run.say):
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise KeyboardInterrupt
         if code == 0:
             run.measures()
@@ -183,12 +189,16 @@ def _begin(table: Table, budget: Budget, before: Json) -> Json:
 
 def _before(folder: Path) -> Json:
     """What an earlier call left: its rows stand until they are run again."""
+    path = folder / "results.json"
+    if not path.exists():
+        return {}
     try:
-        found = json.loads((folder / "results.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
+        found: Json = json.loads(path.read_text())
+        whole = found["kind"] == "reproduce" and "settings" in found["budget"]
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is not what subquad reproduce wrote: move it away, or choose another --out")
     for row in found.get("results", {}).values():
         if "error" not in row:  # older files have the settings of the whole alone
             row.setdefault("settings", found["budget"]["settings"])

@@ -14,6 +14,7 @@ from rich.console import Console
 import subquad
 from subquad.bench.compare import save
 from subquad.bench.provenance import commit, machine
+from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
@@ -138,7 +139,11 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
     task, _ = configure(table.task, (), run)
     begun = json.loads((run / CONFIG).read_text())
-    found = {**heading(table, row), "data": getattr(task, "data_name", task.name)}
+    try:
+        data = getattr(task, "data_name", task.name)
+    except files.Missing:  # of a run whose data went away
+        data = getattr(task, "set", task.name)
+    found = {**heading(table, row), "data": data}
     found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
     found |= {"settings": settings_in(table, row, run)}
     found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": _curve(run, table.metric)}

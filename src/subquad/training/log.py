@@ -58,7 +58,8 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError, SystemExit):  # of a terminal that is gone
+                self.bar.stop()
         if self.file is not None:
             self.file.close()
         if self.board is not None:

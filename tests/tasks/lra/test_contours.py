@@ -145,8 +145,9 @@ def test_the_solver_finds_the_discs(size: int) -> None:
         assert sorted(found.tolist()) == sorted(truth.tolist())
 
 
-def test_the_sheet_is_a_picture(tmp_path: Path) -> None:
-    pathfinder.sheet(32, tmp_path / "sheet.png", count=7)
+def test_the_sheet_is_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    pathfinder.sheet(pathfinder.Pathfinder(train=8, held_out=2), tmp_path / "sheet.png", count=7)
     assert (tmp_path / "sheet.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from subquad.tasks.lra.store import in_order, kept, mark
+from subquad.tasks.lra.store import in_order, kept
 
 
 def square(number: int) -> int:
@@ -44,16 +44,6 @@ def test_who_comes_second_takes_what_is_there(tmp_path: Path) -> None:
 
     assert kept(tmp_path / "set", slow)["a"][0] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
-
-
-def test_what_is_read_elsewhere_or_anew_has_another_name(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.tsv").write_text("1")
-    first = mark(tmp_path / "one" / "a.tsv")
-    assert first == mark(tmp_path / "one" / ".." / "one" / "a.tsv") != mark(tmp_path / "two" / "a.tsv")
-    (tmp_path / "one" / "a.tsv").write_text("12")
-    assert mark(tmp_path / "one" / "a.tsv") != first
 
 
 def test_processes_answer_in_order_and_may_be_stopped() -> None:

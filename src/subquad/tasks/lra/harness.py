@@ -71,8 +71,8 @@ class Arena:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 refuse(name, getattr(self, name), "a positive number")
         for setting in self.data:
-            column = setting.partition(".")[0].strip()
-            if NAMES.get(column, column) not in self.tasks:
+            column, _, _ = _read(setting)
+            if column not in self.tasks:
                 raise ValueError(f"--data {setting} cannot work: the tasks are {', '.join(self.tasks)}")
 
     @property
@@ -126,11 +126,7 @@ def _data(arena: Arena, task: str) -> Json:
     recipe = RECIPES[task]
     found = dict(recipe.data if arena.size == "small" else recipe.original_data)
     for setting in arena.data:
-        path, equals, value = setting.partition("=")
-        column, dot, key = path.strip().partition(".")
-        column = NAMES.get(column, column)
-        if not equals or not dot:
-            raise ValueError(f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000")
+        column, key, value = _read(setting)
         if column == task:
             known = options_of(TASKS[RECIPES[task].task]())
             if key not in known:
@@ -140,6 +136,15 @@ def _data(arena: Arena, task: str) -> Json:
             except json.JSONDecodeError:
                 found[key] = value
     return found
+
+
+def _read(setting: str) -> tuple[str, str, str]:
+    """ "imdb.length=2000" -> text, length, 2000"""
+    path, equals, value = setting.partition("=")
+    column, dot, key = path.strip().partition(".")
+    if not equals or not dot:
+        raise ValueError(f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000")
+    return NAMES.get(column, column), key, value
 
 
 def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
@@ -200,7 +205,7 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
         if isinstance(task, Pathfinder) and task.folder is None:
-            sheet(task.size, out / f"{name}.png")
+            sheet(task, out / f"{name}.png")
             console.print(f"{name}: some of them in {out / name}.png", highlight=False, soft_wrap=True)
     return missing
 

@@ -5,19 +5,17 @@ Data      made by contours.py at the hard level, seeded; or the arena's own pict
 Sizes     160,000 for training, 20,000 each for validation and test, half of the labels 1; a folder is cut 80:10:10
 """
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from rich.progress import track
 
 from subquad.data import files
 from subquad.mechanisms.base import at_least
 from subquad.tasks.lra.contours import HARD, VERSION, draw
-from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept, mark
+from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 
@@ -27,18 +25,21 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Arrays:
     """So many pictures in parallel, the same however many processes: tokens [count, size²], labels [count]."""
-    chunk = 2 * max(1, CHUNK * 32 * 16 // size**2)  # even, for as many of either label
+    chunk = chunk_of(size)
     workers = min(cores(), 1 + count // (2 * chunk)) if workers is None else workers
     tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
     numbers = range(-(-count // chunk))
     parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
     said = f"{count:,} pictures of {size} x {size}"
-    for number, (pictures, found) in enumerate(
-        track(parts, said, len(numbers), transient=True, disable=not sys.stdout.isatty())
-    ):
+    for number, (pictures, found) in enumerate(files.shown(parts, said, len(numbers))):
         rows = slice(number * chunk, number * chunk + len(found))
         tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
     return {"tokens": tokens, "labels": labels}
+
+
+def chunk_of(size: int) -> int:
+    """Of which pictures are made at once; which they are depends on it. Even, for as many of either label."""
+    return 2 * max(1, CHUNK * 32 * 16 // size**2)
 
 
 def _chunk(size: int, count: int, seed: int, most: int, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,14 +70,16 @@ def read_folder(folder: Path, size: int) -> Arrays:
     return {"tokens": np.stack(tokens)[order], "labels": np.array(labels, np.uint8)[order]}
 
 
-def sheet(size: int, path: Path, count: int = 24, seed: int = 0) -> None:
-    """Pictures with their labels in one PNG, for people."""
+def sheet(task: "Pathfinder", path: Path, count: int = 24) -> None:
+    """The first pictures of training with their labels in one PNG, for people."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    pictures, labels = draw(HARD[size], count, seed, 0)
+    source = task.source("train")
+    batch = source.batch(np.arange(min(count, len(source))), 0)
+    pictures, labels = batch["tokens"].numpy().reshape(-1, task.size, task.size), batch["labels"].tolist()
     figure, axes = plt.subplots(-(-count // 6), 6, figsize=(12, 2.2 * -(-count // 6)), layout="constrained")
     for axis in axes.flat:
         axis.set_axis_off()
@@ -109,11 +112,13 @@ class Pathfinder(Picture):
         if self.folder is None:
             sizes = (self.train, self.held_out, self.held_out)
             name = f"{self.name}_{self.train}_{self.held_out}_{self.seed}_v{VERSION}"
+            name += "" if self.size == 32 else f"_{chunk_of(self.size)}"
             arrays = kept(generated() / name, lambda: make(self.size, sum(sizes), self.seed))
         else:
             folder = Path(self.folder).expanduser()
-            parts = sorted((*folder.glob("metadata/*.npy"), *folder.glob("imgs/*")))
-            name = f"{self.name}_{folder.name}_{mark(folder, *parts)}" if parts else folder.name
+            if not folder.is_dir():
+                raise files.Missing(f"{folder} is missing: data.folder is one such as curv_contour_length_14")
+            name = f"{self.name}_{folder.name}_{files.mark(folder)}"
             arrays = kept(generated() / name, lambda: read_folder(folder, self.size))
             tenth = len(arrays["labels"]) // 10
             sizes = (len(arrays["labels"]) - 2 * tenth, tenth, tenth)

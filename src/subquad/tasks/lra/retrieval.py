@@ -18,7 +18,7 @@ from torch import nn
 from subquad.data import files
 from subquad.mechanisms.base import at_least
 from subquad.models import Matcher
-from subquad.tasks.lra.store import Arrays, generated, kept, mark
+from subquad.tasks.lra.store import Arrays, generated, kept
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import padded, shuffled, stored
 from subquad.training.task import Batch, Source, Split
@@ -149,6 +149,6 @@ class Retrieval(Classification):
         path = Path(self.folder).expanduser() / FILES[split]
         if not path.exists():
             raise files.Missing(f"{path} is missing: data.folder holds {', '.join(FILES.values())}")
-        found = kept(generated() / f"{path.stem}_{mark(path)}", lambda: read_tsv(path))
+        found = kept(generated() / f"{path.stem}_{files.mark(path)}", lambda: read_tsv(path))
         count = len(found["labels"])
         return Pairs(found, np.arange(2 * count).reshape(count, 2), found["labels"], self.length)

@@ -1,7 +1,6 @@
 """Arrays that are made once: written whole or not at all, read by any number of processes without a copy each."""
 
 import contextlib
-import hashlib
 import os
 import shutil
 import signal
@@ -38,12 +37,6 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
-
-
-def mark(path: Path, *parts: Path) -> str:
-    """A name for what was read from there: another as soon as a part of it is replaced."""
-    facts = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in (path, *parts)]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
