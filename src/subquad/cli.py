@@ -298,7 +298,9 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
     ] = None,
     mechanism: Annotated[str | None, typer.Option(help="The same as --set model.mechanism=...")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Of training; the schedule ends with them.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of training; the schedule ends with them, the test comes after.")
+    ] = None,
     leg: Annotated[float | None, typer.Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
@@ -434,7 +436,7 @@ def lra(
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures: {out / 'results.json'}; notes: {out / 'notes.json'}", soft_wrap=True)
+    console.print(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}", soft_wrap=True)
     if results["left"]:
         left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
         console.print(f"{left} left: the same command goes on from there")

@@ -95,7 +95,8 @@ def _files(path: Path) -> Iterator[Path]:
     elif path.is_dir() and any(path.glob("*.json")):
         yield from sorted(path.glob("*.json"))
     else:
-        raise ValueError(f"RUN={str(path)!r} cannot work: accepted is a JSON file, or a folder that holds some")
+        why = "cannot work" if path.exists() else "does not exist"
+        raise ValueError(f"RUN={str(path)!r} {why}: accepted is a JSON file, or a folder that holds some")
 
 
 def _load(file: Path) -> Run:

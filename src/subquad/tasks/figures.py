@@ -11,6 +11,7 @@ from rich.table import Table as Shown
 from subquad.bench.compare import save
 
 Json = dict[str, Any]
+LABELS = {"per": "phone error rate, %"}
 
 
 def beside(results: Json) -> Shown:
@@ -23,7 +24,8 @@ def beside(results: Json) -> Shown:
         shown.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=column == "row")
     for name, found in results["results"].items():
         if "error" in found:
-            shown.add_row(name, escape(found["error"][:200]), "failed")
+            theirs = found.get("published", {}).get(results["metric"])
+            shown.add_row(name, "", "failed", "-" if theirs is None else f"{theirs:g}")
             continue
         shown.add_row(name, found.get("data", ""), *(escape(text) for text in _cells(found)))
     for name, value in not_run(results).items():
@@ -33,7 +35,12 @@ def beside(results: Json) -> Shown:
     short = [name for name, found in results["results"].items() if found.get("cut_short_by_time")]
     if short:
         notes.append(f"cut short by the time budget: {', '.join(short)}")
-    shown.caption, shown.caption_justify = escape("what differs: " + "; ".join(notes)), "left"
+    reasons: dict[str, list[str]] = {}
+    for name, found in results["results"].items():
+        if "error" in found:
+            reasons.setdefault(found["error"], []).append(name)
+    lines = [f"{', '.join(names)} failed: {why}" for why, names in reasons.items()]
+    shown.caption, shown.caption_justify = escape("\n".join(["what differs: " + "; ".join(notes), *lines])), "left"
     return shown
 
 
@@ -130,7 +137,7 @@ def _curves(axis: Any, results: Json) -> bool:
         for name, curve in curves.items():
             axis.plot([step for step, _ in curve], [value for _, value in curve], label=name)
         lows = sorted(value for curve in curves.values() for _, value in curve)
-        axis.set(xlabel="training step", ylabel=f"{results['metric']} while training")
+        axis.set(xlabel="training step", ylabel=f"{LABELS.get(results['metric'], results['metric'])}, while training")
         axis.set_ylim(top=lows[int(0.98 * (len(lows) - 1))] * 1.05)  # the first steps would hide the rest
         axis.legend(frameon=False)
     return bool(curves)
@@ -169,8 +176,8 @@ def _bars(axis: Any, results: Json) -> bool:
         names = [*rows, *others]
         axis.set_yticks(range(len(names)), names)
         axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
-        axis.margins(x=0.4)
-        axis.set_xlabel(metric)
+        axis.margins(x=0.6)
+        axis.set_xlabel(LABELS.get(metric, metric))
     return bool(rows)
 
 

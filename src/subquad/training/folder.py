@@ -60,7 +60,8 @@ class Folder:
         before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
         changed = _changes(config, before)
         if changed:
-            raise ValueError(f"{self.path} was begun with other settings and cannot be resumed: {'; '.join(changed)}")
+            said = "; ".join(changed)
+            raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
         """Begin or go on. Rank 0 calls it."""

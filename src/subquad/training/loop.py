@@ -52,6 +52,8 @@ def train(
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
+            if ranks.first:
+                console.print(f"{folder.path} is finished already", highlight=False, markup=False, soft_wrap=True)
             return Result(**opened.result)
         if opened.checkpoint is not None:
             run.load(opened.checkpoint)

@@ -371,6 +371,7 @@ class Run:
             except DamagedWeights as error:
                 log.say(f"{error}: the last weights are tested instead of the best")
                 self.best = None
+        log.say(f"step {self.step:,}: the test, {len(self.sources['test']):,} examples")
         measured = self._measure("test", None, signals)
         if measured is None:
             number = int(self.ranks.largest(float(signals.number))[0])

@@ -170,6 +170,7 @@ def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> Json:
     if len(todo) < len(jobs):
         console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
     known = {job["name"]: job for job in todo}
+    results["runs"] = [r for r in results["runs"] if "error" not in r or r["name"] not in known]  # tried again
     try:
         missing = _prepare(todo, out, console) if prepare else {}
         ready = [job for job in todo if job["name"] not in missing]

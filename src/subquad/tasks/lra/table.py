@@ -91,7 +91,7 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
         table.add_row(mechanism, *row[: len(columns) + bool(counted)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
-    for label, of in (("mean", statistics.fmean), ("deviation", _deviation)):
+    for label, of in OVER if len({m for m, _ in known}) > 1 else ():
         row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
         table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
     return table
@@ -111,7 +111,7 @@ def cost_tables(results: Json) -> list[Table]:
         for mechanism in dict.fromkeys(m for m, _ in known):
             row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
             table.add_row(mechanism, *row)
-        for label, over in (("mean", statistics.fmean), ("deviation", _deviation)):
+        for label, over in OVER if len({m for m, _ in known}) > 1 else ():
             of_column = ([v for (_, column), v in values.items() if column == c] for c in columns)
             table.add_row(label, *(shape.format(over(found)) for found in of_column), style="dim")
         tables.append(table)
@@ -150,7 +150,10 @@ def note_lines(results: Json, notes: dict[str, str]) -> list[str]:
     """The notes, then the surprising figures that still need one."""
     lines = [f"{cell}: {escape(sentence)}" for cell, sentence in notes.items()]
     missing = {cell: why for cell, why in surprising(results).items() if cell not in notes}
-    return lines + [f"needs a note: {cell}, {escape(why)}" for cell, why in missing.items()]
+    failed = {f"{r['column']} {r['mechanism']}" for r in of_size(results) if "error" in r}
+    return lines + [
+        f"{'failed' if cell in failed else 'needs a note'}: {cell}, {escape(why)}" for cell, why in missing.items()
+    ]
 
 
 def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
@@ -167,3 +170,6 @@ def _mean(runs: Sequence[Json]) -> float:
 
 def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+OVER = (("mean", statistics.fmean), ("deviation", _deviation))  # the mechanisms
