@@ -238,6 +238,20 @@ def save(results: Results, path: Path) -> None:
     write_whole(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
 
 
+def earlier(path: Path, kind: str, whole: Callable[[Results], bool]) -> Results:
+    """What an earlier call of `subquad KIND` saved there, if any; refused, so that it is not overwritten, if it is
+    something else or `whole` misses something in it."""
+    if not path.exists():
+        return {}
+    try:
+        found: Results = json.loads(path.read_text())
+        if found["kind"] == kind and isinstance(found["budget"], dict) and whole(found):
+            return found
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"{path} is not what subquad {kind} wrote: move it away, or choose another folder with --out")
+
+
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[Job, str], None]]:
     """A bar in a terminal, a line a figure elsewhere."""

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops import ctc
 from subquad.ops.linear_triton import Config, _start
 
 PLACES = 256  # of a warp: with more of them a gather within it takes ever more shuffles
-NEVER = tl.constexpr(-1e30)  # in place of -inf, of which differences can be taken
+NEVER = tl.constexpr(ctc.NEVER)
 
 
 @triton.jit

@@ -4,13 +4,13 @@ A row is a run of `subquad train` in a process of its own, so that small ones ca
 row. results.json is written after each; what a time budget cut short says so.
 """
 
-import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from subquad.bench.compare import earlier
 from subquad.mechanisms.base import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
@@ -189,16 +189,7 @@ def _begin(table: Table, budget: Budget, before: Json) -> Json:
 
 def _before(folder: Path) -> Json:
     """What an earlier call left: its rows stand until they are run again."""
-    path = folder / "results.json"
-    if not path.exists():
-        return {}
-    try:
-        found: Json = json.loads(path.read_text())
-        whole = found["kind"] == "reproduce" and "settings" in found["budget"]
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is not what subquad reproduce wrote: move it away, or choose another --out")
+    found = earlier(folder / "results.json", "reproduce", lambda results: "settings" in results["budget"])
     for row in found.get("results", {}).values():
         if "error" not in row:  # older files have the settings of the whole alone
             row.setdefault("settings", found["budget"]["settings"])

@@ -131,7 +131,7 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
     try:
         Folder(run).check(config, resume=True, defaults=defaults_of(type(task)))
     except ValueError as error:
-        return "changed", f"{error}; --out chooses another folder"
+        return "changed", str(error)
     return ("done", "done before") if (run / RESULT).is_file() else ("run", "")
 
 

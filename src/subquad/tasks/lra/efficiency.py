@@ -34,6 +34,7 @@ from subquad.bench.provenance import commit, machine
 from subquad.bench.settings import readable
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
+from subquad.mechanisms.base import counts, refuse
 from subquad.models import Classifier
 from subquad.models.blocks import Block
 from subquad.models.device import available
@@ -112,10 +113,10 @@ def efficiency(
     dtype: str | None = None,
 ) -> Json:
     """Measure, write `out` after each row, and return what it holds."""
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={list(lengths)}: accepted are integers of at least 1")
-    if batch < 1:
-        raise ValueError(f"batch={batch}: accepted is an integer of at least 1")
+    if not lengths or not counts(lengths):
+        refuse("lengths", list(lengths), "integers of at least 1")
+    if not counts([batch]):
+        refuse("batch", batch, "an integer of at least 1")
     place = available(device)
     kind = torch.device(place).type
     dtype = dtype or ("bfloat16" if kind == "cuda" else "float32")

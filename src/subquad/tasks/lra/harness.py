@@ -26,7 +26,7 @@ from rich.console import Console
 
 import subquad
 from subquad.bench.child import environment
-from subquad.bench.compare import save
+from subquad.bench.compare import earlier, save
 from subquad.bench.provenance import commit, machine
 from subquad.data import files
 from subquad.mechanisms.base import refuse
@@ -35,6 +35,7 @@ from subquad.tasks import TASKS
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
 from subquad.tasks.lra.recipes import NAMES, RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
+from subquad.training.config import parse
 from subquad.training.folder import CONFIG, read_config, take
 from subquad.training.loop import defaults_of, options_of
 
@@ -131,19 +132,18 @@ def _data(arena: Arena, task: str) -> Json:
             known = options_of(TASKS[RECIPES[task].task]())
             if key not in known:
                 raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
-            try:
-                found[key] = json.loads(value)
-            except json.JSONDecodeError:
-                found[key] = value
+            found[key] = value
     return found
 
 
-def _read(setting: str) -> tuple[str, str, str]:
+def _read(setting: str) -> tuple[str, str, Any]:
     """ "imdb.length=2000" -> text, length, 2000"""
-    path, equals, value = setting.partition("=")
-    column, dot, key = path.strip().partition(".")
-    if not equals or not dot:
-        raise ValueError(f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000")
+    try:
+        (column, key), value = parse(setting)
+    except ValueError:
+        raise ValueError(
+            f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000"
+        ) from None
     return NAMES.get(column, column), key, value
 
 
@@ -425,16 +425,12 @@ def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
 
 
 def _before(path: Path) -> Json:
-    """What an earlier call left; never overwritten where it cannot be understood."""
-    if not path.exists():
-        return {}
-    try:
-        found: Json = json.loads(path.read_text())
-        whole = found["kind"] == "lra" and isinstance(found["budget"], dict)
-        whole = whole and all(RECIPES[r["column"]] and r["settings"]["data"] is not None for r in found["runs"])
-        whole = whole and all({"name", "mechanism", "seed", "task"} <= r.keys() for r in found["runs"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is not what subquad lra wrote: move it away, or choose another folder with --out")
-    return found
+    """What an earlier call left."""
+
+    def whole(found: Json) -> bool:
+        runs = found["runs"]
+        return all(r["column"] in RECIPES and {"data", "training"} <= r["settings"].keys() for r in runs) and all(
+            {"name", "mechanism", "seed", "task"} <= r.keys() for r in runs
+        )
+
+    return earlier(path, "lra", whole)

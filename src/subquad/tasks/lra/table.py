@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
         table.add_row(mechanism, *row[: len(columns) + bool(counted)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
-    for label, of in OVER if len({m for m, _ in known}) > 1 else ():
+    for label, of in _summaries(known).items():
         row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
         table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
     return table
@@ -111,7 +111,7 @@ def cost_tables(results: Json) -> list[Table]:
         for mechanism in dict.fromkeys(m for m, _ in known):
             row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
             table.add_row(mechanism, *row)
-        for label, over in OVER if len({m for m, _ in known}) > 1 else ():
+        for label, over in _summaries(known).items():
             of_column = ([v for (_, column), v in values.items() if column == c] for c in columns)
             table.add_row(label, *(shape.format(over(found)) for found in of_column), style="dim")
         tables.append(table)
@@ -164,12 +164,15 @@ def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
     return f"{_mean(runs):.2f}{spread}{beside}" + ("*" if noted else "")
 
 
+def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
+    """What is said of all mechanisms together, where there are several."""
+    several = len({mechanism for mechanism, _ in known}) > 1
+    return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
+
+
 def _mean(runs: Sequence[Json]) -> float:
     return statistics.fmean(r["accuracy"] for r in runs)
 
 
 def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-OVER = (("mean", statistics.fmean), ("deviation", _deviation))  # the mechanisms
