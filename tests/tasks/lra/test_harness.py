@@ -295,6 +295,12 @@ def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None
     assert "2 seeds; ListOps 100 steps of 8 or 60 s; Text 100 steps of 8 or 60 s; Retrieval" in title
 
 
+def test_rows_are_in_the_paper_s_order_whichever_call_made_them(results: dict[str, Any]) -> None:
+    results["runs"] += [record("text", name, 60.0) for name in ("nystrom", "performer", "ours", "local")]
+    found = table.averages(results, ("text",))
+    assert [*found] == ["softmax", "local", "linear", "performer", "nystrom", "ours"]
+
+
 def test_the_other_size_is_another_table(results: dict[str, Any]) -> None:
     other = {**record("listops", "linear", 90.0), "name": "original/listops/linear/seed0"}
     before = shown(table.accuracy_table(results))

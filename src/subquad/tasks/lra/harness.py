@@ -33,7 +33,7 @@ from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
-from subquad.tasks.lra.recipes import NAMES, RECIPES, Size, model_of, training_of
+from subquad.tasks.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
 from subquad.tasks.train import make_task
 from subquad.training.config import parse
 from subquad.training.folder import CONFIG, read_config, take
@@ -184,8 +184,7 @@ def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> Json:
             console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         results["interrupted"] = True
-    order = {job["name"]: number for number, job in enumerate(jobs)}
-    results["runs"].sort(key=lambda r: order.get(r["name"], len(order)))
+    results["runs"].sort(key=_place)
     results["quality"] = _quality(of_size(results))
     left = [job["name"] for job in jobs if job["name"] not in {r["name"] for r in results["runs"] if _finished(r)}]
     results["left"] = left
@@ -351,8 +350,15 @@ def _finished(record: Json) -> bool:
 
 
 def of_size(results: Json) -> list[Json]:
-    """The runs of the size that this call is about: a folder may hold both."""
-    return [r for r in results["runs"] if r["name"].startswith(f"{results['budget']['size']}/")]
+    """The runs of the size that this call is about, as the paper's table has them: a folder may hold both sizes."""
+    return sorted((r for r in results["runs"] if r["name"].startswith(f"{results['budget']['size']}/")), key=_place)
+
+
+def _place(record: Json) -> tuple[Any, ...]:
+    """In the table, whichever call made it."""
+    known = [*OPTIONS]
+    rank = known.index(record["mechanism"]) if record["mechanism"] in known else len(known)
+    return rank, record["mechanism"], [*RECIPES].index(record["column"]), record["seed"]
 
 
 def _quality(runs: Sequence[Json]) -> list[Json]:
