@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.ops.impl import Impl, choose
 
-MOST = 4095  # labels of a row that one program of the kernel holds
+MOST = 2047  # labels of a row that one program of the kernel holds: eight warps fit whatever registers they take
 NEVER = -1e30  # in place of -inf, of which differences can be taken
 
 
