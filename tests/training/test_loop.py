@@ -46,7 +46,7 @@ def test_a_run_learns_and_leaves_everything(whole: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     assert config["training"]["lr"] == 1e-2
     assert config["model"] == {"mechanism": "linear", "dropout": 0.1}
-    assert {"subquad", "commit", "machine", "begun"} <= config.keys()
+    assert {"subquad", "commit", "machine", "date"} <= config.keys()
     assert [path.name for path in checkpoints.names(whole / "checkpoints")] == ["step_000009", "step_000012"]
     assert not list(whole.rglob("*.part"))
     assert {path.name for path in whole.rglob(".*")} <= {".lock"}  # nothing half written

@@ -5,7 +5,6 @@ each of them, so that neither a crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -22,11 +21,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import subquad
 from subquad.bench import growth, worker
 from subquad.bench.child import environment
 from subquad.bench.measure import YARDSTICK
-from subquad.bench.provenance import commit, machine
+from subquad.bench.provenance import origin
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
@@ -212,10 +210,7 @@ def _empty(settings: Settings) -> Results:
     written = settings.to_dict()
     return {
         "kind": "compare",
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(settings.device),
+        **origin(settings.device),
         "settings": {**written, "lengths": list(settings.lengths), "mechanisms": list(settings.mechanisms)},
         "rows": [],
         "growth": [],

@@ -1,5 +1,6 @@
 """Where figures come from: the machine, the versions, the commit."""
 
+import datetime
 import os
 import platform
 import subprocess
@@ -12,6 +13,12 @@ import torch
 import subquad
 
 COMMIT = "SUBQUAD_COMMIT"  # in the environment, so that the processes of a run know it too
+
+
+def origin(device: str) -> dict[str, Any]:
+    """What every file of figures begins with."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"subquad": subquad.__version__, "commit": commit(), "date": now, "machine": machine(device)}
 
 
 def machine(device: str) -> dict[str, Any]:

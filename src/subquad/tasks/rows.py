@@ -1,7 +1,6 @@
 """One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
 
 import contextlib
-import datetime
 import json
 import math
 import statistics
@@ -11,9 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-import subquad
 from subquad.bench.compare import save
-from subquad.bench.provenance import commit, machine
+from subquad.bench.provenance import origin
 from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
@@ -78,10 +76,7 @@ class Reproduction:
 
 def circumstances(budget: Budget) -> Json:
     return {
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(budget.place),
+        **origin(budget.place),
         "budget": {
             "minutes_a_row": budget.minutes,
             "rows_side_by_side": budget.jobs,

@@ -5,7 +5,6 @@ config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_00
 
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import json
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import subquad
+from subquad.bench.provenance import origin
 from subquad.models.store import write_whole
 from subquad.training import checkpoints
 from subquad.training.checkpoints import Checkpoint
@@ -70,7 +69,7 @@ class Folder:
         self.lock = take(self.path, "another process is training there")
         if not written.exists():
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
-            write_json(written, {**config.to_dict(), **_circumstances(device)})
+            write_json(written, {**config.to_dict(), **origin(device)})
             return Opened(None, notes)
         if (self.path / RESULT).exists():
             return Opened(None, [], json.loads((self.path / RESULT).read_text()))
@@ -151,14 +150,3 @@ def _changes(ours: RunConfig, theirs: RunConfig) -> list[str]:
 def _without(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     training = {key: value for key, value in config["training"].items() if key not in names}
     return {**config, "training": training}
-
-
-def _circumstances(device: str) -> dict[str, Any]:
-    from subquad.bench.provenance import commit, machine
-
-    return {
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(device),
-    }

@@ -6,7 +6,6 @@ gradients from a CUDA graph where a mechanism can ("captured"). Exact softmax st
 """
 
 import contextlib
-import datetime
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import subquad
 from subquad.bench.compare import save
 from subquad.bench.measure import (
     SLOW,
@@ -30,7 +28,7 @@ from subquad.bench.measure import (
     tensor_bytes,
     time_beside,
 )
-from subquad.bench.provenance import commit, machine
+from subquad.bench.provenance import origin
 from subquad.bench.settings import readable
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
@@ -123,10 +121,7 @@ def efficiency(
     text, source = byte_text(batch * max(lengths))
     results: Json = {
         "kind": "lra-efficiency",
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(place),
+        **origin(place),
         "settings": {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)},
         "rows": [],
         "interrupted": False,

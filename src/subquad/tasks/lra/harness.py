@@ -5,7 +5,6 @@ figures; it is written after each run.
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import math
@@ -24,10 +23,9 @@ from typing import Any
 
 from rich.console import Console
 
-import subquad
 from subquad.bench.child import environment
 from subquad.bench.compare import earlier, save
-from subquad.bench.provenance import commit, machine
+from subquad.bench.provenance import origin
 from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
@@ -410,10 +408,7 @@ def _line(record: Json) -> str:
 def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
     return {
         "kind": "lra",
-        "subquad": subquad.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(arena.place),
+        **origin(arena.place),
         "budget": {
             "size": arena.size,
             "seeds": arena.seeds,
