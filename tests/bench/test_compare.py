@@ -214,6 +214,10 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert json.loads((tmp_path / "new" / "cpu.json").read_text()) == read(out)
     assert "linear, T = 32: training" in result.output
     assert f"{out / 'results.json'}; `subquad recommend --from {out}` goes by them" in result.output
+    first = read(out)
+    again = run.invoke(app, [*arguments, "--out", str(out)])
+    assert f"the figures that were there are now {out / 'results.before.json'}" in again.output
+    assert json.loads((out / "results.before.json").read_text()) == first
     wrong = run.invoke(app, ["compare", "--mechanisms", "linaer"])
     assert wrong.exit_code == 2
     assert "did you mean 'linear'" in wrong.output

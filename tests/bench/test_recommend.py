@@ -120,11 +120,11 @@ def test_quality_of_shipped_figures_serves_where_there_is_no_other(
 ) -> None:
     source = figures(tmp_path / "a.json")
     request = Request(length=16384, causal=True)
-    assert "They hold no quality" in recommend(request, source).figures
+    assert "They hold no quality: this is by speed alone" in recommend(request, source).figures
     other = json.loads(figures(tmp_path / "b.json", quality={"softmax": 2.0, "sinkhorn": 2.4}).read_text())
     monkeypatch.setattr(module, "_shipped", lambda: [other])
     advice = recommend(request, source)
-    assert "They hold no quality" not in advice.figures
+    assert "They hold no quality: it is that of the figures that ship" in advice.figures
     assert [choice.mechanism for choice in advice.choices] == ["local", "linear", "softmax"]
 
 

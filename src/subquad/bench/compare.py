@@ -59,6 +59,9 @@ def compare(
         load_tokens(Path(settings.data))  # refused before anything is measured
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
+    if (out / "results.json").is_file():
+        before = (out / "results.json").replace(out / "results.before.json")
+        console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
     results = _empty(settings)
     left = plan(settings)
     if work is _elsewhere and torch.device(settings.device).type == "cuda":

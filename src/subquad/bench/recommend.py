@@ -73,9 +73,12 @@ def recommend(request: Request, source: Path | None = None) -> Advice:
             f"{other}"
         )
     at = _nearest(results, request)
-    quality = _quality(results, request)
+    quality = _quality([results], request)
     if not quality:
-        where += ". They hold no quality: this is by speed alone, how well each learns `subquad compare --task` can say"
+        quality = _quality(_shipped(), request)  # it does not depend on the device
+        shipped = "it is that of the figures that ship with the package"
+        unknown = "this is by speed alone, how well each learns `subquad compare --task` can say"
+        where += f". They hold no quality: {shipped if quality else unknown}"
     choices = [
         choice
         for name, cls in MECHANISMS.items()
@@ -266,9 +269,9 @@ def _rank_cost(choice: Choice) -> float:
     return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
 
 
-def _quality(results: Results, request: Request) -> Quality:
-    """Quality of each mechanism by these figures, or by shipped ones: it does not depend on the device."""
-    for source in (results, *_shipped()):
+def _quality(sources: Sequence[Results], request: Request) -> Quality:
+    """Quality of each mechanism by the first of these figures that know it."""
+    for source in sources:
         formed = {row["mechanism"] for row in source["rows"] if row["causal"] == request.causal}
         found = {record["mechanism"]: record for record in source["quality"] if record["mechanism"] in formed}
         if YARDSTICK in found:
