@@ -86,7 +86,9 @@ def show(
     console.print(f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n")
     for field in FIELDS:
         console.print(f"[bold]{field}[/bold]")
-        console.print(escape(getattr(facts, field.lower())) + "\n")
+        text = getattr(facts, field.lower())
+        text = text if field == "Definition" else " ".join(text.split())  # prose has no lines of its own
+        console.print(escape(text) + "\n")
     table = Table(title="Options", title_justify="left")
     for column in ("option", "default", "of"):
         table.add_column(column)
