@@ -15,7 +15,6 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
 
 from subquad.models import LanguageModel
 from subquad.models.checkpoints import card, find
@@ -38,12 +37,7 @@ GENERATED = ROOT / "results/generated.json"
 TRAIN = ROOT / "results/train.json"
 ARENA = ROOT / "results/lra/small.json"
 ARENA_COLUMNS = ("listops", "text", "image", "pathfinder")
-COUNT, SEED, TEMPERATURE, TIMES = 64, 0, 1.0, 2
-
-
-def enlarged(images: Tensor, times: int) -> Tensor:
-    """[N, rows, columns, channels] with every pixel as a square."""
-    return images.repeat_interleave(times, 1).repeat_interleave(times, 2)
+COUNT, SEED, TEMPERATURE = 64, 0, 1.0
 
 
 def origin(path: Path) -> dict[str, str]:
@@ -144,9 +138,7 @@ def main() -> None:
     if GENERATED.exists():
         found = json.loads(GENERATED.read_text())
         images = torch.tensor(found["images"]).view(-1, *found["shape"])
-        save_sheet(
-            enlarged(images, TIMES), found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16
-        )
+        save_sheet(images, found["shades"], ROOT / "results/generated.png", origin(GENERATED), columns=16)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_images_continue_an_upper_half_and_survive_a_file(tmp_path: Path) -> Non
     save_sheet(images, START, tmp_path / "b" / "three.png")
     from matplotlib.image import imread, imsave
 
-    assert imread(tmp_path / "b" / "three.png").shape[:2] == (18, 18)
+    assert imread(tmp_path / "b" / "three.png").shape[:2] == (130, 130)  # two of 64, where a pixel is 8 x 8, and a line
     imsave(tmp_path / "real.png", (images[1].expand(-1, -1, 3) / (START - 1)).numpy())
     upper = read_upper(tmp_path / "real.png", (8, 8, 1), START)
     assert torch.equal(upper, images[1, :4].flatten())

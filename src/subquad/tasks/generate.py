@@ -19,6 +19,7 @@ from subquad.models.sampling import Sampling
 from subquad.tasks.images import SETS, Images
 
 BYTES = 256
+LEGIBLE = 64  # pixels of a side
 Shape = tuple[int, int, int]  # rows, columns, channels
 
 
@@ -118,9 +119,14 @@ def save_sheet(
     origin: dict[str, str] | None = None,
     columns: int | None = None,
 ) -> None:
-    """Images side by side in one PNG, by default as a square; `origin` becomes text inside the file."""
+    """Images side by side in one PNG, by default as a square; `origin` becomes text inside the file.
+
+    A pixel of a small image is a square of several, so that a person can see it.
+    """
     from matplotlib.image import imsave
 
+    times = max(1, LEGIBLE // max(images.shape[1:3]))
+    images = images.repeat_interleave(times, 1).repeat_interleave(times, 2)
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = -(-len(images) // columns)
     sheet = torch.zeros(rows * columns, *images.shape[1:])
