@@ -192,6 +192,9 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
         axis.minorticks_off()
     if shown["y"].get("log"):
         axis.set_yscale("log")
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
     axis.set_xlabel(shown["x"]["label"])
     axis.set_ylabel(shown["y"]["label"] + (", bytes" if shown["y"].get("unit") == "bytes" else ""))
     axis.set_title(shown["label"], fontsize=11)
