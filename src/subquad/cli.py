@@ -418,6 +418,8 @@ def lra(
         for path in write(pack):
             console.print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB", soft_wrap=True)
         return
+    if efficiency and minutes is not None:
+        raise ValueError("--efficiency has no --minutes: --lengths and --mechanisms make it shorter")
     if efficiency:
         found = speed.efficiency(
             names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch

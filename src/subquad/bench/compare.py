@@ -59,9 +59,7 @@ def compare(
         load_tokens(Path(settings.data))  # refused before anything is measured
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "results.json").is_file():
-        before = (out / "results.json").replace(out / "results.before.json")
-        console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
+    set_aside(out / "results.json", console)
     results = _empty(settings)
     left = plan(settings)
     if work is _elsewhere and torch.device(settings.device).type == "cuda":
@@ -234,6 +232,13 @@ def save(results: Results, path: Path) -> None:
     """Whole or not at all: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
+
+
+def set_aside(path: Path, console: Console) -> None:
+    """Figures that are there already stay, under another name."""
+    if path.is_file():
+        before = path.replace(path.with_suffix(".before.json"))
+        console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
 
 
 def earlier(path: Path, kind: str, whole: Callable[[Results], bool]) -> Results:

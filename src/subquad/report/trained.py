@@ -6,7 +6,7 @@ from pathlib import Path
 from subquad.report.html import chart, escape, number
 from subquad.report.results import Json, Run
 from subquad.training.folder import CONFIG, RESULT
-from subquad.training.log import METRICS
+from subquad.training.log import METRICS, logged
 
 NOT_METRICS = ("step", "split", "seconds")
 
@@ -19,15 +19,13 @@ def load(folder: Path) -> Run:
     """Its three files as one; a run that has not ended has no result yet."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     ended = folder / RESULT
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be on its way
     training = {key: value for key, value in config.pop("training").items() if value is not None}
     data: Json = {
         **config,
         "kind": "train",
         "settings": {"task": config["task"], **config.pop("data"), **config.pop("model"), **training},
         "result": json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else None,
-        "curves": whole,
+        "curves": logged(folder),
     }
     return Run(folder.resolve().name, folder / METRICS, data)
 

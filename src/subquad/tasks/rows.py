@@ -1,8 +1,6 @@
 """One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
 
-import contextlib
 import json
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,10 @@ from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
 from subquad.training.config import FREE_ON_RESUME
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config
-from subquad.training.log import METRICS
+from subquad.training.log import curve, logged
 from subquad.training.loop import defaults_of
 
 Json = dict[str, Any]
-CURVE = 200  # points kept of a loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +138,13 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     found = {**heading(table, row), "data": data}
     found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
     found |= {"settings": settings_in(table, row, run)}
-    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": _curve(run, table.metric)}
+    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": curve(run, table.metric)}
     if not (run / RESULT).is_file():
-        last = _last(run)
+        last = (logged(run) or [{}])[-1]
         return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
     result = json.loads((run / RESULT).read_text())
     training, examples = begun["training"], len(task.source("train"))
-    rates = [line["examples_per_second"] for line in _lines(run) if line["split"] == "train"]
+    rates = [line["examples_per_second"] for line in logged(run) if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
     return {
@@ -190,26 +187,3 @@ def quality_of(found: Json) -> list[Json]:
             "curve": found["curve"],
         }
     ]
-
-
-def _lines(run: Path) -> list[Json]:
-    file = run / METRICS
-    found = []
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # the last one may be half written
-            found.append(json.loads(line))
-    return found
-
-
-def _last(run: Path) -> Json:
-    lines = _lines(run)
-    return lines[-1] if lines else {}
-
-
-def _curve(run: Path, metric: str) -> list[list[float]]:
-    """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
-    bits = metric.startswith("bits/")
-    split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
-    points = [[line["step"], line[key] / unit] for line in _lines(run) if line["split"] == split and line.get(key)]
-    every = -(-len(points) // CURVE) or 1
-    return points[every - 1 :: every]

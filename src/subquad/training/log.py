@@ -22,6 +22,7 @@ from subquad.models.store import write_whole
 METRICS = "metrics.jsonl"
 WARMUP = 10  # updates of a process that no rate counts
 QUIET = 60.0  # seconds between two lines where there is no bar
+CURVE = 200  # points kept of a curve
 
 
 _MISSED: set[str] = set()
@@ -174,3 +175,21 @@ def _board(path: Path, step: int, console: Console) -> Any:
         _MISSED.add("tensorboard")
         return None
     return SummaryWriter(str(path), purge_step=step + 1)
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    file, found = run / METRICS, []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # the last one may be half written
+            found.append(json.loads(line))
+    return found
+
+
+def curve(run: Path, metric: str) -> list[list[float]]:
+    """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
+    bits = metric.startswith("bits/")
+    split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
+    points = [[line["step"], line[key] / unit] for line in logged(run) if line["split"] == split and line.get(key)]
+    every = -(-len(points) // CURVE) or 1
+    return points[every - 1 :: every]

@@ -21,7 +21,7 @@ from subquad.tasks.lra.harness import Arena, budget_line, lra, plan
 from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.tasks.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
 from subquad.training.config import TrainingConfig
-from subquad.training.folder import Folder, read_config
+from subquad.training.folder import Folder, read_config, take
 from subquad.training.loop import defaults_of
 
 SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
@@ -113,6 +113,7 @@ def test_wrong_data_settings_say_so(wrong: str, tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"steps": 0}, "steps=0"), ({"cap": -5.0}, "cap=-5"), ({"minutes": float("nan")}, "minutes=nan"),
+        ({"minutes": 0.1}, "minutes=0.1"),
         ({"tasks": ()}, "tasks"), ({"mechanisms": ()}, "mechanisms"), ({"data": ("pathx.train=3",)}, "pathx.train"),
     ],
 )  # fmt: skip
@@ -134,7 +135,13 @@ def test_a_run_that_was_begun_keeps_its_seconds(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "text",
-    ["xx{", '{"kind": "reproduce"}', '{"kind": "lra", "budget": {}, "runs": [{}]}', '{"kind": "lra", "runs": 5}'],
+    [
+        "xx{",
+        '{"kind": "lra", "budget": {"seconds_a_run": "x"}, "runs": []}',
+        '{"kind": "reproduce"}',
+        '{"kind": "lra", "budget": {}, "runs": [{}]}',
+        '{"kind": "lra", "runs": 5}',
+    ],
 )
 def test_results_that_are_not_ours_are_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(text)
@@ -153,6 +160,17 @@ def test_data_that_is_missing_costs_no_other_task(tmp_path: Path, monkeypatch: p
     assert found["pathfinder"]["accuracy"] is not None
     assert results["failed"] == 1
     assert (tmp_path / "out" / "pathfinder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_that_is_broken_costs_no_other_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+    (tmp_path / "new_aan_pairs.train.tsv").write_text("label\ta\tb\tc\td\n")
+    data = (*SMALL, f"retrieval.folder={tmp_path}")
+    arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
+    results = lra(arena, tmp_path / "out", quiet())
+    found = {r["column"]: r for r in results["runs"]}
+    assert "new_aan_pairs.train.tsv:1 has the label" in found["retrieval"]["error"]
+    assert found["pathfinder"]["curve"] == [[1, found["pathfinder"]["validation"]]]
 
 
 def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +270,8 @@ def test_ctrl_c_while_data_is_made_leaves_everything_for_later(tmp_path: Path, m
 
 def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
-    arena = Arena(tasks=("pathfinder",), mechanisms=("linear",), minutes=0.01, device="cpu", data=SMALL)
+    arena = Arena(tasks=("pathfinder",), mechanisms=("linear",), minutes=1, device="cpu", data=SMALL)
+    monkeypatch.setattr(harness, "SHORTEST", 100.0)
     results = lra(arena, tmp_path / "out", quiet(), prepare=False)
     assert results["left"] == ["small/pathfinder/linear/seed0"]
 
@@ -371,6 +390,10 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
         ratios = [rows["linear", 256][key] / rows[other, 256][key] for other in (NAIVE, "softmax")]
         row = next(line for line in lines if line.startswith("linear")).split()
         assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]
+    efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
+    assert json.loads(path.with_suffix(".before.json").read_text())["rows"] == found["rows"]
+    with take(tmp_path, "busy"), pytest.raises(ValueError, match="another process"):
+        efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
     for wrong in ({"lengths": (0,)}, {"batch": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             efficiency(("linear",), path, quiet(), device="cpu", **wrong)

@@ -87,3 +87,22 @@ def test_what_is_no_such_folder_says_so(tmp_path: Path) -> None:
     release(tmp_path / "x")
     with pytest.raises(files.Broken, match="shape"):
         read_folder(tmp_path / "x", 128)
+
+
+def test_pictures_and_lists_that_are_broken_are_named(tmp_path: Path) -> None:
+    release(tmp_path)
+    good = (tmp_path / "metadata" / "0.npy").read_text()
+    for line in ("", "imgs/0 sample_0.png 0 7", "imgs/0 sample_0.png 0 yes"):
+        (tmp_path / "metadata" / "0.npy").write_text(f"{good}{line}\n")
+        with pytest.raises(files.Broken, match=r"0\.npy:7 is .*accepted are a folder"):
+            read_folder(tmp_path, 32)
+    (tmp_path / "metadata" / "0.npy").write_text(f"{good}imgs/0 absent.png 0 1\n")
+    with pytest.raises(files.Broken, match=r"absent\.png, which .*0\.npy:7 names"):
+        read_folder(tmp_path, 32)
+    (tmp_path / "metadata" / "0.npy").write_text("")
+    with pytest.raises(files.Broken, match="names 6 pictures: accepted are 10 or more"):
+        read_folder(tmp_path, 32)
+    picture = tmp_path / "imgs" / "1" / "sample_3.png"
+    picture.write_bytes(picture.read_bytes()[:100])
+    with pytest.raises(files.Broken, match=r"sample_3\.png.* cannot be read"):
+        read_folder(tmp_path, 32)

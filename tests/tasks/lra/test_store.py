@@ -33,6 +33,7 @@ def test_a_failed_making_leaves_no_set(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         kept(tmp_path / "set", broken)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "set").mkdir()  # nothing is in it
     assert kept(tmp_path / "set", lambda: {"a": np.zeros(1)})["a"].shape == (1,)
 
 

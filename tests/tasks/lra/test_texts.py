@@ -149,6 +149,10 @@ def test_the_arena_s_tsv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "broken.tsv").write_bytes(b"1.0\tP1\n")
     with pytest.raises(files.Broken, match=r"broken\.tsv:1 has 2 fields"):
         read_tsv(tmp_path / "broken.tsv")
+    for text, said in ((b"label\ta\tb\tc\td\n", r"broken\.tsv:1 has the label"), (b"", r"broken\.tsv is empty")):
+        (tmp_path / "broken.tsv").write_bytes(text)
+        with pytest.raises(files.Broken, match=said):
+            read_tsv(tmp_path / "broken.tsv")
     with pytest.raises(files.Missing, match="new_aan_pairs"):
         Retrieval(folder=str(tmp_path / "data")).source("train")
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from subquad.bench.compare import save
+from subquad.bench.compare import save, set_aside
 from subquad.bench.measure import (
     SLOW,
     Shape,
@@ -42,6 +42,7 @@ from subquad.tasks.lra.store import generated
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
 from subquad.training.capture import Captured
+from subquad.training.folder import take
 from subquad.training.task import Batch, Loss
 
 Json = dict[str, Any]
@@ -116,8 +117,17 @@ def efficiency(
     if not counts([batch]):
         refuse("batch", batch, "an integer of at least 1")
     place = available(device)
+    dtype = dtype or ("bfloat16" if torch.device(place).type == "cuda" else "float32")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with take(out.parent, "another process runs or measures the arena there"):
+        set_aside(out, console)
+        return _measure(mechanisms, out, console, place, lengths, batch, dtype)
+
+
+def _measure(
+    mechanisms: Sequence[str], out: Path, console: Console, place: str, lengths: Sequence[int], batch: int, dtype: str
+) -> Json:
     kind = torch.device(place).type
-    dtype = dtype or ("bfloat16" if kind == "cuda" else "float32")
     text, source = byte_text(batch * max(lengths))
     results: Json = {
         "kind": "lra-efficiency",

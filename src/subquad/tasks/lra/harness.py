@@ -26,7 +26,6 @@ from rich.console import Console
 from subquad.bench.child import environment
 from subquad.bench.compare import earlier, save
 from subquad.bench.provenance import origin
-from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS
@@ -69,6 +68,8 @@ class Arena:
         for name in ("minutes", "cap"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 refuse(name, getattr(self, name), "a positive number")
+        if self.minutes is not None and 60 * self.minutes < SHORTEST:
+            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run is begun")
         for setting in self.data:
             column, _, _ = _read(setting)
             if column not in self.tasks:
@@ -166,7 +167,8 @@ def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> Json:
         budget_line(arena.size, [{**j, "settings": _settings(j)} for j in jobs]), highlight=False, soft_wrap=True
     )
     if len(todo) < len(jobs):
-        console.print(f"{len(jobs) - len(todo)} runs are done already", highlight=False)
+        count = len(jobs) - len(todo)
+        console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
     known = {job["name"]: job for job in todo}
     results["runs"] = [r for r in results["runs"] if "error" not in r or r["name"] not in known]  # tried again
     try:
@@ -198,7 +200,7 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
         task = make_task(TASKS[name], data)
         try:
             sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
-        except files.Missing as error:
+        except (OSError, ValueError) as error:  # of the data of one task; the others have theirs
             missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
@@ -374,7 +376,7 @@ def _quality(runs: Sequence[Json]) -> list[Json]:
             "lower_is_better": False,
             "steps": seeds[0]["steps"],
             "seconds": seeds[0]["seconds"],
-            "curve": [],
+            "curve": seeds[0].get("curve", []),
         }
         for (mechanism, task), seeds in found.items()
     ]
@@ -429,7 +431,9 @@ def _before(path: Path) -> Json:
     """What an earlier call left."""
 
     def whole(found: Json) -> bool:
-        runs = found["runs"]
+        runs, cap = found["runs"], found["budget"].get("seconds_a_run")
+        if not isinstance(cap, int | float | None):
+            return False
         return all(r["column"] in RECIPES and {"data", "training"} <= r["settings"].keys() for r in runs) and all(
             {"name", "mechanism", "seed", "task"} <= r.keys() for r in runs
         )

@@ -180,7 +180,7 @@ class ListOps(Classification):
     classes: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        at_least(self, train=1)
+        at_least(self, train=1, seed=0)
 
     def positions(self) -> int:
         return LONGEST

@@ -55,17 +55,24 @@ def read_folder(folder: Path, size: int) -> Arrays:
         raise files.Missing(f"{folder}/metadata/*.npy is missing: data.folder is one such as curv_contour_length_14")
     tokens, labels = [], []
     for path in lists:
-        for line in path.read_text().splitlines():  # text, for all its name
-            place, name, _, label, *_ = line.split()
+        for number, line in enumerate(path.read_text().splitlines(), start=1):  # text, for all its name
+            place, name, _, label, *_ = [*line.split(), *4 * [""]]
+            if label not in ("0", "1"):
+                raise files.Broken(f"{path}:{number} is {line[:80]!r}: accepted are a folder, a file, a number, 0 or 1")
             picture = folder / place / name
-            if picture.stat().st_size == 0:
-                continue
-            pixels = np.round(255 * imread(picture)).astype(np.uint8)
+            try:
+                if picture.stat().st_size == 0:
+                    continue
+                pixels = np.round(255 * imread(picture)).astype(np.uint8)
+            except (OSError, SyntaxError) as error:
+                raise files.Broken(f"{picture}, which {path}:{number} names, cannot be read: {error}") from error
             pixels = pixels[..., 0] if pixels.ndim == 3 else pixels  # grey, whatever the file says
             if pixels.shape != (size, size):
                 raise files.Broken(f"{picture} has shape {pixels.shape}: accepted is {(size, size)}")
             tokens.append(pixels.ravel())
             labels.append(int(label))
+    if len(labels) < 10:
+        raise files.Broken(f"{folder} names {len(labels)} pictures: accepted are 10 or more, a tenth is each held out")
     order = np.random.Generator(np.random.PCG64(0)).random(len(labels)).argsort()
     return {"tokens": np.stack(tokens)[order], "labels": np.array(labels, np.uint8)[order]}
 
@@ -103,7 +110,7 @@ class Pathfinder(Picture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, train=2, held_out=1)
+        at_least(self, train=2, held_out=1, seed=0)
 
     def positions(self) -> int:
         return self.size * self.size

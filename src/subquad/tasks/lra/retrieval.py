@@ -29,6 +29,7 @@ FILES: dict[Split, str] = {
     "validation": "new_aan_pairs.eval.tsv",
     "test": "new_aan_pairs.test.tsv",
 }
+LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 SHARES: dict[Split, tuple[float, float]] = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of films
 
 
@@ -74,8 +75,12 @@ def read_tsv(path: Path) -> Arrays:
             fields = line.rstrip(b"\r\n").split(b"\t")
             if len(fields) != 5:
                 raise files.Broken(f"{path}:{number} has {len(fields)} fields: accepted are label, two ids, two texts")
-            labels.append(float(fields[0]) > 0.5)
+            if fields[0] not in LABELS:
+                raise files.Broken(f"{path}:{number} has the label {fields[0][:20]!r}: accepted is 0 or 1")
+            labels.append(LABELS[fields[0]])
             pieces += [_bytes(text) for text in fields[3:]]
+    if not labels:
+        raise files.Broken(f"{path} is empty: accepted are lines of label, two ids, two texts")
     return {
         "text": np.frombuffer(b"".join(pieces), np.uint8),
         "starts": np.cumsum([0, *map(len, pieces)]),
@@ -124,7 +129,7 @@ class Retrieval(Classification):
     stand_in: ClassVar[str | None] = STAND_IN
 
     def __post_init__(self) -> None:
-        at_least(self, length=1, train=1, held_out=1)
+        at_least(self, length=1, train=1, held_out=1, seed=0)
 
     def positions(self) -> int:
         return self.length

@@ -25,7 +25,7 @@ def generated() -> Path:
 
 def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
     """The arrays of `folder`, mapped into memory; made and written there first if nobody has."""
-    if not folder.is_dir():
+    if not any(folder.glob("*.npy")):  # a folder appears with all that belongs in it
         part = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

@@ -20,6 +20,7 @@ from rich.console import Console
 from subquad.bench.child import end_with
 from subquad.tasks.train import make_task
 from subquad.training.config import TrainingConfig
+from subquad.training.log import curve
 from subquad.training.loop import train
 from subquad.training.run import Result
 
@@ -39,7 +40,8 @@ def run(job: Json, device: str) -> Json:
         console = Console(file=file, width=160)
         for compile, capture in _ways(job, cuda):
             try:
-                return {"result": _figures(_trained(job, device, compile, capture, console))}
+                trained = _trained(job, device, compile, capture, console)
+                return {"result": {**_figures(trained), "curve": curve(folder, "accuracy")}}
             except Exception as error:
                 said = f"{type(error).__name__}: {_line(error)}"
                 if not compile and not (capture and isinstance(error, ValueError) and "training.capture" in str(error)):
