@@ -151,11 +151,41 @@ def test_a_failed_row_says_why_and_costs_no_other(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
-    found = reproduce("copy", tmp_path, console, BUDGET, rows=("lstm", "linear"))  # an LSTM has no heads=2
-    assert "heads" in found["results"]["lstm"]["error"]
-    assert found["results"]["linear"]["value"] > 0
+    three = Budget(device="cpu", settings=(*TINY, "model.heads=3"))  # of 16, which an LSTM has no use for
+    found = reproduce("copy", tmp_path, console, three, rows=("lstm", "linear"))
+    assert "heads" in found["results"]["linear"]["error"]
+    assert found["results"]["lstm"]["value"] > 0
     console.print(beside(found))
     assert "failed" in console.export_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_what_is_measured_afterwards_costs_no_table(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left\nand more of it")
+
+    monkeypatch.setattr(module, "run_all", never)
+    monkeypatch.setattr(module, "write_samples", full)
+    monkeypatch.setattr(module, "measure_iterations", full)
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "gone"))  # nor does data that is gone by now
+    small = Budget(device="cpu", settings=tuple(s for s in TINY if not s.startswith("data.")))
+    finished("cifar10", "linear", tmp_path / "cifar10" / "linear", small)
+    found = reproduce("cifar10", tmp_path, console, small, rows=("linear",), timing=True, samples=1)
+    assert found["failed"] == dict.fromkeys(("samples", "iterations"), "no memory is left")
+    assert found["results"]["linear"]["value"] == 1.5
+    console.print(beside(found))
+    assert "1.5 bits/dim" in console.export_text()
+
+
+def test_an_lstm_goes_without_what_it_has_not(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", here)
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("lstm",))
+    assert found["results"]["lstm"]["value"] > 0
+    assert "lstm: an LSTM has no model.heads=2: without it" in console.export_text()
 
 
 def test_the_scaling_test_goes_on_where_it_stopped(tmp_path: Path, console: Console) -> None:

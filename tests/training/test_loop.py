@@ -3,6 +3,7 @@ import errno
 import io
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -483,3 +484,13 @@ def test_capture_is_for_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"training\.capture=true cannot work on cpu"):
         run(tmp_path / "run", steps=2, capture=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_result_that_cannot_be_read_is_named(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text("{")
+    with pytest.raises(ValueError, match=r"result\.json is not the result of a run"):
+        run(tmp_path / "run", resume=True)
+    (tmp_path / "run" / "result.json").unlink()
+    run(tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)

@@ -5,7 +5,7 @@ row. results.json is written after each; what a time budget cut short says so.
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -26,12 +26,14 @@ from subquad.tasks.rows import (
     settings_in,
     settings_of,
     state_of,
+    without,
 )
 from subquad.tasks.tables import TABLES, Row, Table
 from subquad.tasks.train import configure
 from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
 
-AFTERWARDS = ("iteration", "pieces", "images_per_second_written")  # of a row that is trained
+# of a row that is trained; the last two of its data, which may be gone by now
+AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
 
 
 def reproduce(
@@ -74,17 +76,27 @@ def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) ->
         else:
             _train(run)
             if samples:
-                write_samples(run, samples)
+                _afterwards(run, "samples", lambda: write_samples(run, samples))
             if timing and not table.iterations:
                 run.say(table.name, "--timing has nothing to time in this table")
             if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
-                measure_iterations(run)
+                _afterwards(run, "iterations", lambda: measure_iterations(run))
     except KeyboardInterrupt:
         run.results["interrupted"] = True
         for row in run.rows:
             if (folder / row.name / CONFIG).is_file():
                 _collect(run, row)
     run.keep()
+
+
+def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
+    """Whatever happens here, what was trained is there to be shown."""
+    try:
+        measure()
+    except Exception as error:
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        run.results["failed"][what] = told[0]
+        run.say(what, f"failed: {told[0]}")
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
@@ -117,6 +129,8 @@ def _train(run: Reproduction) -> None:
         state, note = state_of(run.table, row, run.budget, run.folder / row.name)
         if state == "run":
             todo[row.name] = command_of(run.table, row, run.budget, run.folder / row.name)
+            if left := without(row, run.budget):
+                run.say(row.name, f"an LSTM has no {', '.join(left)}: without it")
             continue
         run.say(row.name, note)
         _collect(run, row)

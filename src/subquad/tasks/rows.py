@@ -1,5 +1,6 @@
 """One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
 
+import contextlib
 import json
 import statistics
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
+from subquad.tasks.recurrent import KNOWN
 from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
-from subquad.training.config import FREE_ON_RESUME
-from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config
+from subquad.training.config import FREE_ON_RESUME, parse
+from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
 from subquad.training.loop import defaults_of
 
@@ -92,7 +94,15 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
         if part == "model":
             merged["mechanism"] = row.mechanism
         said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
-    return [*said, *budget.given]
+    return [*said, *(setting for setting in budget.given if setting not in without(row, budget))]
+
+
+def without(row: Row, budget: Budget) -> list[str]:
+    """What is set for every row and cannot be for this one: an LSTM has no heads."""
+    if row.mechanism != "lstm":
+        return []
+    keys = {setting: parse(setting)[0] for setting in budget.given}
+    return [setting for setting, (part, *key) in keys.items() if part == "model" and key and key[0] not in KNOWN]
 
 
 def settings_in(table: Table, row: Row, run: Path) -> list[str]:
@@ -142,11 +152,15 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     if not (run / RESULT).is_file():
         last = (logged(run) or [{}])[-1]
         return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
-    result = json.loads((run / RESULT).read_text())
-    training, examples = begun["training"], len(task.source("train"))
+    result = read_result(run)
+    training, whole = begun["training"], {}
     rates = [line["examples_per_second"] for line in logged(run) if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
+    with contextlib.suppress(files.Missing):
+        examples = len(task.source("train"))
+        whole = {"epochs": result["steps"] * training["batch"] / examples}
+        whole |= {"seconds_per_epoch": examples / max(rate, 1e-9)}
     return {
         **found,
         "value": result["test"][table.metric],
@@ -155,13 +169,12 @@ def gather(table: Table, row: Row, run: Path) -> Json:
         "steps_wanted": training["steps"],
         "cut_short_by_time": result["ended_by"] == "minutes",
         "seconds": result["seconds"],
-        "epochs": result["steps"] * training["batch"] / examples,
         "examples_per_second": rate,  # of updates alone, the median over the run
         "warm_up_counted": not warm,  # the run was too short for anything else: it is the overall rate
         "examples_per_second_overall": result["examples_per_second"],  # with warm-up, evaluations and checkpoints
-        "seconds_per_epoch": examples / max(rate, 1e-9),
         "peak_bytes": result["peak_bytes"],
         "parameters": result["parameters"],
+        **whole,
     }
 
 

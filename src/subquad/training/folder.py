@@ -72,7 +72,7 @@ class Folder:
             write_json(written, {**config.to_dict(), **origin(device)})
             return Opened(None, notes)
         if (self.path / RESULT).exists():
-            return Opened(None, [], json.loads((self.path / RESULT).read_text()))
+            return Opened(None, [], read_result(self.path))
         found, damaged = checkpoints.newest(self.checkpoints)
         if found is None and damaged:
             said = "; ".join(damaged.values())
@@ -130,6 +130,16 @@ def read_config(path: Path) -> RunConfig:
         return RunConfig.from_dict({key: found[key] for key in ("task", "data", "model", "training")})
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not the config of a run ({error!r})") from error
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a finished run came to."""
+    file = path / RESULT
+    try:
+        found = json.loads(file.read_text())
+        return {**found}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} is not the result of a run ({error}): without it --resume goes on") from error
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
