@@ -263,6 +263,7 @@ def generate(
     from subquad.models import LanguageModel, checkpoints
     from subquad.models.device import available
     from subquad.models.sampling import Sampling
+    from subquad.models.store import read_header
     from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
     from subquad.tasks.music import write_pieces
 
@@ -270,7 +271,9 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     folder = checkpoints.find(checkpoint)
-    card = checkpoints.card(folder)
+    card, kind = checkpoints.card(folder), read_header(folder)["model"]
+    if kind != LanguageModel.__name__:
+        raise ValueError(f"{folder} holds a {kind}, which generates nothing here: accepted is a language model")
     model = LanguageModel.load(folder, available(device))
     if device == "cpu":
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly

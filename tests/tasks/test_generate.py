@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from subquad import LanguageModel
 from subquad.cli import app
+from subquad.models import LSTM
 from subquad.tasks.digits import START, make_model
 from subquad.tasks.generate import image_shape, read_upper, save_sheet, text_to_terminal, write_images
 
@@ -83,6 +84,13 @@ def test_the_command_line_makes_a_picture_and_says_how_fast(tmp_path: Path) -> N
     LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear").save(tmp_path / "text")
     result = run.invoke(app, ["generate", str(tmp_path / "text"), "--prompt", "hello", "--steps", "4"])
     assert result.output.startswith("hello")
+
+
+def test_what_writes_nothing_says_so(tmp_path: Path) -> None:
+    LSTM(vocab=256, dim=8, depth=1).save(tmp_path)
+    result = run.invoke(app, ["generate", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "holds a LSTM, which generates nothing here" in " ".join(result.output.split())
 
 
 def test_a_run_over_images_writes_images_whatever_its_head(tmp_path: Path) -> None:
