@@ -14,8 +14,16 @@ def tone(rate: int, hertz: float = 440.0, seconds: float = 0.5) -> np.ndarray:
     return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate)).astype(np.float32)
 
 
-def riff(kind: int, bits: int, body: bytes, channels: int = 1, rate: int = 8000, extra: bytes = b"") -> bytes:
-    width = channels * bits // 8
+def riff(
+    kind: int,
+    bits: int,
+    body: bytes,
+    channels: int = 1,
+    rate: int = 8000,
+    extra: bytes = b"",
+    width: int | None = None,
+) -> bytes:
+    width = channels * bits // 8 if width is None else width
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * width, width, bits) + extra
     note = b"LIST" + struct.pack("<I", 3) + b"abc\0"  # a chunk of odd size, to be passed over
     chunks = b"fmt " + struct.pack("<I", len(form)) + form + note + b"data" + struct.pack("<I", len(body)) + body
@@ -69,6 +77,11 @@ def test_floats_channels_and_the_extensible_form_are_read(tmp_path: Path) -> Non
         (riff(1, 16, b"\0\0")[:36], "without sound"),
         (riff(0x55, 16, b"\0\0"), "format 85 of 16 bits: accepted are"),
         (riff(1, 12, b"\0\0"), "format 1 of 12 bits"),
+        (riff(1, 16, b""), "without sound"),
+        (riff(1, 16, b"\0"), "without sound"),  # half a sample
+        (riff(1, 16, b"\0\0", rate=0), "0 samples a second: accepted are 1 or more"),
+        (riff(1, 16, b"\0\0", width=0), "blocks of 0 bytes: accepted are 2, for 1 x 16 bits"),
+        (riff(1, 16, b"\0" * 12, channels=2, width=3), "blocks of 3 bytes: accepted are 4, for 2 x 16 bits"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, body: bytes, said: str) -> None:
@@ -116,3 +129,10 @@ def test_a_tone_is_loudest_in_its_band(hertz: int) -> None:
 def test_silence_and_a_single_sample_have_finite_features() -> None:
     for samples in (np.zeros(8000, np.float32), np.ones(1, np.float32)):
         assert bool(audio.log_mel(samples, 8000).isfinite().all())
+
+
+@pytest.mark.parametrize("rate", [0, 50, 99])
+def test_a_rate_without_a_sample_for_each_frame_is_named(rate: int) -> None:
+    with pytest.raises(ValueError, match=f"rate={rate} cannot work: accepted is 100 or more"):
+        audio.log_mel(np.zeros(1000, np.float32), rate)
+    assert bool(audio.log_mel(np.zeros(1000, np.float32), audio.SLOWEST).isfinite().all())

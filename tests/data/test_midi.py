@@ -71,6 +71,8 @@ def test_a_repeated_note_stays_two(tmp_path: Path) -> None:
         (song(END, END)[:-8], "cut short"),
         (song(b"\x00\x90\x3c"), "ends within an event"),
         (song(b"\x81\x81"), "ends within an event"),
+        (song(b"\x00\x90\x3c\x40" + b"\xff\xff\xff\x7f\x3c\x00" + END), "lasts too long: accepted are at most 100,000"),
+        (song(b"\xff" * 200 + END), "lasts too long"),  # more than a float can hold
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, body: bytes, said: str) -> None:

@@ -81,6 +81,14 @@ def test_a_broken_file_is_named(data: Path, change: Callable[[bytes], bytes], sa
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(6, 14, 14), (6, 784)])
+def test_images_of_another_size_are_refused(data: Path, shape: tuple[int, ...]) -> None:
+    put(data / "mnist")
+    (data / "mnist/train-images-idx3-ubyte.gz").write_bytes(idx(np.zeros(shape, np.uint8)))
+    with pytest.raises(Broken, match=r"train-images.* holds images of \((14, 14|784,)\): accepted are \(28, 28\)"):
+        mnist.load()
+
+
 def test_labels_of_other_images_are_refused(data: Path) -> None:
     put(data / "mnist")
     (data / "mnist/train-labels-idx1-ubyte.gz").write_bytes(idx(np.zeros(5, np.uint8)))

@@ -143,6 +143,12 @@ def test_one_sound_is_split_by_time_and_resampled(data: Path, tmp_path: Path) ->
     audio.write_wav(tmp_path / "a.wav", np.sin(np.arange(4000) / 10), 16000)
     corpus = music.sound(tmp_path / "a.wav", 8000)
     assert [len(part) for part in corpus[1:]] == [1800, 100, 100]
+    audio.write_wav(tmp_path / "short.wav", np.zeros(7), 8000)
+    with pytest.raises(Broken, match=r"/short\.wav has 14 samples at 16,000 Hz, too few to split$"):
+        music.sound(tmp_path / "short.wav", 16000)
+    audio.write_wav(tmp_path / "empty.wav", np.zeros(0), 8000)
+    with pytest.raises(Broken, match=r"/empty\.wav is a WAV file without sound"):
+        music.sound(tmp_path / "empty.wav")
     with pytest.raises(Missing, match="none is not there"):
         music.sound("none")
     (tmp_path / "few").mkdir()

@@ -70,7 +70,7 @@ def test_what_is_wrong_with_an4_is_named(data: Path) -> None:
     put_an4(data / "an4")
     path = data / "an4/feat/an4test_clstk/mx/an0-mx-b.mfc"
     body = path.read_bytes()
-    for broken in (body[:-4], body[:3], body + b"\0" * 52, struct.pack(">i", 12) + body[4:52]):
+    for broken in (body[:-4], body[:3], body + b"\0" * 52, b"\0" * 4, struct.pack(">i", 12) + body[4:52]):
         path.write_bytes(broken)
         with pytest.raises(Broken, match=r"an0-mx-b\.mfc is not a whole file of 13 mel cepstra"):
             speech.an4()
@@ -99,9 +99,9 @@ def test_dictionaries_are_to_be_had_by_name(data: Path) -> None:
         speech.dictionary("wsj")
 
 
-def noise(path: Path, seed: int, seconds: float = 0.2) -> None:
+def noise(path: Path, seed: int, seconds: float = 0.2, rate: int = 8000) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    audio.write_wav(path, np.random.default_rng(seed).uniform(-0.5, 0.5, int(8000 * seconds)), 8000)
+    audio.write_wav(path, np.random.default_rng(seed).uniform(-0.5, 0.5, int(rate * seconds)), rate)
 
 
 def test_spoken_digits_are_split_by_index(data: Path) -> None:
@@ -222,3 +222,41 @@ def test_folders_that_cannot_be_split_are_named(data: Path, tmp_path: Path) -> N
     (tmp_path / "b/x.txt").write_text("x")
     with pytest.raises(Broken, match="b holds 1 utterances: ten or more"):
         speech.folder(tmp_path / "b")
+
+
+def put_flat(root: Path) -> None:
+    for n in range(10):
+        noise(root / f"{n}.wav", n)
+        (root / f"{n}.txt").write_text("oh")
+
+
+@pytest.mark.parametrize("name", ["3.txt", "text", "lexicon.txt", "wav.scp"])
+def test_text_that_is_not_utf_8_is_named(data: Path, tmp_path: Path, name: str) -> None:
+    put_flat(tmp_path)
+    (tmp_path / name).write_bytes("3 caf\u00e9".encode("latin-1"))
+    with pytest.raises(Broken, match=rf"/{name} holds 0xe9 at byte 5: accepted is text in utf-8"):
+        speech.folder(tmp_path)
+
+
+@pytest.mark.parametrize("number", [3, 8, 9])  # of training, validation and test
+def test_a_sound_of_another_rate_is_named(data: Path, tmp_path: Path, number: int) -> None:
+    put_flat(tmp_path)
+    noise(tmp_path / f"{number}.wav", number, rate=16000)
+    with pytest.raises(Broken, match=rf"/{number}\.wav is at 16,000 Hz, but .*/0\.wav at 8,000 Hz"):
+        speech.folder(tmp_path)
+
+
+def test_frames_that_were_kept_do_not_hide_another_rate(data: Path, tmp_path: Path) -> None:
+    put_flat(tmp_path)
+    speech.folder(tmp_path)
+    for n in range(8):  # the training part
+        noise(tmp_path / f"{n}.wav", n, rate=16000)
+    with pytest.raises(Broken, match=r"/8\.wav is at 8,000 Hz, but .*/0\.wav at 16,000 Hz"):
+        speech.folder(tmp_path)
+
+
+def test_a_rate_too_low_for_frames_is_named(data: Path, tmp_path: Path) -> None:
+    put_flat(tmp_path)
+    noise(tmp_path / "0.wav", 0, seconds=9, rate=50)
+    with pytest.raises(Broken, match=r"/0\.wav has 50 samples a second: accepted are 100 or more"):
+        speech.folder(tmp_path)

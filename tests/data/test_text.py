@@ -36,12 +36,15 @@ def test_a_name_that_is_neither_set_nor_file_says_what_is(data: Path) -> None:
         text.any_file(data / "small", parts=(0.5, 0.5, 0.5))
 
 
-def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path) -> None:
+def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("enwik8", "text8"):
         (data / name).write_bytes(b"x" * 1000)
         with pytest.raises(Broken, match=f"{name} holds 1,000 bytes, not the 100,000,000"):
             text.load(name)
     (data / "text8.first12.5MB").write_bytes(b"the quick brown fox " * 50)
+    with pytest.raises(Broken, match=r"text8\.first12\.5MB holds 1,000 bytes, not the 12,549,839 of text8\.first12"):
+        text.load("text8.first12.5MB")
+    monkeypatch.setitem(text.FIRST, "text8.first12.5MB", 1000)
     assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
     with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # what is not whole is not cut either
         text.load("enwik8.first4.15MB")
@@ -71,6 +74,7 @@ def test_the_first_bytes_are_cut_from_the_whole(
     assert [len(part) for part in corpus[1:]] == sizes
     assert (chr(corpus.train[0]), chr(corpus.test[-1])) == ("a", "y")
     (data / name).write_bytes(b"my own file " * 50)
+    monkeypatch.setitem(text.FIRST, name, 600)
     assert text.load(name).train[:12].tobytes() == b"my own file "
 
 
@@ -108,6 +112,14 @@ def test_treebank_characters_come_from_words_or_characters(data: Path, character
     corpus = text.load("ptb")
     assert text.decode(corpus.validation) == "no_it_was_n't_valid_monday\nmr._<unk>_is_N_years_old\n"
     assert text.decode(corpus.train).startswith("no_it_was_n't_train_monday\n")
+
+
+def test_treebank_characters_of_another_alphabet_are_named(data: Path) -> None:
+    (data / "ptb").mkdir()
+    for part in ("train", "valid", "test"):
+        (data / f"ptb/ptb.{part}.txt").write_text("caf\u00e9\n", encoding="utf-8")
+    with pytest.raises(Broken, match=r"ptb\.train\.txt holds 0xc3 at byte 3: accepted is text in ascii"):
+        text.load("ptb")
 
 
 NOVEL = """<?xml version="1.0"?><TEI xmlns="http://www.tei-c.org/ns/1.0"><teiHeader><p>not this</p></teiHeader><text>

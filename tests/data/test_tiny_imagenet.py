@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ from matplotlib.image import imsave
 from PIL import Image
 
 from subquad.data import tiny_imagenet
-from subquad.data.files import Broken
+from subquad.data.files import Broken, Missing
 
 
 def put_tiny(root: Path) -> np.ndarray:
@@ -51,9 +52,33 @@ def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:
     root = data / "tiny-imagenet-200"
     put_tiny(root)
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\t0\t32\t44\t62\n")
-    with pytest.raises(Broken, match=r"val_0\.JPEG is a n77"):
+    with pytest.raises(Broken, match=r"val_annotations\.txt:1 says that val_0\.JPEG is a n77"):
+        tiny_imagenet.load()
+    (root / "val/val_annotations.txt").write_text("\n\nval_0.JPEG\n")
+    with pytest.raises(
+        Broken, match=r"val_annotations\.txt:3 is 'val_0\.JPEG': accepted are lines of a file, its class"
+    ):
+        tiny_imagenet.load()
+    (root / "val/val_annotations.txt").write_text("\n")
+    with pytest.raises(Broken, match="val holds no pictures"):
         tiny_imagenet.load()
     (root / "wnids.txt").write_text("n02\nn01\nn03\n")
     (root / "train/again").mkdir()
     with pytest.raises(Broken, match="n03/images holds no JPEG files"):
+        tiny_imagenet.load()
+
+
+def test_blank_lines_are_passed_over(data: Path) -> None:
+    put_tiny(data / "tiny-imagenet-200")
+    path = data / "tiny-imagenet-200/val/val_annotations.txt"
+    path.write_text(path.read_text().replace("\n", "\n \n"))
+    assert tiny_imagenet.load()[1].labels.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_who_has_half_of_tiny_imagenet_is_told_what_to_put_where(data: Path, part: str) -> None:
+    root = data / "tiny-imagenet-200"
+    put_tiny(root)
+    shutil.rmtree(root / part)
+    with pytest.raises(Missing, match=rf"{part} is missing: put the folder {part} of http.*\.zip into {root}$"):
         tiny_imagenet.load()

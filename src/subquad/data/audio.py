@@ -12,6 +12,7 @@ from torch import Tensor
 from subquad.data import files
 
 LEVELS = 256  # of µ-law
+SLOWEST = 100  # samples a second of which `log_mel` can make its frames: one each 10 ms
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; the last says one of the others further on
 
 
@@ -35,15 +36,23 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
             )
         chunks.setdefault(name, data[at + 8 : at + 8 + size])
         at += 8 + size + size % 2  # chunks begin at even places
-    if len(chunks.get(b"fmt ", b"")) < 16 or b"data" not in chunks:
-        raise files.Broken(f"{path} is a WAV file without {'sound' if b'fmt ' in chunks else 'a format'}")
-    form, body = chunks[b"fmt "], chunks[b"data"]
+    form, body = chunks.get(b"fmt ", b""), chunks.get(b"data", b"")
+    if len(form) < 16:
+        raise files.Broken(f"{path} is a WAV file without a format")
     kind, channels, rate, _, width, bits = struct.unpack("<HHIIHH", form[:16])
     if kind == EXTENSIBLE and len(form) >= 26:
         kind = int.from_bytes(form[24:26], "little")
     if (kind, bits) not in {(PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)} or channels < 1:
         raise files.Broken(f"{path} has format {kind} of {bits} bits: accepted are integers of 8 to 32 bits and floats")
+    if width != channels * bits // 8:
+        raise files.Broken(
+            f"{path} has blocks of {width} bytes: accepted are {channels * bits // 8}, for {channels} x {bits} bits"
+        )
+    if rate < 1:
+        raise files.Broken(f"{path} has {rate} samples a second: accepted are 1 or more")
     body = body[: len(body) // width * width]
+    if not body:
+        raise files.Broken(f"{path} is a WAV file without sound: accepted are one sample or more")
     samples: np.ndarray
     if kind == FLOAT:
         samples = np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
@@ -97,6 +106,8 @@ def resample(samples: np.ndarray, rate: int, wanted: int, zeros: int = 6) -> np.
 def log_mel(samples: np.ndarray, rate: int, filters: int = 40) -> Tensor:
     """[T, filters] float32: the logarithm of energies in triangular bands, equally wide in mel, of frames of 25 ms
     every 10 ms."""
+    if rate < SLOWEST:
+        raise ValueError(f"rate={rate} cannot work: accepted is {SLOWEST} or more")
     window, hop = rate // 40, rate // 100
     size = max(512, 1 << (window - 1).bit_length())
     spectrum = torch.stft(

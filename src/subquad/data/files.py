@@ -161,6 +161,15 @@ def read(path: Path) -> bytes:
         raise Broken(f"{path} cannot be read: {error.strerror}") from error
 
 
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """All of a file of text, with a message that names it where it is something else."""
+    try:
+        return read(path).decode(encoding)
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise Broken(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is text in {encoding}") from error
+
+
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """One process at a time. The lock goes with its process, so a killed one leaves no trap."""

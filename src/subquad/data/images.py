@@ -56,6 +56,8 @@ def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]
             for pixels, part in parts():
                 file.write(np.ascontiguousarray(pixels, np.uint8).tobytes())
                 labels.append(np.asarray(part, np.int64))
+        if not labels:
+            raise files.Broken(f"{sources[0]} holds no pictures: accepted are one or more")
         np.save(new / "labels.npy", np.concatenate(labels))
 
     place = files.prepared(f"{name}.images", make, *sources)

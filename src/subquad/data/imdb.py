@@ -72,7 +72,7 @@ def _part(folder: Path) -> Reviews:
 def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
     texts, labels, ratings, films = [], [], [], []
     for label, kind in enumerate(kinds):
-        addresses = files.read(folder / f"urls_{kind.name}.txt").decode("ascii").split()
+        addresses = files.read_text(folder / f"urls_{kind.name}.txt", "ascii").split()
         found = sorted(((*_numbers(path), path) for path in kind.glob("*.txt")), key=lambda entry: entry[0])
         if not found:
             raise files.Broken(f"{kind} holds no reviews")

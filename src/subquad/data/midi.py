@@ -8,6 +8,7 @@ from typing import NamedTuple
 from subquad.data import files
 
 TICKS = 480  # a quarter note, in files written here
+LONGEST = 100_000  # quarter notes in a file, 14 hours at 120 a minute: a broken time would fill the memory
 TEMPO, END = 0x51, 0x2F  # kinds of meta events
 
 
@@ -42,6 +43,8 @@ def read_midi(path: Path) -> Song:
             _read_track(body, ticks, notes, tempos)
         except IndexError:
             raise files.Broken(f"{path} holds a track that ends within an event") from None
+        except OverflowError:
+            raise files.Broken(f"{path} lasts too long: accepted are at most {LONGEST:,} quarter notes") from None
     notes.sort(key=lambda note: (note.start, note.pitch, note.channel))
     return Song(notes, sorted(tempos) or [(0.0, 120.0)])
 
@@ -52,6 +55,8 @@ def _read_track(body: bytes, ticks: int, notes: list[Note], tempos: list[tuple[f
     while at < len(body):
         wait, at = _number(body, at)
         now += wait
+        if now > LONGEST * ticks:
+            raise OverflowError
         when = now / ticks
         if body[at] >= 0x80:
             status, at = body[at], at + 1  # else the last status goes on

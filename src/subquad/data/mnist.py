@@ -17,6 +17,7 @@ import torch
 from subquad.data import files
 from subquad.data.images import Images
 
+SHAPE = (28, 28)
 MIRROR = "https://storage.googleapis.com/cvdf-datasets/mnist/"
 SHA256 = {
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -42,12 +43,15 @@ def load() -> tuple[Images, Images]:
 
 
 def _part(name: str) -> Images:
-    pixels = read_idx(files.get(FILES[f"{name}-images-idx3-ubyte.gz"]))
+    path = files.get(FILES[f"{name}-images-idx3-ubyte.gz"])
+    pixels = read_idx(path)
+    if pixels.shape[1:] != SHAPE:
+        raise files.Broken(f"{path} holds images of {pixels.shape[1:]}: accepted are {SHAPE}")
     path = files.get(FILES[f"{name}-labels-idx1-ubyte.gz"])
     labels = read_idx(path)
     if labels.shape != pixels.shape[:1]:
         raise files.Broken(f"{path} holds {len(labels)} labels of {len(pixels)} images")
-    return Images(torch.from_numpy(pixels).flatten(1), torch.from_numpy(labels).long(), tuple(pixels.shape[1:]))
+    return Images(torch.from_numpy(pixels).flatten(1), torch.from_numpy(labels).long(), SHAPE)
 
 
 def read_idx(path: Path) -> np.ndarray:

@@ -181,7 +181,13 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
         )
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
-        return any_file(files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path), name)
+        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path)
+        try:
+            return any_file(tokens, name)
+        except files.Broken as error:  # which names what was made, not what to mend
+            raise files.Broken(
+                f"{path} has {tokens.stat().st_size} samples at {rate:,} Hz, too few to split"
+            ) from error
     found = audio.wav_files(path)
     if len(found) < 10:
         raise files.Broken(f"{path} holds {len(found)} WAV files: accepted are one file, or ten or more to be split")

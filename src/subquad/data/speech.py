@@ -119,7 +119,7 @@ class Speech(NamedTuple):
 
 def an4() -> Speech:
     root = files.get(AN4)
-    phones = ("", *(p for p in files.read(root / "etc/an4.phone").decode().split() if p != "SIL"))
+    phones = ("", *(p for p in files.read_text(root / "etc/an4.phone").split() if p != "SIL"))
     words = dictionary("an4")
     training = _an4_part(root, "train", words)
     people = sorted({_speaker(said) for said in training})[9::10]
@@ -128,7 +128,7 @@ def an4() -> Speech:
         "validation": [said for said in training if _speaker(said) in people],
         "test": _an4_part(root, "test", words),
     }
-    return _speech("AN4", parts, phones, lambda said: read_cepstra(said.sound), CEPSTRA, keep=False)
+    return _speech("AN4", parts, phones, lambda said: read_cepstra(said.sound), CEPSTRA)
 
 
 def digits() -> Speech:
@@ -144,12 +144,12 @@ def digits() -> Speech:
         raise files.Broken(f"{folder} does not hold the recordings of the Free Spoken Digit Dataset")
     phones = ("", *sorted({phone for word in DIGITS.values() for phone in word.split()}))
     count = sum(map(len, parts.values()))
-    return _speech(f"Free Spoken Digit Dataset, {count:,} recordings", parts, phones, _log_mel, FILTERS)
+    return _of_sounds(f"Free Spoken Digit Dataset, {count:,} recordings", parts, phones)
 
 
 def folder(path: str | Path) -> Speech:
-    """WAV files and transcripts under `path`, in folders train, validation and test, or all in one, of which every
-    tenth utterance is then for validation and every tenth for testing.
+    """WAV files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
+    which every tenth utterance is then for validation and every tenth for testing.
 
     What is said stands beside a WAV file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
     *.trans.txt) or "words (name)" (*.transcription). With a dictionary at the top (lexicon.txt, *.dic, *.dict; lines
@@ -172,7 +172,7 @@ def folder(path: str | Path) -> Speech:
         held = {"validation": everything[8::10], "test": everything[9::10]}
         found = {"train": [said for n, said in enumerate(everything) if n % 10 < 8], **held}
     symbols = ("", *sorted({symbol for part in found.values() for said in part for symbol in said.symbols}))
-    return _speech(root.name, found, symbols, _log_mel, FILTERS)
+    return _of_sounds(root.name, found, symbols)
 
 
 def dictionary(name: str = "an4") -> dict[str, tuple[str, ...]]:
@@ -188,7 +188,7 @@ def dictionary(name: str = "an4") -> dict[str, tuple[str, ...]]:
 
 def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
     """Lines of a word and its phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
-    lines = (line.split() for line in files.read(path).decode("utf-8").splitlines())
+    lines = (line.split() for line in files.read_text(path).splitlines())
     words: dict[str, tuple[str, ...]] = {}
     for line in lines:
         if line and not line[0].startswith(";;;"):
@@ -201,7 +201,7 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
     data = files.read(path)
     for order in "><":
         if (
-            len(data) >= 4
+            len(data) > 4
             and int(np.frombuffer(data, f"{order}i4", 1)[0]) * 4 == len(data) - 4
             and (len(data) - 4) % (4 * width) == 0
         ):
@@ -210,7 +210,7 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
 
 
 def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Said]:
-    sounds = files.read(root / f"etc/an4_{part}.fileids").decode().split()
+    sounds = files.read_text(root / f"etc/an4_{part}.fileids").split()
     path = root / f"etc/an4_{part}.transcription"
     spoken = _transcripts(path)
     found = []
@@ -240,7 +240,7 @@ def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
     for name, sound in sorted(sounds):
         own = next((p for end in (".txt", ".TXT") if (p := sound.with_suffix(end)).exists()), None)
         if own is not None and (name not in spoken or often[name] > 1):
-            line, path = files.read(own).decode("utf-8"), own
+            line, path = files.read_text(own), own
         elif name in spoken:
             path = _nearest(sound, spoken[name])
             line, other = spoken[name][path], used.setdefault((name, path), sound)
@@ -265,7 +265,7 @@ def _nearest(sound: Path, lists: Iterable[Path]) -> Path:
 
 def _transcripts(path: Path) -> dict[str, str]:
     """Lines "name words", or "words (name)" in files of Sphinx."""
-    lines = [line.strip() for line in files.read(path).decode("utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in files.read_text(path).splitlines() if line.strip()]
     if path.suffix != ".transcription":
         return {name: " ".join(words) for name, *words in map(str.split, lines)}
     found = {}
@@ -279,7 +279,7 @@ def _transcripts(path: Path) -> dict[str, str]:
 
 def _wav_scp(path: Path) -> list[tuple[str, Path]]:
     found = []
-    for line in files.read(path).decode("utf-8").splitlines():
+    for line in files.read_text(path).splitlines():
         name, *sound = line.split(maxsplit=1) or [""]
         if not name:
             continue
@@ -302,8 +302,20 @@ def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[
     return tuple(phones)
 
 
-def _log_mel(said: Said) -> np.ndarray:
-    return audio.log_mel(*audio.read_wav(said.sound), FILTERS).numpy()
+def _of_sounds(name: str, parts: Mapping[str, Sequence[Said]], symbols: tuple[str, ...]) -> Speech:
+    """Log-mel energies of WAV files, all of one rate: at another the same feature would be another band."""
+    first = parts["train"][0].sound
+    rate = audio.read_wav(first)[1]
+    if rate < audio.SLOWEST:
+        raise files.Broken(f"{first} has {rate} samples a second: accepted are {audio.SLOWEST} or more")
+
+    def log_mel(said: Said) -> np.ndarray:
+        samples, found = audio.read_wav(said.sound)
+        if found != rate:
+            raise files.Broken(f"{said.sound} is at {found:,} Hz, but {first} at {rate:,} Hz: accepted is one rate")
+        return audio.log_mel(samples, rate, FILTERS).numpy()
+
+    return _speech(name, parts, symbols, log_mel, FILTERS, keep=f"{rate}.frames")
 
 
 def _speech(
@@ -312,15 +324,15 @@ def _speech(
     symbols: tuple[str, ...],
     features: Callable[[Said], np.ndarray],
     width: int,
-    keep: bool = True,
+    keep: str | None = None,
 ) -> Speech:
-    """Features are made once and kept, unless they only have to be read."""
+    """Features are made once and kept by this name, unless they only have to be read."""
     number = {symbol: n for n, symbol in enumerate(symbols)}
     sounds = {}
     for part, said in parts.items():
         if keep:
             paths = [utterance.sound for utterance in said]
-            place = files.prepared(f"{name}.{part}.frames", _make_frames(said, features), *paths)
+            place = files.prepared(f"{name}.{part}.{keep}", _make_frames(said, features), *paths)
             starts = np.load(place / "starts.npy")
             sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(-1, width), starts)
         else:

@@ -167,11 +167,15 @@ def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
     return Corpus(name, data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] : ends[2]])
 
 
-def _get_whole(name: str) -> Path:
-    path = files.get(FILES[name])
-    if path.stat().st_size != WHOLE:
-        raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {WHOLE:,} of {name}")
+def _sized(path: Path, size: int, name: str) -> Path:
+    """The path, of what is whole: results on less must not carry its name."""
+    if path.stat().st_size != size:
+        raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {size:,} of {name}")
     return path
+
+
+def _get_whole(name: str) -> Path:
+    return _sized(files.get(FILES[name]), WHOLE, name)
 
 
 def _whole(name: str) -> Callable[[], Corpus]:
@@ -188,12 +192,12 @@ def _whole(name: str) -> Callable[[], Corpus]:
 
 
 def _first(file: str, name: str) -> Callable[[], Corpus]:
-    """Its own file as it lies, else so many bytes of the whole, which can be downloaded."""
+    """Its own file, else so many bytes of the whole, which can be downloaded."""
 
     def opened() -> Corpus:
         own = files.find(FILES[file])
         if own is not None:
-            return any_file(own, name)
+            return any_file(_sized(own, FIRST[file], file), name)
         whole = file.partition(".")[0]
         try:
             return any_file(_get_whole(whole), name, size=FIRST[file])
@@ -220,7 +224,7 @@ def _characters(path: Path) -> Callable[[Path], None]:
     """Of a file of words or of characters with spaces between, one sentence a line."""
 
     def make(new: Path) -> None:
-        lines = files.read(path).decode("ascii").split("\n")
+        lines = files.read_text(path, "ascii").split("\n")
         apart = ".char." in path.name
         lines = [line.replace(" ", "") if apart else line.strip().replace(" ", "_") for line in lines]
         new.write_text("\n".join(line for line in lines if line) + "\n", encoding="ascii")

@@ -28,8 +28,11 @@ FOLDER = files.File(
 def load() -> tuple[Images, Images]:
     """(training, test)"""
     folder = files.get(FOLDER)
-    classes = files.read(folder / "wnids.txt").decode().split()
     train, val, labels = folder / "train", folder / "val", folder / "wnids.txt"
+    for part in (train, val):
+        if not part.is_dir():
+            raise files.Missing(f"{part} is missing: put the folder {part.name} of {FOLDER.home} into {folder}")
+    classes = files.read_text(labels).split()
     return (
         packed("tiny_imagenet.train", SHAPE, partial(_read_training, train, classes), train, labels),
         packed("tiny_imagenet.val", SHAPE, partial(_read_validation, val, classes), val, labels),
@@ -48,11 +51,12 @@ def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
 
 def _read_validation(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
     """A list of file, class and box."""
-    lines = files.read(folder / "val_annotations.txt").decode().splitlines()
-    for line in files.shown(lines, "test pictures into one file"):
-        name, label, *_ = line.split()
+    path = folder / "val_annotations.txt"
+    lines = [(n, line) for n, line in enumerate(files.read_text(path).splitlines(), start=1) if line.strip()]
+    for number, line in files.shown(lines, "test pictures into one file"):
+        name, label = (*line.split(), "")[:2]
+        if not label:
+            raise files.Broken(f"{path}:{number} is {line!r}: accepted are lines of a file, its class and a box")
         if label not in classes:
-            raise files.Broken(
-                f"{folder / 'val_annotations.txt'} says that {name} is a {label}, which wnids.txt has not"
-            )
+            raise files.Broken(f"{path}:{number} says that {name} is a {label}, which wnids.txt has not")
         yield read_picture(folder / "images" / name, SHAPE), np.array([classes.index(label)])
