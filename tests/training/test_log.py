@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,33 @@ def test_what_was_logged_after_a_checkpoint_is_forgotten(tmp_path: Path) -> None
     assert [line["step"] for line in _lines(tmp_path)] == [2, 4, 5]
     forget(tmp_path / "nothing", 3)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_tensorboard_has_the_same_curve(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Log(tmp_path, Console(quiet=True), "run") as log:
+        for step in (2, 4, 6):
+            log.write(step, "train", {"loss": step / 2, "none": math.nan})
+    with Log(tmp_path, Console(quiet=True), "run", step=4) as log:
+        log.write(5, "train", {"loss": 2.5})
+        log.write(5, "validation", {"accuracy": 50.0})
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(point.step, point.value) for point in board.Scalars("train/loss")] == [(2, 1.0), (4, 2.0), (5, 2.5)]
+    assert [point.value for point in board.Scalars("validation/accuracy")] == [50.0]
+
+
+def test_without_tensorboard_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr("subquad.training.log._MISSED", set())
+    out = io.StringIO()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with Log(tmp_path / name, Console(file=out, width=200), "run") as log:
+            log.write(1, "train", {"loss": 1.0})
+    assert out.getvalue().count("tensorboard is not installed") == 1
+    assert _lines(tmp_path / "b") == [{"step": 1, "split": "train", "loss": 1.0}]
 
 
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
