@@ -171,7 +171,9 @@ def _board(path: Path, step: int, console: Console) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         if "tensorboard" not in _MISSED:  # a process that trains many models says it once
-            console.print("tensorboard is not installed (pip install tensorboard): metrics.jsonl has the curves", highlight=False)
+            console.print(
+                "tensorboard is not installed (pip install tensorboard): metrics.jsonl has the curves", highlight=False
+            )
         _MISSED.add("tensorboard")
         return None
     return SummaryWriter(str(path), purge_step=step + 1)
