@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from subquad.tasks import scaling
 from subquad.tasks.copy import Copy
 from subquad.tasks.scaling import CONTENDERS, Iteration, growth, iterations, layers
 
@@ -39,3 +40,11 @@ def test_iterations_stand_beside_the_first_model() -> None:
     assert found["dense"]["ratio"]["median"] == 1.0
     assert found["linear"]["ratio"]["median"] > 0
     assert found["linear"]["iteration_ms"]["median"] > 0
+
+
+def test_what_a_step_will_take_follows_from_a_sample() -> None:
+    # 2 samples of 512, then 1 of 1,024, then 1 of 2,048, as a batch of 1,024 tokens has them
+    assert scaling._expected("softmax", 512, 2, 10.0, 1024, 1) == 40.0
+    assert scaling._expected("softmax", 1024, 1, 40.0, 2048, 1) == 160.0
+    assert scaling._expected("linear", 1024, 1, 40.0, 2048, 1) == 80.0
+    assert scaling._expected("lstm", 512, 2, 10.0, 1024, 1) == 40.0

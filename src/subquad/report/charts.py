@@ -187,15 +187,24 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     if shown["x"].get("log"):
         axis.set_xscale("log")
     if shown["x"]["unit"] == "tokens":
-        lengths = sorted({p[0] for s in shown["series"] for p in s["points"]})
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-        axis.minorticks_off()
+        name_lengths(axis, sorted({p[0] for s in shown["series"] for p in s["points"]}))
     if shown["y"].get("log"):
         axis.set_yscale("log")
-        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("")
+        name_decades(axis)
     axis.set_xlabel(shown["x"]["label"])
     axis.set_ylabel(shown["y"]["label"] + (", bytes" if shown["y"].get("unit") == "bytes" else ""))
     axis.set_title(shown["label"], fontsize=11)
     axis.grid(alpha=0.25)
+
+
+def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
+    """Along x, those that were measured."""
+    axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+    axis.minorticks_off()
+
+
+def name_decades(axis: Any) -> None:
+    """Up y, in plain numbers."""
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")

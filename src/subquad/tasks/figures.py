@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table as Shown
 
 from subquad.bench.compare import save
+from subquad.report.charts import name_decades, name_lengths
+from subquad.report.html import number
 
 Json = dict[str, Any]
 LABELS = {"per": "phone error rate, %"}
@@ -61,10 +63,14 @@ def not_run(results: Json) -> dict[str, float]:
     return {name: value for name, value in results.get("published", {}).items() if name not in results["results"]}
 
 
+def cost_of(milliseconds: float, peak: float) -> str:
+    return f"{number(milliseconds).shown} ms, {number(peak / 1e6).shown} MB"
+
+
 def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     metric, published, value = found["metric"], found["published"], found.get("value")
     if found.get("longest"):
-        cost = f"{found['training_ms']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB"
+        cost = cost_of(found["training_ms"], found["peak_bytes"])
         yield f"N = {found['longest']:,}: {cost}{_growth(found)}"
         yield f"N = {published['longest']:,.0f}" if "longest" in published else "-"
     else:
@@ -127,6 +133,8 @@ def _over_length(axis: Any, results: Json, value: Any, label: str) -> bool:
             ours = [row for row in rows if row["label"] == name]
             axis.plot([row["length"] for row in ours], [value(row) for row in ours], "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=label)
+        name_lengths(axis, sorted({row["length"] for row in rows}))
+        name_decades(axis)
         axis.legend(frameon=False)
     return bool(rows)
 

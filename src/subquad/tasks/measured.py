@@ -10,6 +10,7 @@ from subquad.bench.measure import DTYPES
 from subquad.bench.settings import parse_lengths
 from subquad.mechanisms.base import check_plain, counts, refuse
 from subquad.tasks import scaling
+from subquad.tasks.figures import cost_of
 from subquad.tasks.rows import Json, Reproduction, heading, settings_of
 from subquad.tasks.tables import Row
 from subquad.tasks.train import configure
@@ -47,7 +48,7 @@ def measure_scaling(run: Reproduction) -> None:
             run.measures()
             run.keep()
             time = found["training_ms"]
-            cost = "" if time is None else f"{time['median']:.3g} ms, {found['peak_bytes'] / 1e6:.3g} MB a sample"
+            cost = "" if time is None else f"{cost_of(time['median'], found['peak_bytes'])} a sample"
             run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or found['error'] or cost}")
         timed = [r for r in rows if r["label"] == row.name and r["training_ms"]]
         last = max(timed, key=lambda r: r["length"], default=None)

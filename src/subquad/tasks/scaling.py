@@ -76,19 +76,19 @@ def layers(
     for label in contenders:
         if label not in CONTENDERS:
             raise ValueError(f"rows has {label!r}: accepted are {', '.join(CONTENDERS)}")
-        before: tuple[int, float] | None = None
+        before: tuple[int, int, float] | None = None  # length, samples, ms a sample
         for length in sorted(lengths):
             batch = max(1, tokens // length)
             row: Row = {"mechanism": CONTENDERS[label][0], "label": label, "length": length, "batch": batch}
             row |= {"causal": True, "training_ms": None, "peak_bytes": None, "skipped": None, "error": None}
-            expected = 0.0 if before is None else grown(before[1], before[0], length, _exponent(label)) / 1000
+            expected = 0.0 if before is None else _expected(label, *before, length, batch) / 1000
             if expected > limit:
                 row["skipped"] = f"too slow: about {expected:.2g} s for a step, the limit is {limit:g} s"
             else:
                 shape = Shape(length=length, dim=dim, heads=heads, batch=batch, device=device, dtype=dtype)
                 try:
                     row |= _measured(label, shape, samples)
-                    before = length, row["training_ms"]["median"] * batch
+                    before = length, batch, row["training_ms"]["median"]
                 except (torch.OutOfMemoryError, MemoryError):
                     row["skipped"] = "out of memory"
                 except RuntimeError as error:  # of one length: the others stand
@@ -107,10 +107,12 @@ def _measured(label: str, shape: Shape, samples: int) -> Row:
     return {"training_ms": spread(times), "peak_bytes": peak // shape.batch}
 
 
-def _exponent(label: str) -> float:
-    """Of time over length for as many tokens in all."""
+def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
+    """ms of a training step, by what a sample took at the length before."""
     name, _ = CONTENDERS[label]
-    return 1.0 if name == "lstm" else mechanism(name).exponent - 1.0  # steps of an LSTM wait for each other
+    if name == "lstm":  # whose steps wait for each other, however many samples make them
+        return grown(ms * samples, before, length, 1.0)
+    return grown(ms, before, length, mechanism(name).exponent) * batch
 
 
 def growth(rows: Sequence[Row]) -> list[Row]:
