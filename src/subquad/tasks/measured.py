@@ -24,7 +24,7 @@ def measure_scaling(run: Reproduction) -> None:
     """Every contender at every length that an earlier call has not measured. Its settings must be the same."""
     cuda = run.budget.place.startswith("cuda")
     usual: Json = {"device": run.budget.place, "dtype": "bfloat16" if cuda else "float32"}
-    usual |= {} if cuda else {"tokens": 8192, "limit": 4.0, "samples": 3}
+    usual |= {} if cuda else {"tokens": 8192, "samples": 3}
     given = _scaling_settings(run.budget.settings)
     lengths = given.pop("lengths", scaling.LENGTHS)
     options, rows = {**usual, **given}, run.results["rows"]
