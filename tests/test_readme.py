@@ -100,7 +100,13 @@ def sentences() -> list[str]:
         for other in ("softmax, naive", "softmax")
     )
     fixed, strided, linear = (long_text[name]["ratio"]["median"] for name in ("fixed", "strided", "linear"))
+    layer = {(r["label"], r["length"]): r["training_ms"]["median"] / 1000
+             for r in results("scaling_cpu")["rows"] if r["training_ms"]}  # fmt: skip
+    fast, exact = (layer[name, 32768] for name in ("linear", "softmax"))
+    grown = {g["mechanism"]: g["time"] for g in results("scaling_cpu")["growth"]}
     return [
+        f"in {fast:.2f} s with linear and {exact:.2f} s with softmax; time grows as N^{grown['linear']:.2f} and "
+        f"N^{grown['softmax']:.2f}",
         f"moves its state at {step:.0%} of copy bandwidth",
         f"{best:,.0f} MNIST images/s",
         f"{results('generation')['cifar10']['best']['sequences_per_second']:,.0f} CIFAR-10 images/s",
