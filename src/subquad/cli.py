@@ -273,7 +273,7 @@ def generate(
     folder = checkpoints.find(checkpoint)
     card, kind = checkpoints.card(folder), read_header(folder)["model"]
     if kind != LanguageModel.__name__:
-        raise ValueError(f"{folder} holds a {kind}, which generates nothing here: accepted is a language model")
+        raise ValueError(f"{folder} is a saved {kind}, which generates nothing here: accepted is a language model")
     model = LanguageModel.load(folder, available(device))
     if device == "cpu":
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly

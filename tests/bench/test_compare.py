@@ -216,8 +216,10 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert f"{out / 'results.json'}; `subquad recommend --from {out}` goes by them" in result.output
     first = read(out)
     again = run.invoke(app, [*arguments, "--out", str(out)])
-    assert f"the figures that were there are now {out / 'results.before.json'}" in again.output
-    assert json.loads((out / "results.before.json").read_text()) == first
+    assert f"the figures that were there are now {out / 'results.1.json'}" in again.output
+    run.invoke(app, [*arguments, "--out", str(out)])
+    assert json.loads((out / "results.1.json").read_text()) == first
+    assert (out / "results.2.json").exists()
     wrong = run.invoke(app, ["compare", "--mechanisms", "linaer"])
     assert wrong.exit_code == 2
     assert "did you mean 'linear'" in wrong.output

@@ -90,7 +90,7 @@ def test_what_writes_nothing_says_so(tmp_path: Path) -> None:
     LSTM(vocab=256, dim=8, depth=1).save(tmp_path)
     result = run.invoke(app, ["generate", str(tmp_path)])
     assert result.exit_code == 2
-    assert "holds a LSTM, which generates nothing here" in " ".join(result.output.split())
+    assert "is a saved LSTM, which generates nothing here" in " ".join(result.output.split())
 
 
 def test_a_run_over_images_writes_images_whatever_its_head(tmp_path: Path) -> None:

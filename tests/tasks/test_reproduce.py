@@ -169,7 +169,9 @@ def test_what_is_measured_afterwards_costs_no_table(
     monkeypatch.setattr(module, "run_all", never)
     monkeypatch.setattr(module, "write_samples", full)
     monkeypatch.setattr(module, "measure_iterations", full)
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "gone"))  # nor does data that is gone by now
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))  # nor does data that is broken by now
+    (tmp_path / "data" / "cifar-10-batches-bin").mkdir(parents=True)
+    (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").write_bytes(b"x")
     small = Budget(device="cpu", settings=tuple(s for s in TINY if not s.startswith("data.")))
     finished("cifar10", "linear", tmp_path / "cifar10" / "linear", small)
     found = reproduce("cifar10", tmp_path, console, small, rows=("linear",), timing=True, samples=1)
@@ -179,12 +181,27 @@ def test_what_is_measured_afterwards_costs_no_table(
     assert "1.5 bits/dim" in console.export_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_cannot_be_read_costs_no_other_row(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "run_all", never)
+    for row in ("linear", "softmax"):
+        finished("copy", row, tmp_path / "copy" / row)
+    (tmp_path / "copy" / "linear" / "result.json").write_text("{")
+    found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"))
+    assert "result.json is not the result of a run" in found["failed"]["linear"]
+    assert found["results"]["softmax"]["value"] == 1.5
+
+
 def test_an_lstm_goes_without_what_it_has_not(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
-    found = reproduce("copy", tmp_path, console, BUDGET, rows=("lstm",))
+    found = reproduce("copy", tmp_path / "a", console, BUDGET, rows=("lstm",))
     assert found["results"]["lstm"]["value"] > 0
+    wrong = Budget(device="cpu", settings=(*TINY, "model.haeds=3"))
+    assert "haeds" in reproduce("copy", tmp_path / "b", console, wrong, rows=("lstm",))["failed"]["lstm"]
     assert "lstm: an LSTM has no model.heads=2: without it" in console.export_text()
 
 

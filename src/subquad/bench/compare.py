@@ -5,6 +5,7 @@ each of them, so that neither a crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -59,11 +60,11 @@ def compare(
         load_tokens(Path(settings.data))  # refused before anything is measured
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
-    set_aside(out / "results.json", console)
     results = _empty(settings)
     left = plan(settings)
     if work is _elsewhere and torch.device(settings.device).type == "cuda":
         _warm(settings, left, console)
+    set_aside(out / "results.json", console)
     with _progress(console, len(left)) as told:
         try:
             while left:
@@ -237,7 +238,8 @@ def save(results: Results, path: Path) -> None:
 def set_aside(path: Path, console: Console) -> None:
     """Figures that are there already stay, under another name."""
     if path.is_file():
-        before = path.replace(path.with_suffix(".before.json"))
+        names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
+        before = path.replace(next(name for name in names if not name.exists()))
         console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
 
 

@@ -9,6 +9,7 @@ from subquad.mechanisms import MECHANISMS
 from subquad.report.html import template
 from subquad.report.results import Json, Run, learned
 
+FEW = 1e4  # from the lowest to the highest: of more only decades have a name
 CHOSEN = ("softmax", "linear")  # stand out until the reader chooses
 MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers, key of the ratio to softmax
     ("training_ms", "Training step: time over length", "forward + backward, ms", "ms", "training", "training_ratio"),
@@ -190,9 +191,9 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
         name_lengths(axis, sorted({p[0] for s in shown["series"] for p in s["points"]}))
     if shown["y"].get("log"):
         axis.set_yscale("log")
-        name_decades(axis)
+        name_decades(axis, shown["y"].get("unit"))
     axis.set_xlabel(shown["x"]["label"])
-    axis.set_ylabel(shown["y"]["label"] + (", bytes" if shown["y"].get("unit") == "bytes" else ""))
+    axis.set_ylabel(shown["y"]["label"])
     axis.set_title(shown["label"], fontsize=11)
     axis.grid(alpha=0.25)
 
@@ -203,8 +204,11 @@ def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
     axis.minorticks_off()
 
 
-def name_decades(axis: Any) -> None:
-    """Up y, in plain numbers."""
-    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axis.yaxis.set_major_formatter("{x:g}")
+def name_decades(axis: Any, unit: str | None = None) -> None:
+    """Up y, in plain numbers, those of bytes in their thousands."""
+    from matplotlib.ticker import EngFormatter
+
+    low, high = axis.get_ylim()
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < FEW * low else (1,))
+    axis.yaxis.set_major_formatter(EngFormatter("B") if unit == "bytes" else "{x:g}")
     axis.yaxis.set_minor_formatter("")

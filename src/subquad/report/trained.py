@@ -5,7 +5,7 @@ from pathlib import Path
 
 from subquad.report.html import chart, escape, number
 from subquad.report.results import Json, Run
-from subquad.training.folder import CONFIG, RESULT
+from subquad.training.folder import CONFIG, RESULT, read_result
 from subquad.training.log import METRICS, logged
 
 NOT_METRICS = ("step", "split", "seconds")
@@ -24,7 +24,7 @@ def load(folder: Path) -> Run:
         **config,
         "kind": "train",
         "settings": {"task": config["task"], **config.pop("data"), **config.pop("model"), **training},
-        "result": json.loads(ended.read_text(encoding="utf-8")) if ended.is_file() else None,
+        "result": read_result(folder) if ended.is_file() else None,
         "curves": logged(folder),
     }
     return Run(folder.resolve().name, folder / METRICS, data)

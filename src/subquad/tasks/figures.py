@@ -13,6 +13,7 @@ from subquad.report.charts import name_decades, name_lengths
 from subquad.report.html import number
 
 Json = dict[str, Any]
+ENDLESS = 0.01  # epochs: of a set of which less was seen nobody asks what all of it takes
 LABELS = {"per": "phone error rate, %"}
 
 
@@ -82,7 +83,7 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     seconds, steps = found.get("seconds"), found.get("steps")
     yield "-" if seconds is None or steps is None else f"{steps:,} steps, {seconds / 60:.1f} min"
     theirs = f" (theirs {published['epoch_s']:g} s)" if "epoch_s" in published else ""
-    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch{theirs}" if found.get("epochs", 0) >= 0.01 else ""
+    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch{theirs}" if found.get("epochs", 0) > ENDLESS else ""
     cold = ", warm-up counted" if found.get("warm_up_counted") else ""
     yield f"{found['examples_per_second']:,.0f}/s{epoch}{cold}" if "examples_per_second" in found else "-"
 

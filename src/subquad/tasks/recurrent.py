@@ -4,10 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from subquad.models.config import EmbeddingConfig
+from subquad.models.config import EmbeddingConfig, TransformerConfig
 from subquad.models.lstm import LSTMConfig
 
 KNOWN = {f.name for kind in (LSTMConfig, EmbeddingConfig) for f in dataclasses.fields(kind)} - {"positions", "shape"}
+
+OTHERS = (
+    {f.name for kind in (TransformerConfig, EmbeddingConfig) for f in dataclasses.fields(kind)} - KNOWN - {"mechanism"}
+)
 
 
 def lstm_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,11 @@ def _contexts(run: Reproduction, out: Path) -> None:
 def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     """What a run left, into the results, in the order of the table. An error replaces no figure that was there."""
     place, before = run.folder / row.name, run.results["results"].get(row.name, {})
-    found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+    try:
+        found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+    except ValueError as unreadable:  # costs no other row
+        found, error = heading(run.table, row), error or str(unreadable)
+        run.say(row.name, error)
     if error is not None:
         run.results["failed"][row.name] = error
         found = {**found, "error": error} if before.get("value") is None else before

@@ -11,11 +11,10 @@ from rich.console import Console
 
 from subquad.bench.compare import save
 from subquad.bench.provenance import origin
-from subquad.data import files
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
-from subquad.tasks.recurrent import KNOWN
+from subquad.tasks.recurrent import OTHERS
 from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
 from subquad.training.config import FREE_ON_RESUME, parse
@@ -102,7 +101,7 @@ def without(row: Row, budget: Budget) -> list[str]:
     if row.mechanism != "lstm":
         return []
     keys = {setting: parse(setting)[0] for setting in budget.given}
-    return [setting for setting, (part, *key) in keys.items() if part == "model" and key and key[0] not in KNOWN]
+    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in OTHERS]
 
 
 def settings_in(table: Table, row: Row, run: Path) -> list[str]:
@@ -143,7 +142,7 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     begun = json.loads((run / CONFIG).read_text())
     try:
         data = getattr(task, "data_name", task.name)
-    except files.Missing:  # of a run whose data went away
+    except (OSError, ValueError):  # of a run whose data went away or broke
         data = getattr(task, "set", task.name)
     found = {**heading(table, row), "data": data}
     found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
@@ -157,7 +156,7 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     rates = [line["examples_per_second"] for line in logged(run) if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
-    with contextlib.suppress(files.Missing):
+    with contextlib.suppress(OSError, ValueError):
         examples = len(task.source("train"))
         whole = {"epochs": result["steps"] * training["batch"] / examples}
         whole |= {"seconds_per_epoch": examples / max(rate, 1e-9)}

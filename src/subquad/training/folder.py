@@ -139,7 +139,7 @@ def read_result(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
         return {**found}
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not the result of a run ({error}): without it --resume goes on") from error
+        raise ValueError(f"{file} is not the result of a run ({error}): remove it to go on") from error
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -192,6 +192,8 @@ def curve(run: Path, metric: str) -> list[list[float]]:
     """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
     bits = metric.startswith("bits/")
     split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
-    points = [[line["step"], line[key] / unit] for line in logged(run) if line["split"] == split and line.get(key)]
+    points = [
+        [line["step"], line[key] / unit] for line in logged(run) if line["split"] == split and line.get(key) is not None
+    ]
     every = -(-len(points) // CURVE) or 1
     return points[every - 1 :: every]

@@ -391,7 +391,7 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
         row = next(line for line in lines if line.startswith("linear")).split()
         assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]
     efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
-    assert json.loads(path.with_suffix(".before.json").read_text())["rows"] == found["rows"]
+    assert json.loads(path.with_suffix(".1.json").read_text())["rows"] == found["rows"]
     with take(tmp_path, "busy"), pytest.raises(ValueError, match="another process"):
         efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
     for wrong in ({"lengths": (0,)}, {"batch": 0}):

@@ -99,6 +99,9 @@ def test_pictures_and_lists_that_are_broken_are_named(tmp_path: Path) -> None:
     (tmp_path / "metadata" / "0.npy").write_text(f"{good}imgs/0 absent.png 0 1\n")
     with pytest.raises(files.Broken, match=r"absent\.png, which .*0\.npy:7 names"):
         read_folder(tmp_path, 32)
+    (tmp_path / "metadata" / "0.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(files.Broken, match=r"0\.npy holds 0x93"):
+        read_folder(tmp_path, 32)
     (tmp_path / "metadata" / "0.npy").write_text("")
     with pytest.raises(files.Broken, match="names 6 pictures: accepted are 10 or more"):
         read_folder(tmp_path, 32)

@@ -34,6 +34,10 @@ def test_a_failed_making_leaves_no_set(tmp_path: Path) -> None:
         kept(tmp_path / "set", broken)
     assert not list(tmp_path.iterdir())
     (tmp_path / "set").mkdir()  # nothing is in it
+    (tmp_path / "set" / "stray").touch()
+    with pytest.raises(OSError, match="not empty"):
+        kept(tmp_path / "set", lambda: {"a": np.zeros(1)})
+    (tmp_path / "set" / "stray").unlink()
     assert kept(tmp_path / "set", lambda: {"a": np.zeros(1)})["a"].shape == (1,)
 
 

@@ -36,6 +36,7 @@ from subquad.mechanisms.base import counts, refuse
 from subquad.models import Classifier
 from subquad.models.blocks import Block
 from subquad.models.device import available
+from subquad.tasks.lra.harness import BUSY
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.recipes import mixer
 from subquad.tasks.lra.store import generated
@@ -119,8 +120,7 @@ def efficiency(
     place = available(device)
     dtype = dtype or ("bfloat16" if torch.device(place).type == "cuda" else "float32")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with take(out.parent, "another process runs or measures the arena there"):
-        set_aside(out, console)
+    with take(out.parent, BUSY):
         return _measure(mechanisms, out, console, place, lengths, batch, dtype)
 
 
@@ -129,6 +129,7 @@ def _measure(
 ) -> Json:
     kind = torch.device(place).type
     text, source = byte_text(batch * max(lengths))
+    set_aside(out, console)
     results: Json = {
         "kind": "lra-efficiency",
         **origin(place),
@@ -156,7 +157,9 @@ def _measure(
 
 def byte_text(count: int) -> tuple[Tensor, str]:
     """(so many bytes, where from): reviews where they are, else random letters; nothing is downloaded for this."""
-    if not (files.find(imdb.FOLDER) or (generated() / "imdb").is_dir() or (generated() / f"imdb{SUFFIX}").exists()):
+    if not (
+        files.find(imdb.FOLDER) or any((generated() / "imdb").glob("*.npy")) or (generated() / f"imdb{SUFFIX}").exists()
+    ):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(97, 123, (count,), generator=generator, dtype=torch.uint8), "random letters"
     text = torch.from_numpy(stored()["text"][:count].copy())

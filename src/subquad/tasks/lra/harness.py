@@ -38,6 +38,7 @@ from subquad.training.loop import defaults_of, options_of
 
 Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
+BUSY = "another process runs or measures the arena there"
 SHORTEST = 10.0  # seconds; with less left no run is begun
 
 
@@ -149,7 +150,7 @@ def _read(setting: str) -> tuple[str, str, Any]:
 def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
-    with take(out, "another process runs the arena there"):
+    with take(out, BUSY):
         return _lra(arena, out, console, prepare)
 
 

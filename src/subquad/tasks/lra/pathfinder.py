@@ -55,7 +55,7 @@ def read_folder(folder: Path, size: int) -> Arrays:
         raise files.Missing(f"{folder}/metadata/*.npy is missing: data.folder is one such as curv_contour_length_14")
     tokens, labels = [], []
     for path in lists:
-        for number, line in enumerate(path.read_text().splitlines(), start=1):  # text, for all its name
+        for number, line in enumerate(files.read_text(path).splitlines(), start=1):  # text, for all its name
             place, name, _, label, *_ = [*line.split(), *4 * [""]]
             if label not in ("0", "1"):
                 raise files.Broken(f"{path}:{number} is {line[:80]!r}: accepted are a folder, a file, a number, 0 or 1")

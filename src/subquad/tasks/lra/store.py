@@ -1,6 +1,5 @@
 """Arrays that are made once: written whole or not at all, read by any number of processes without a copy each."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -32,8 +31,11 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
         try:
             for name, array in make().items():
                 np.save(part / f"{name}.npy", array)
-            with contextlib.suppress(OSError):  # another process was first, with the same arrays
+            try:
                 part.rename(folder)
+            except OSError:
+                if not any(folder.glob("*.npy")):  # no other process was first, with the same arrays
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
