@@ -18,9 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.bench.compare import compare, save
+from subquad.bench.compare import compare
 from subquad.bench.provenance import commit, machine, tell_commit
 from subquad.bench.quality import quality
+from subquad.bench.saved import save
 from subquad.bench.settings import Settings
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from subquad.bench.compare import save
 from subquad.bench.measure import Sample, once, spread
 from subquad.bench.provenance import commit, machine, tell_commit
+from subquad.bench.saved import save
 from subquad.tasks.images import SETS, Images
 from subquad.tasks.scaling import Iteration, iterations
 from subquad.tasks.tables import TABLES

@@ -140,8 +140,8 @@ def compare(
 ) -> None:
     """Measure every mechanism against exact softmax: time, memory, decoding, state, growth and quality."""
     from subquad.bench.compare import compare as run
-    from subquad.bench.compare import save as write
     from subquad.bench.compare import tables, whole
+    from subquad.bench.saved import save as write
     from subquad.bench.settings import Settings, parse_lengths, parse_mechanisms
 
     settings = Settings(

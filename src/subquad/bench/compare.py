@@ -5,7 +5,6 @@ each of them, so that neither a crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -27,10 +26,10 @@ from subquad.bench.child import environment
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.provenance import origin
 from subquad.bench.quality import load_tokens, task_name
+from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
 from subquad.mechanisms import MECHANISMS
-from subquad.models.store import write_whole
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
 Results = dict[str, Any]
@@ -227,34 +226,6 @@ def _empty(settings: Settings) -> Results:
 def _refresh(results: Results) -> None:
     results["growth"] = growth.growths(results["rows"])
     results["crossovers"] = growth.crossovers(results["rows"])
-
-
-def save(results: Results, path: Path) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
-
-
-def set_aside(path: Path, console: Console) -> None:
-    """Figures that are there already stay, under another name."""
-    if path.is_file():
-        names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
-        before = path.replace(next(name for name in names if not name.exists()))
-        console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
-
-
-def earlier(path: Path, kind: str, whole: Callable[[Results], bool]) -> Results:
-    """What an earlier call of `subquad KIND` saved there, if any; refused, so that it is not overwritten, if it is
-    something else or `whole` misses something in it."""
-    if not path.exists():
-        return {}
-    try:
-        found: Results = json.loads(path.read_text())
-        if found["kind"] == kind and isinstance(found["budget"], dict) and whole(found):
-            return found
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise ValueError(f"{path} is not what subquad {kind} wrote: move it away, or choose another folder with --out")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from subquad.bench.measure import first_line
 from subquad.bench.provenance import commit
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
@@ -188,7 +189,7 @@ def sweep(
                     count = min(steps, length)
                     row |= measure(model, batch, length, compile=compile, unroll=UNROLL, at=at, steps=count)
                 except (RuntimeError, MemoryError) as error:
-                    row |= {"batch": batch, "length": length, "error": str(error).splitlines()[0]}
+                    row |= {"batch": batch, "length": length, "error": first_line(error)}
                 rows.append(row)
                 if report is not None:
                     report(row)

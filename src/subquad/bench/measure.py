@@ -289,3 +289,9 @@ def free_bytes(device: str) -> int:
 def grown(value: float, before: int, now: int, exponent: float) -> float:
     """What `value` at length `before` becomes at length `now` if it grows as documented."""
     return value * (now / before) ** exponent
+
+
+def first_line(error: BaseException, otherwise: str = "no message") -> str:
+    """What an error says, for a cell of a table; some say nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else otherwise

@@ -22,6 +22,7 @@ from subquad.bench.measure import (
     Shape,
     Subject,
     Yardstick,
+    first_line,
     first_run,
     free_bytes,
     grown,
@@ -101,11 +102,11 @@ class Bench:
         except Skip as reason:
             row["skipped"] = str(reason)
         except torch.OutOfMemoryError as error:
-            row["skipped"] = f"out of memory: {_line(error)}"
+            row["skipped"] = f"out of memory: {first_line(error)}"
         except MemoryError as error:
-            row["skipped"] = f"out of memory: {_line(error)}"
+            row["skipped"] = f"out of memory: {first_line(error)}"
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {_line(error)}"
+            row["error"] = f"{type(error).__name__}: {first_line(error)}"
         self.rows.append(row)
         gc.collect()
         if torch.device(self.settings.device).type == "cuda":
@@ -204,11 +205,6 @@ def _build(name: str, shape: Shape) -> Subject:
         return Subject(name, shape)
     except ValueError as error:  # a shape that this mechanism does not take
         raise Skip(str(error)) from None
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else "no message"
 
 
 def _seconds(value: float) -> str:

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from subquad.bench.compare import compare, save, tables
+from subquad.bench.compare import compare, tables
 from subquad.bench.provenance import machine
+from subquad.bench.saved import save
 from subquad.bench.settings import LENGTHS, Settings, readable
 from subquad.data import digits
 from subquad.models import LanguageModel

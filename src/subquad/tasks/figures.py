@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table as Shown
 
-from subquad.bench.compare import save
+from subquad.bench.saved import save
 from subquad.report.charts import name_decades, name_lengths
 from subquad.report.html import number
 

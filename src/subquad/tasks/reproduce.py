@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from subquad.bench.compare import earlier
+from subquad.bench.measure import first_line
+from subquad.bench.saved import earlier
 from subquad.mechanisms.base import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
@@ -94,9 +95,9 @@ def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> No
     try:
         measure()
     except Exception as error:
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        run.results["failed"][what] = told[0]
-        run.say(what, f"failed: {told[0]}")
+        told = first_line(error, type(error).__name__)
+        run.results["failed"][what] = told
+        run.say(what, f"failed: {told}")
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:

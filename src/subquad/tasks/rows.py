@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.bench.compare import save
 from subquad.bench.provenance import origin
+from subquad.bench.saved import save
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
@@ -93,7 +93,8 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
         if part == "model":
             merged["mechanism"] = row.mechanism
         said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
-    return [*said, *(setting for setting in budget.given if setting not in without(row, budget))]
+    left = without(row, budget)
+    return [*said, *(setting for setting in budget.given if setting not in left)]
 
 
 def without(row: Row, budget: Budget) -> list[str]:
@@ -139,7 +140,7 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
 def gather(table: Table, row: Row, run: Path) -> Json:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
     task, _ = configure(table.task, (), run)
-    begun = json.loads((run / CONFIG).read_text())
+    begun, lines = json.loads((run / CONFIG).read_text()), logged(run)
     try:
         data = getattr(task, "data_name", task.name)
     except (OSError, ValueError):  # of a run whose data went away or broke
@@ -147,13 +148,13 @@ def gather(table: Table, row: Row, run: Path) -> Json:
     found = {**heading(table, row), "data": data}
     found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
     found |= {"settings": settings_in(table, row, run)}
-    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": curve(run, table.metric)}
+    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": curve(lines, table.metric)}
     if not (run / RESULT).is_file():
-        last = (logged(run) or [{}])[-1]
+        last = (lines or [{}])[-1]
         return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
     result = read_result(run)
     training, whole = begun["training"], {}
-    rates = [line["examples_per_second"] for line in logged(run) if line["split"] == "train"]
+    rates = [line["examples_per_second"] for line in lines if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
     with contextlib.suppress(OSError, ValueError):

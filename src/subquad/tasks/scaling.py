@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.bench.growth import exponent
-from subquad.bench.measure import Sample, Shape, Subject, calibrate, grown, once, peak_bytes, spread
+from subquad.bench.measure import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, spread
 from subquad.mechanisms import build, mechanism
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
@@ -92,7 +92,7 @@ def layers(
                 except (torch.OutOfMemoryError, MemoryError):
                     row["skipped"] = "out of memory"
                 except RuntimeError as error:  # of one length: the others stand
-                    row["error"] = str(error).strip().splitlines()[0]
+                    row["error"] = first_line(error)
             yield row
             gc.collect()
             if torch.device(device).type == "cuda":

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -188,12 +188,12 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def curve(run: Path, metric: str) -> list[list[float]]:
+def curve(lines: Iterable[Mapping[str, Any]], metric: str) -> list[list[float]]:
     """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
     bits = metric.startswith("bits/")
     split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
     points = [
-        [line["step"], line[key] / unit] for line in logged(run) if line["split"] == split and line.get(key) is not None
+        [line["step"], line[key] / unit] for line in lines if line["split"] == split and line.get(key) is not None
     ]
     every = -(-len(points) // CURVE) or 1
     return points[every - 1 :: every]

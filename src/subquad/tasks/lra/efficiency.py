@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from subquad.bench.compare import save, set_aside
 from subquad.bench.measure import (
     SLOW,
     Shape,
     Subject,
+    first_line,
     first_run,
     free_bytes,
     grown,
@@ -29,6 +29,7 @@ from subquad.bench.measure import (
     time_beside,
 )
 from subquad.bench.provenance import origin
+from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import readable
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
@@ -183,7 +184,7 @@ def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[Json], limit: f
     except (torch.OutOfMemoryError, MemoryError):
         row["skipped"] = "out of memory"
     except Exception as error:
-        row["skipped"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        row["skipped"] = f"{type(error).__name__}: {first_line(error)}"
     finally:
         step = None  # type: ignore[assignment]
         gc.collect()

@@ -24,8 +24,8 @@ from typing import Any
 from rich.console import Console
 
 from subquad.bench.child import environment
-from subquad.bench.compare import earlier, save
 from subquad.bench.provenance import origin
+from subquad.bench.saved import earlier, save
 from subquad.mechanisms.base import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS

@@ -18,9 +18,10 @@ import torch
 from rich.console import Console
 
 from subquad.bench.child import end_with
+from subquad.bench.measure import first_line
 from subquad.tasks.train import make_task
 from subquad.training.config import TrainingConfig
-from subquad.training.log import curve
+from subquad.training.log import curve, logged
 from subquad.training.loop import train
 from subquad.training.run import Result
 
@@ -41,9 +42,9 @@ def run(job: Json, device: str) -> Json:
         for compile, capture in _ways(job, cuda):
             try:
                 trained = _trained(job, device, compile, capture, console)
-                return {"result": {**_figures(trained), "curve": curve(folder, "accuracy")}}
+                return {"result": {**_figures(trained), "curve": curve(logged(folder), "accuracy")}}
             except Exception as error:
-                said = f"{type(error).__name__}: {_line(error)}"
+                said = f"{type(error).__name__}: {first_line(error)}"
                 if not compile and not (capture and isinstance(error, ValueError) and "training.capture" in str(error)):
                     break
                 console.print(f"{'not compiled' if compile else 'without a graph'}: {said}", markup=False)
@@ -84,11 +85,6 @@ def _figures(result: Result) -> Json:
         "parameters": result.parameters,
         "examples_per_second": result.examples_per_second,
     }
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else "no message"
 
 
 def serve(jobs: IO[str], answers: IO[str]) -> None:
