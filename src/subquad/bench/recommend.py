@@ -11,8 +11,9 @@ from typing import Any
 from subquad.bench.growth import between, crossover, names, series
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.settings import cache_folder, readable
+from subquad.checks import at_least, one_of
 from subquad.mechanisms import MECHANISMS
-from subquad.mechanisms.base import Traits, at_least, one_of
+from subquad.mechanisms.base import Traits
 
 Results = dict[str, Any]
 Quality = dict[str, dict[str, Any]]  # the record of each mechanism

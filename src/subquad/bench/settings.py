@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 
 from subquad.bench.measure import DTYPES, YARDSTICK, Shape
+from subquad.checks import at_least, counts, one_of, refuse
 from subquad.mechanisms import MECHANISMS, mechanism
-from subquad.mechanisms.base import at_least, counts, one_of, refuse
 from subquad.models.device import available
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
+from subquad.checks import nearest
 from subquad.mechanisms.additive import Additive
-from subquad.mechanisms.base import Mixer, nearest
+from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.compressed import Compressed

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, at_least, keep
+from subquad.mechanisms.base import Mixer, Traits, keep
 from subquad.ops.cache import append
 
 PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once

@@ -23,8 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, one_of
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits, at_least, keep, one_of
+from subquad.mechanisms.base import Traits, keep
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Block, Dense, Global, Pattern, Random
 from subquad.ops.rotary import rotate

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
 from subquad.ops.prefix import join_softmax, join_top, prefix

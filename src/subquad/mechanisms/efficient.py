@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import one_of
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep, one_of
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.impl import Impl
 from subquad.ops.linear import (
     LinearState,

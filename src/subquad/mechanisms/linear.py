@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
 from subquad.ops.linear import (

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least, one_of
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 
 Share = Literal["none", "heads", "keyvalue", "layer"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from subquad.checks import at_least
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import at_least
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Local as Window
 from subquad.ops.patterns import Pattern

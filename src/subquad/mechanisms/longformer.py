@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import at_least, keep, refuse
+from subquad.mechanisms.base import keep
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
 from subquad.ops.rotary import rotate

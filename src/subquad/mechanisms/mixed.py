@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, refuse
+from subquad.mechanisms.base import Mixer, Traits
 
 Part = tuple[Any, ...]  # (mechanism, heads) or (mechanism, heads, options)
 ORDER = ("constant", "window", "growing")

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, at_least
+from subquad.mechanisms.base import Mixer, Traits
 
 
 @dataclass(frozen=True, kw_only=True)

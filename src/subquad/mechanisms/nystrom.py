@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = 16  # a long row of queries meets the landmarks in so many pieces

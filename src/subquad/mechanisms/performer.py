@@ -25,8 +25,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import at_least, one_of, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, one_of, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.impl import Impl
 from subquad.ops.linear import (
     LinearState,

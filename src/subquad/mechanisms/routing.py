@@ -32,8 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, at_least, keep, refuse
+from subquad.mechanisms.base import Mixer, Traits, keep
 from subquad.ops.buckets import (
     Lists,
     admit,

@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import dense_attention
 

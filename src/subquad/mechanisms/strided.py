@@ -18,8 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from subquad.checks import at_least, one_of, refuse
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits, at_least, one_of, refuse
+from subquad.mechanisms.base import Traits
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.patterns import Local, Pattern
 from subquad.ops.patterns import Strided as Stride

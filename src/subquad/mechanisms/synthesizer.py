@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep, refuse
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 
 KINDS = ("dense", "random", "fixed", "factorised_dense", "factorised_random", "dot")
 

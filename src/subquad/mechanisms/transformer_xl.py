@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, at_least, keep
+from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 
 
 class State(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from subquad.mechanisms.base import nearest
+from subquad.checks import nearest
 from subquad.models import Model, load
 from subquad.models.store import CONFIG, WEIGHTS
 

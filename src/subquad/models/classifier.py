@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import at_least, one_of
+from subquad.checks import at_least, one_of
 from subquad.models.config import POOLINGS, Config, EmbeddingConfig, TransformerConfig, assemble, optional_at_least
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from subquad.checks import at_least, counts, nearest, one_of, refuse
 from subquad.mechanisms import mechanism as mechanism_class
-from subquad.mechanisms.base import at_least, counts, nearest, one_of, refuse
 
 ACTIVATIONS = ("relu", "gelu", "swiglu")
 NORMS = ("layer", "rms")

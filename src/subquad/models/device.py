@@ -2,7 +2,7 @@
 
 import torch
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 
 
 def available(name: str) -> str:

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import keep, refuse
+from subquad.checks import refuse
+from subquad.mechanisms.base import keep
 from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.models.positions import Grid, Sinusoidal

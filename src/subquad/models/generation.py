@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of
 from subquad.models.memory import check_memory, imagine
 from subquad.models.sampling import Sampling, make_seeds

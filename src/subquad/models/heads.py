@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.config import EmbeddingConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, flags, optional_at_least
 from subquad.models.embedding import Embedding

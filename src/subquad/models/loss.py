@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import keep, refuse
+from subquad.checks import refuse
+from subquad.mechanisms.base import keep
 from subquad.ops.lengths import INTEGERS, check_lengths, readable, shape_of
 
 Reduction = Literal["mean", "sum", "none"]

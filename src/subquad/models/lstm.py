@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import Traits, at_least, refuse
+from subquad.checks import at_least, refuse
+from subquad.mechanisms.base import Traits
 from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, assemble, flags, optional_at_least, probabilities
 from subquad.models.embedding import Embedding

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.mechanisms.base import at_least, one_of
+from subquad.checks import at_least, one_of
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, optional_at_least
 from subquad.models.heads import make_mlp
 from subquad.models.loss import Reduction, cross_entropy

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.loop import Recompute, decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, size
 

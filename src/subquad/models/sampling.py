@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.mechanisms.base import at_least, refuse
+from subquad.checks import at_least, refuse
 
 MASK = (1 << 32) - 1
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import nearest, refuse
+from subquad.checks import nearest, refuse
 from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
 from subquad.models.embedding import Embedding

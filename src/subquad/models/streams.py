@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.mechanisms.base import at_least, refuse
+from subquad.checks import at_least, refuse
 from subquad.models.generation import Prompt, as_prompt, begin, mark_seen
 from subquad.models.loop import Loop, decoder_of, position_of
 from subquad.models.memory import bytes_per_stream, check_memory

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.config import EmbeddingConfig, TransformerConfig
 from subquad.models.embedding import Embedding
 from subquad.models.transformer import Transformer

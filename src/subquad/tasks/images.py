@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from subquad.checks import at_least, one_of
 from subquad.data.images import Images as Pictures
 from subquad.data.images import Pixels, hold_out
-from subquad.mechanisms.base import at_least, one_of
 from subquad.models import LanguageModel, logistic_mixture
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy

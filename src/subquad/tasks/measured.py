@@ -8,7 +8,7 @@ import torch
 
 from subquad.bench.measure import DTYPES
 from subquad.bench.settings import parse_lengths
-from subquad.mechanisms.base import check_plain, counts, refuse
+from subquad.checks import check_plain, counts, refuse
 from subquad.tasks import scaling
 from subquad.tasks.figures import cost_of
 from subquad.tasks.rows import Json, Reproduction, heading, settings_of

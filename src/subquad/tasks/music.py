@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, one_of
 from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
-from subquad.mechanisms.base import at_least, one_of
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy

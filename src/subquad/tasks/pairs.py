@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, one_of
 from subquad.data.padding import pad
-from subquad.mechanisms.base import at_least, one_of
 from subquad.models import Seq2Seq
 from subquad.models.loss import cross_entropy, shift
 from subquad.models.sampling import Sampling

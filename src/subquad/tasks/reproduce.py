@@ -12,7 +12,7 @@ from rich.console import Console
 
 from subquad.bench.measure import first_line
 from subquad.bench.saved import earlier
-from subquad.mechanisms.base import nearest
+from subquad.checks import nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
 from subquad.tasks.rows import (

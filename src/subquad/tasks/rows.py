@@ -11,7 +11,7 @@ from rich.console import Console
 
 from subquad.bench.provenance import origin
 from subquad.bench.saved import save
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.device import available
 from subquad.tasks import figures
 from subquad.tasks.recurrent import OTHERS

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, one_of, refuse
 from subquad.data import files, speech
 from subquad.data.padding import pad
-from subquad.mechanisms.base import at_least, one_of, refuse
 from subquad.models import LSTM, Classifier
 from subquad.ops.ctc import ctc_loss
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING

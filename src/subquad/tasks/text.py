@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import at_least, refuse
 from subquad.data import text
-from subquad.mechanisms.base import at_least, refuse
 from subquad.models import LSTM, LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.mechanisms.base import check_plain, nearest
+from subquad.checks import check_plain, nearest
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig
 from subquad.training.distributed import attempt

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from subquad.mechanisms.base import at_least, check_plain, nearest, refuse
+from subquad.checks import at_least, check_plain, nearest, refuse
 from subquad.models.config import Config, optional_at_least
 
 # what may differ when a run is resumed: it changes where and how often, not what is learned

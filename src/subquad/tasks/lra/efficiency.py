@@ -31,9 +31,9 @@ from subquad.bench.measure import (
 from subquad.bench.provenance import origin
 from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import readable
+from subquad.checks import counts, refuse
 from subquad.data import files, imdb
 from subquad.mechanisms import mechanism
-from subquad.mechanisms.base import counts, refuse
 from subquad.models import Classifier
 from subquad.models.blocks import Block
 from subquad.models.device import available

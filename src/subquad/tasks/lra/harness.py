@@ -26,7 +26,7 @@ from rich.console import Console
 from subquad.bench.child import environment
 from subquad.bench.provenance import origin
 from subquad.bench.saved import earlier, save
-from subquad.mechanisms.base import refuse
+from subquad.checks import refuse
 from subquad.models.device import available
 from subquad.tasks import TASKS
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet

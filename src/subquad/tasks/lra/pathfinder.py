@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from subquad.checks import at_least
 from subquad.data import files
-from subquad.mechanisms.base import at_least
 from subquad.tasks.lra.contours import HARD, VERSION, draw
 from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Labelled, Picture

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from subquad.checks import nearest
 from subquad.mechanisms import mechanism
-from subquad.mechanisms.base import nearest
 from subquad.tasks.lra.task import SMALL
 
 Size = Literal["small", "original"]

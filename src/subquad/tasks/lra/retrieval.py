@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from subquad.checks import at_least
 from subquad.data import files
-from subquad.mechanisms.base import at_least
 from subquad.models import Matcher
 from subquad.tasks.lra.store import Arrays, generated, kept
 from subquad.tasks.lra.task import Classification

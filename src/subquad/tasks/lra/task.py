@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from subquad.mechanisms.base import one_of
+from subquad.checks import one_of
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training.config import TrainingConfig
