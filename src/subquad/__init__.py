@@ -6,7 +6,7 @@ y, state = mix.prefill(prompt)              # or as a recurrence
 y_t, state = mix.step(x_t, state)
 """
 
-from subquad import ops
+from subquad import nn, ops
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.error import approximation_error
@@ -25,5 +25,6 @@ __all__ = [
     "approximation_error",
     "build",
     "load",
+    "nn",
     "ops",
 ]
