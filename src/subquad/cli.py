@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -303,6 +304,9 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
     ] = None,
     mechanism: Annotated[str | None, typer.Option(help="The same as --set model.mechanism=...")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your own file, for text; or a set by its name. The same as --set data.set=...")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Of training; the schedule ends with them, the test comes after.")
     ] = None,
@@ -310,13 +314,17 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
 ) -> None:
-    """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves."""
+    """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves.
+
+    On your own text: subquad train text --data my.txt --out runs/mine, then subquad generate runs/mine.
+    """
     from subquad.tasks.train import start
     from subquad.training.run import Stopped
     from subquad.training.signals import Interrupted
 
     given = list(settings or ())
     given += [] if mechanism is None else [f"model.mechanism={mechanism}"]
+    given += [] if data is None else [f"data.set={json.dumps(data)}"]
     given += [] if minutes is None else [f"training.minutes={minutes}"]
     folder = Path("runs") / task if out is None else out
     said = console if os.environ.get("RANK", "0") == "0" else Console(quiet=True)  # once, of all that torchrun started

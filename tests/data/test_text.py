@@ -82,6 +82,8 @@ def test_who_asks_for_the_whole_is_told_of_the_part(data: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Missing, match=r"holds it$"):
         text.load("text8")
+    with pytest.raises(Missing, match=r"A file of your own works as well, by its path$"):
+        text.load("text8.first12.5MB")  # what the task takes by default
     (data / "text8.first12.5MB").write_bytes(b"x" * 100)
     with pytest.raises(Missing, match=r"What is there is text8\.first12\.5MB, which is loaded by that name$"):
         text.load("text8")

@@ -1,16 +1,21 @@
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from subquad.cli import app
 from subquad.models import LSTM, LanguageModel
 from subquad.tasks.text import Text, context_table
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 SMALL = {"dim": 16, "depth": 1, "heads": 2}
+TEXT = "the sea was grey and every ship in harbour lay still while rain came down on cold stone"
+WORDS = TEXT.split()
 
 
 @pytest.fixture
@@ -80,3 +85,36 @@ def test_models_of_every_row_are_made(file: Path) -> None:
     with pytest.raises(ValueError, match="context"):
         Text(length=8, context=8)
     assert Text().summary({"nats": (math.log(2), 1.0)})["bits/byte"] == pytest.approx(1.0)
+
+
+def test_a_length_that_the_smallest_part_does_not_hold_is_named(file: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"data.length=150 cannot work: accepted is 1 to 149: .*text.txt has 150 bytes"
+    ):
+        Text(set=str(file), length=150).source("train")
+
+
+def test_a_short_run_on_ones_own_file_learns_and_writes(tmp_path: Path) -> None:
+    """Whoever knows how often each letter comes pays their entropy; whoever knows the words pays less than half."""
+    drawn = np.random.default_rng(0).choice(WORDS, 8000)
+    file, run = tmp_path / "my.txt", tmp_path / "run"
+    file.write_text("".join(word + (".\n" if n % 9 == 8 else " ") for n, word in enumerate(drawn)))
+    _, counts = np.unique(np.frombuffer(file.read_bytes(), np.uint8), return_counts=True)
+    share = counts / counts.sum()
+    entropy = float(-(share * np.log2(share)).sum())
+    command = ["train", "text", "--data", str(file), "--out", str(run), "--mechanism", "linear", "--device", "cpu"]
+    for setting in (
+        "training.steps=200", "training.batch=16", "training.lr=1e-2", "training.evaluate_every=200", "data.length=64",
+        "model.dim=32", "model.depth=2", "model.heads=2", "model.taps=[1,2,3]", "model.positions=none",
+    ):  # fmt: skip
+        command += ["--set", setting]
+    with torch.enable_grad():
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    measured = json.loads((run / "result.json").read_text())["test"]["bits/byte"]
+    assert measured < 0.5 * entropy
+    written = CliRunner().invoke(app, ["generate", str(run), "--prompt", "the ", "--steps", "300", "--seed", "1"])
+    assert written.exit_code == 0, written.output
+    words = written.output.replace(".", " ").split()
+    assert len(words) > 30
+    assert sum(word in WORDS for word in words) > 0.7 * len(words)

@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from subquad import tasks
 from subquad.cli import app
 from subquad.models import LanguageModel
+from subquad.tasks.rows import Budget, settings_of, state_of
+from subquad.tasks.tables import TABLES
 from subquad.tasks.train import configure
 from subquad.training.config import TrainingConfig
 from tests.training.tiny import Tiny
@@ -121,3 +123,41 @@ def test_interrupted_is_130(tmp_path: Path) -> None:
     assert process.wait(60) == 130
     assert "saved: --resume goes on" in rest
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_a_warm_up_that_was_not_set_follows_the_steps(tmp_path: Path) -> None:
+    def warmup(*settings: str, task: str = "text", begun: Path | None = None) -> int:
+        return configure(task, settings, begun)[1].training.warmup
+
+    assert warmup("training.steps=200") == 20
+    assert warmup("training.steps=3") == 1
+    assert warmup("training.steps=100000") == 200  # the task's own is enough
+    assert warmup("training.steps=200", "training.warmup=150") == 150
+    assert warmup("training.steps=200", task="copy") == 0  # which has none
+    for name, task in tasks.TASKS.items():
+        assert task.training.warmup <= task.training.steps // 10, name  # so that runs of full length are as they were
+    older = configure("text", ["training.steps=200", "training.warmup=200"])[1]
+    (tmp_path / "config.json").write_text(older.to_json())
+    assert warmup(begun=tmp_path) == warmup("training.steps=200", begun=tmp_path) == 200
+
+
+def test_a_published_tables_warm_up_stays(tmp_path: Path) -> None:
+    """Also with few steps: a row that was begun before goes on."""
+    table = TABLES["speech"]
+    budget = Budget(settings=("training.steps=300",), device="cpu")
+    (row,) = (row for row in table.rows if row.name == "linear")
+    _, config = configure(table.task, settings_of(table, row, budget))
+    assert config.training.warmup == tasks.TASKS["speech"].training.warmup == 500
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert state_of(table, row, budget, tmp_path) == ("run", "")
+
+
+def test_a_run_that_was_all_warm_up_says_so(tmp_path: Path) -> None:
+    done = _train("digits", "--out", tmp_path / "run", "--set", "training.warmup=10", *SMALL)
+    assert done.exit_code == 0, done.output
+    assert "all 4 steps were warm-up, which takes 10" in done.output
+
+
+def test_ones_own_file_is_in_the_help() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["train", "text", "--help"]).output.split())
+    assert "subquad train text --data my.txt" in shown

@@ -203,7 +203,7 @@ def _first(file: str, name: str) -> Callable[[], Corpus]:
             return any_file(_get_whole(whole), name, size=FIRST[file])
         except files.Missing as error:
             advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole} to cut it from: {error}"
-            raise files.Missing(advice) from error
+            raise files.Missing(f"{advice}. A file of your own works as well, by its path") from error
 
     return opened
 

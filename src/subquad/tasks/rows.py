@@ -13,7 +13,7 @@ from subquad.bench.provenance import origin
 from subquad.bench.saved import save
 from subquad.checks import refuse
 from subquad.models.device import available
-from subquad.tasks import figures
+from subquad.tasks import TASKS, figures
 from subquad.tasks.recurrent import OTHERS
 from subquad.tasks.tables import Row, Table
 from subquad.tasks.train import configure
@@ -88,6 +88,8 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
     said = []
     for part in ("data", "model", "training"):
         merged = {**getattr(table, part), **getattr(row, part)}
+        if part == "training":  # a table's warm-up does not follow the steps, so that runs begun before can go on
+            merged.setdefault("warmup", TASKS[table.task].training.warmup)
         if part == "training" and not budget.place.startswith("cuda"):
             merged = {key: value for key, value in merged.items() if key not in ("compile", "capture")}
         if part == "model":

@@ -1,4 +1,4 @@
-"""Text byte after byte: bits/byte, time for an iteration at long context, and what a longer context is worth.
+"""Text byte after byte, of any file: bits/byte, time for an iteration at long context, what a longer context is worth.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.2: enwik8 at a context of 12,288; Table 3, the least context during
           evaluation, is `context_table`
@@ -66,6 +66,10 @@ class Text(Task):
 
     def source(self, split: Split) -> Source:
         corpus = text.load(self.set)
+        smallest = min(len(part) for part in (corpus.train, corpus.validation, corpus.test))
+        if self.length >= smallest:
+            accepted = f"1 to {smallest - 1:,}: a part of {corpus.name} has {smallest:,} bytes"
+            refuse("data.length", self.length, accepted)
         if split == "train":
             return text.Windows(corpus.train, self.length, shifted=True)
         return text.Windows(getattr(corpus, split), self.length, self.context)

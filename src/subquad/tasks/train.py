@@ -1,5 +1,6 @@
 """A task by its name, with the user's settings, into a run folder."""
 
+import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from subquad.checks import check_plain, nearest
 from subquad.tasks import TASKS
-from subquad.training.config import RunConfig
+from subquad.training.config import RunConfig, TrainingConfig, parse
 from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, read_config
 from subquad.training.loop import defaults_of, options_of, train
@@ -50,8 +51,15 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
     of_data = [setting for setting in settings if setting.strip().startswith("data.")]
     data = RunConfig(task=name, data=defaults_of(cls)).override(of_data).data
     task = make_task(cls, data)  # its model and its training may depend on its data
-    config = RunConfig(task=name, data=options_of(task), model=task.model, training=task.training)
-    return task, config.override(settings)
+    config = RunConfig(task=name, data=options_of(task), model=task.model, training=task.training).override(settings)
+    if not any(parse(setting)[0] == ["training", "warmup"] for setting in settings):
+        config = dataclasses.replace(config, training=shorten_warmup(config.training))
+    return task, config
+
+
+def shorten_warmup(training: TrainingConfig) -> TrainingConfig:
+    """A task's warm-up suits its own number of steps: in a shorter run it takes at most a tenth of them."""
+    return dataclasses.replace(training, warmup=min(training.warmup, max(1, training.steps // 10)))
 
 
 def make_task(cls: type[Task], data: Mapping[str, Any]) -> Task:
