@@ -104,7 +104,7 @@ def test_a_short_run_on_ones_own_file_learns_and_writes(tmp_path: Path) -> None:
     entropy = float(-(share * np.log2(share)).sum())
     command = ["train", "text", "--data", str(file), "--out", str(run), "--mechanism", "linear", "--device", "cpu"]
     for setting in (
-        "training.steps=200", "training.batch=16", "training.lr=1e-2", "training.evaluate_every=200", "data.length=64",
+        "training.steps=120", "training.batch=16", "training.lr=1e-2", "training.evaluate_every=120", "data.length=64",
         "model.dim=32", "model.depth=2", "model.heads=2", "model.taps=[1,2,3]", "model.positions=none",
     ):  # fmt: skip
         command += ["--set", setting]
@@ -112,9 +112,9 @@ def test_a_short_run_on_ones_own_file_learns_and_writes(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     measured = json.loads((run / "result.json").read_text())["test"]["bits/byte"]
-    assert measured < 0.5 * entropy
+    assert measured < 0.4 * entropy
     written = CliRunner().invoke(app, ["generate", str(run), "--prompt", "the ", "--steps", "300", "--seed", "1"])
     assert written.exit_code == 0, written.output
     words = written.output.replace(".", " ").split()
     assert len(words) > 30
-    assert sum(word in WORDS for word in words) > 0.7 * len(words)
+    assert sum(word in WORDS for word in words) > 0.6 * len(words)  # a third of them, were all steps warm-up

@@ -380,9 +380,9 @@ class Run:
         with self._averaged():
             self._save_model(self.folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
-        if self.step <= self.training.warmup:
+        if self.step < self.training.warmup:
             said = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}"
-            log.say(f"{said}: a new run with --set training.warmup={self.step // 10} learns faster")
+            log.say(f"{said}: the learning rate did not reach training.lr; --set training.warmup=... sets it")
         result = self._result(ended, measured, seconds, parameters)
         if self.ranks.first:
             self.folder.finish(dataclasses.asdict(result))
