@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +87,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
     written = data.pop(DIGEST, None)
     if written is None:
         key, last = next(reversed(data.items()), ("", None))
-        if isinstance(last, str) and re.fullmatch(r"[0-9a-f]{64}", last):
+        if last == digest_of({name: value for name, value in data.items() if name != key}):
             raise ValueError(f'{path} is damaged: its digest is named {key!r} instead of "{DIGEST}"')
         return data, False
     if written != digest_of(data):

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from subquad.bench.provenance import origin
 from subquad.disk import parse_json, read_sealed, set_aside, write_sealed
+from subquad.models import store
 from subquad.training import checkpoints, history
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
@@ -114,12 +115,17 @@ class Folder:
         """A sentence for each file of a finished run, beside its result, that is not what was written."""
         file = self.path / history.METRICS
         metrics = history.read(file).damage
+        sentences = [f"{file} is damaged: {metrics}"] if metrics else []
         digest = result.get("weights_sha256")
-        sentences = (
-            f"{file} is damaged: {metrics}" if metrics else "",
-            damage_of(self.model, digest) if digest is not None else "",
-        )
-        return [sentence for sentence in sentences if sentence]
+        if digest is None:
+            return sentences
+        model = damage_of(self.model, digest)
+        if not model and (self.model / store.CONFIG).is_file():
+            try:
+                store.verify(self.model)
+            except ValueError as error:
+                model = str(error)
+        return [*sentences, model] if model else sentences
 
     def prune(self, keep: int, best: int | None) -> None:
         """Keep the last checkpoints, and of the best weights those that they or the run name."""

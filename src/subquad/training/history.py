@@ -68,7 +68,7 @@ def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
         for text, line in zip(found.texts, found.lines, strict=True)
         if line["step"] <= step and line["split"] != "test"
     ]
-    damaged = bool(found.damage) if copy is None else "".join(kept) != copy
+    damaged = bool(found.damage) or copy not in (None, "".join(kept))
     sentence = ""
     if damaged and step > 0:
         why = found.damage or "lines are missing"

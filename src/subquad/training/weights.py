@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subquad.models.model import Model
-from subquad.models.store import CONFIG, WEIGHTS, digest_of, tensors_of, verify
+from subquad.models.store import WEIGHTS, digest_of, tensors_of
 from subquad.training import checkpoints
 from subquad.training.task import Task
 
@@ -40,13 +40,13 @@ def digest_in(path: Path) -> str:
 
 
 def damage_of(path: Path, digest: str | None) -> str:
-    """A sentence if weights of a run are not those whose digest it kept, else nothing; runs from before digests kept
-    none, and their weights must be readable only."""
+    """A sentence if weights of a run are not those whose digest it kept, else nothing.
+
+    A run from before digests kept none: its weights must only be readable.
+    """
     try:
         found = digest_in(path)
-        if (path / CONFIG).is_file():
-            verify(path)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return str(error)
     return "" if digest in (None, found) else f"{path / WEIGHTS} is damaged: it is not what was written (SHA-256)"
 
