@@ -263,6 +263,18 @@ def test_a_lost_or_damaged_config_is_written_again_from_a_checkpoint(
         run(tmp_path / "other", task=Backwards(), resume=True, lr=1)
 
 
+def test_a_config_from_before_digests_is_compared_with_the_checkpoint(interrupted: Path, tmp_path: Path) -> None:
+    """Before the model is built: this one would need 640 GB."""
+    shutil.copytree(interrupted, tmp_path / "run")
+    without_digests(tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    written = json.loads(file.read_text())
+    written["model"]["vocab"] = 10**10
+    file.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"begun with other settings: model\.vocab is new \(10000000000\)"):
+        run(tmp_path / "run", {"vocab": 10**10}, task=Backwards(), resume=True)
+
+
 def test_a_finished_run_with_a_damaged_model_is_tested_again(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "model" / "model.safetensors").unlink()

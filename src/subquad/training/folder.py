@@ -63,12 +63,14 @@ class Folder:
             return
         if not resume:
             raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
-        before = read_config(self.path)
-        before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
-        changed = _changes(config, before)
-        if changed:
-            said = "; ".join(changed)
-            raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
+        for before in (read_config(self.path), _config_of_checkpoint(self.path)):
+            if before is None:
+                continue
+            before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
+            changed = _changes(config, before)
+            if changed:
+                said = "; ".join(changed)
+                raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
         """Begin or go on. Rank 0 calls it."""
@@ -169,10 +171,18 @@ def read_config(path: Path) -> RunConfig:
     try:
         return _config_in(path / CONFIG)
     except ValueError:
-        for checkpoint in reversed(checkpoints.names(path / "checkpoints")):
-            with contextlib.suppress(ValueError):
-                return RunConfig.from_dict(checkpoints.read_state(checkpoint)[0]["facts"]["config"])
-        raise
+        found = _config_of_checkpoint(path)
+        if found is None:
+            raise
+        return found
+
+
+def _config_of_checkpoint(path: Path) -> RunConfig | None:
+    """As the newest checkpoint that can be read says; a config.json from before digests may have been changed."""
+    for checkpoint in reversed(checkpoints.names(path / "checkpoints")):
+        with contextlib.suppress(ValueError):
+            return RunConfig.from_dict(checkpoints.read_state(checkpoint)[0]["facts"]["config"])
+    return None
 
 
 def _config_in(file: Path) -> RunConfig:
