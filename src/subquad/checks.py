@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -56,6 +57,15 @@ def check_plain(name: str, value: object, hint: Any) -> None:
             return
         accepted.append(words)
     refuse(name, value, " or ".join(accepted))
+
+
+def plain_name(name: str, value: str) -> str:
+    """Refuse what could lead out of the folder that a name is for; returns the name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        near = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("._-")
+        such = f", such as {near!r}" if near else ""
+        refuse(name, value, f"a name of letters, digits, '-', '_' and '.' that begins with a letter or digit{such}")
+    return value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -264,7 +264,7 @@ def generate(
     from subquad.models import LanguageModel, checkpoints
     from subquad.models.device import available
     from subquad.models.sampling import Sampling
-    from subquad.models.store import read_header
+    from subquad.models.store import check_finite, read_header
     from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
     from subquad.tasks.music import write_pieces
 
@@ -276,6 +276,7 @@ def generate(
     if kind != LanguageModel.__name__:
         raise ValueError(f"{folder} is a saved {kind}, which generates nothing here: accepted is a language model")
     model = LanguageModel.load(folder, available(device))
+    check_finite(model, folder)
     if device == "cpu":
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
     if card.get("task") == "music":

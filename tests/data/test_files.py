@@ -1,5 +1,7 @@
+import gzip
 import hashlib
 import io
+import lzma
 import os
 import subprocess
 import sys
@@ -11,7 +13,9 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from subquad.data import files
@@ -144,6 +148,92 @@ def test_an_archive_without_the_file_says_so(data: Path, site: tuple[Path, str])
     known = sha256((site[0] / "a.zip").read_bytes())
     with pytest.raises(Missing, match=r"a\.zip does not hold it"):
         files.get(File("enwik8", "home", url=f"{site[1]}/a.zip", sha256=known, unpack="zip"))
+
+
+def pack(path: Path, kind: str, sizes: dict[str, int]) -> None:
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, size in sizes.items():
+                packed.writestr(name, bytes(size))
+        return
+    mode: Any = f"w:{kind}"
+    with tarfile.open(path, mode) as tar:
+        for name, size in sizes.items():
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes(size)))
+
+
+@pytest.mark.parametrize("kind", ["zip", "gz", "xz"])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"set/a": 600, "set/b": 600}, r"unpacks to more than 1,000 bytes"),
+        ({f"set/{n}": 1 for n in range(20)}, r"holds more than 10 files"),
+        ({"set/a": 1, "../evil": 1}, r"holds '\.\./evil', which lies outside"),
+        ({"/evil": 1}, r"holds '/evil', which lies outside"),
+        ({"set/../../evil": 1}, r"which lies outside"),
+    ],
+)
+def test_an_archive_keeps_to_its_limits_and_its_folder(
+    data: Path,
+    site: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    sizes: dict[str, int],
+    message: str,
+) -> None:
+    monkeypatch.setattr(files, "LARGEST", 1000)
+    monkeypatch.setattr(files, "MOST", 10)
+    archive = site[0] / "set.archive"
+    pack(archive, kind, sizes)
+    known = sha256(archive.read_bytes())
+    with pytest.raises(Broken, match=message):
+        files.get(File("set", "home", url=f"{site[1]}/{archive.name}", sha256=known, unpack="zip"))
+    assert everything(data) == []
+    assert not list(data.parent.rglob("evil"))
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("gzip", gzip.compress), ("xz", lzma.compress)])
+def test_a_compressed_file_has_a_limit(tmp_path: Path, kind: Any, pack: Any) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(pack(bytes(10**6)))
+    assert files.unpacked(path, kind, most=10**6) == bytes(10**6)
+    with pytest.raises(Broken, match=r"a unpacks to more than 999,999 bytes"):
+        files.unpacked(path, kind, most=10**6 - 1)
+    path.write_bytes(pack(bytes(10**6))[:-8])
+    with pytest.raises(Broken, match=f"a is not a whole {kind} file"):
+        files.unpacked(path, kind)
+
+
+def test_arrays_hold_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, x=np.arange(6).reshape(2, 3), y=np.zeros(100))
+    assert (
+        files.arrays(path)["x"].tolist()
+        == files.arrays(path, path.read_bytes())["x"].tolist()
+        == [[0, 1, 2], [3, 4, 5]]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "LARGEST", 500)
+        with pytest.raises(Broken, match="unpacks to more than 500 bytes"):
+            files.arrays(path)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("x.npy", header.getvalue())
+    with pytest.raises(Broken, match=r"x\.npy says float64 \(1000000000000000,\) and holds 128 bytes"):
+        files.arrays(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(Broken, match=r"a\.npz is not a whole npz file"):
+        files.arrays(path)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "..\\x", "C:/x"])
+def test_a_list_of_files_names_none_outside(tmp_path: Path, name: str) -> None:
+    assert files.inside(tmp_path, "a/b.png", tmp_path / "list") == tmp_path / "a/b.png"
+    with pytest.raises(Broken, match=r"list names .*, which lies outside"):
+        files.inside(tmp_path, name, tmp_path / "list")
 
 
 def test_the_folder_is_the_users_choice_or_their_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

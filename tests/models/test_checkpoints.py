@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import subquad
 from subquad.cli import app
 from subquad.models import LanguageModel, checkpoints, load
 
@@ -87,3 +88,56 @@ def test_generate_takes_a_name_and_writes_music(trained: Path) -> None:
     result = run.invoke(app, ["generate", "mozart"])
     assert result.exit_code == 2
     assert "bach" in result.output
+
+
+def test_load_takes_what_generate_takes(trained: Path) -> None:
+    checkpoints.release(trained, "bach")
+    for name in (trained, str(trained), "runs/music", trained / "model", "bach", "checkpoints/bach", "mnist_linear"):
+        assert isinstance(subquad.load(name), LanguageModel)
+    assert torch.equal(subquad.load("runs/music").embedding.weight, load(trained / "model").embedding.weight)
+    with pytest.raises(ValueError, match="did you mean 'bach'"):
+        subquad.load("bahc")
+    Path("runs/begun/checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="is a run without a model yet"):
+        subquad.load("runs/begun")
+
+
+@pytest.mark.parametrize("name", ["../../evil", "..", "/tmp/evil", "a/../../b", ""])
+def test_a_checkpoint_is_released_into_its_folder_only(trained: Path, name: str) -> None:
+    before = sorted(Path().parent.resolve().rglob("*"))
+    result = run.invoke(app, ["release", str(trained), name, "--out", "ck"])
+    assert result.exit_code == 2
+    assert "cannot work: accepted is a name of letters, digits" in " ".join(result.output.split())
+    assert sorted(Path().parent.resolve().rglob("*")) == before
+
+
+def test_weights_that_are_no_numbers_are_neither_used_nor_released(trained: Path) -> None:
+    model = load(trained)
+    with torch.no_grad():
+        model.get_parameter("embedding.weight").fill_(math.nan)
+    model.save(trained / "model")
+    for command in (["generate", str(trained)], ["release", str(trained), "bach"]):
+        result = run.invoke(app, command)
+        assert result.exit_code == 2
+        assert "embedding.weight holds 768 of 768 values that are NaN" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_flipped_bit_stops_generate(trained: Path, name: str) -> None:
+    file = trained / "model" / name
+    data = file.read_bytes()
+    at = len(data) - 10 if name == "model.safetensors" else data.index(b"vocab") + 8
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert run.invoke(app, ["generate", str(trained), "--out", "piece.mid"]).exit_code == 2
+    assert not list(Path().glob("piece*"))
+
+
+def test_a_damaged_card_is_named(trained: Path) -> None:
+    card = checkpoints.release(trained, "bach") / "card.json"
+    card.write_text(card.read_text().replace("8000", "9000"))
+    result = run.invoke(app, ["generate", "bach"])
+    assert result.exit_code == 2
+    assert "card.json is damaged" in " ".join(result.output.split())
+    card.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deep"):
+        checkpoints.card(card.parent)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import subquad
@@ -169,6 +170,20 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="truncated"):
         load_state(path, make().init_state(1))
+
+
+def test_a_state_that_was_changed_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "state.safetensors"
+    save_state(make().init_state(2), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match="is damaged: it is not what was saved"):
+        load_state(path, make().init_state(1))
+    assert not caplog.records
+    tensors = {name: tensor.clone() for name, tensor in leaves(make().init_state(2))}
+    save_file(tensors, path, metadata={"subquad": '{"format": 1, "kind": "state"}'})  # from before digests
+    load_state(path, make().init_state(1))
+    assert "has no digest" in caplog.records[0].getMessage()
 
 
 def test_one_prompt_forks_into_a_thousand() -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from subquad.models import Classifier, LanguageModel, Matcher, Model, Seq2Seq, Transformer, load
+from subquad.models import Classifier, LanguageModel, Matcher, Model, Seq2Seq, Transformer, TransformerConfig, load
+from subquad.models.store import check_finite
 
 SMALL: dict[str, Any] = {"dim": 16, "heads": 4, "depth": 2}
 TOKENS = torch.arange(12).view(2, 6) % 11
@@ -168,3 +170,96 @@ def test_weights_without_any_config(saved: Path) -> None:
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="carries no config"):
         load(saved)
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(saved: Path) -> None:
+    chance = random.Random(0)
+    intact = {name: tensor.clone() for name, tensor in LanguageModel.load(saved).state_dict().items()}
+    files = {file: file.read_bytes() for file in saved.iterdir()}
+    refused = 0
+    for _ in range(60):
+        file = chance.choice(sorted(files))
+        data = bytearray(files[file])
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        file.write_bytes(data)
+        try:
+            found = load(saved).state_dict()
+        except ValueError:
+            refused += 1
+        else:
+            assert all(torch.equal(tensor, found[name]) for name, tensor in intact.items())
+        file.write_bytes(files[file])
+    assert refused > 50
+
+
+def test_the_digest_covers_weights_and_config(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    damage(saved, head__bias=tensors["head.bias"] + 1)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: weights and config are not what was saved"):
+        load(saved)
+    damage(saved, head__bias=tensors["head.bias"])
+    load(saved)
+    header = json.loads((saved / "config.json").read_text())
+    header["config"]["transformer"]["norm_eps"] = 1e-4
+    (saved / "config.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match="weights and config are not what was saved"):
+        load(saved)
+
+
+def test_a_model_without_a_digest_loads_and_says_so(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(saved)
+    assert not caplog.records
+    header = json.loads((saved / "config.json").read_text())
+    del header["sha256"]
+    (saved / "config.json").write_text(json.dumps(header))
+    load(saved)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{saved} has no digest: whether its weights are as they were saved cannot be checked"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("embedding", {"vocab": 10**10}, r"embedding\.weight has shape \[11, 16\]: accepted is \[10000000000, 16\]"),
+        ("embedding", {"vocab": 10**18}, "of which no model can be built"),
+        ("transformer", {"dim": 4 * 10**9}, "has shape|no model can be built"),
+        ("transformer", {"depth": 300_000}, "depth=300,000, and it holds 29 tensors"),
+        ("transformer", {"depth": 10**15}, "depth=1,000,000,000,000,000, and it holds 29 tensors"),
+        ("transformer", {"depth": 20}, r"it lacks transformer\.blocks\.10\..* and \d+ more"),
+        ("transformer", {"mechanism": [{"name": "performer", "options": {"features": 10**11}}]}, "does not fit"),
+        ("transformer", {"norm_eps": "small"}, "no model can be built"),
+    ],
+)
+def test_a_config_asks_for_no_more_than_the_file_holds(
+    saved: Path, part: str, change: dict[str, Any], message: str
+) -> None:
+    """Before anything is allocated: these would need up to 640 GB, or hours."""
+    header = json.loads((saved / "config.json").read_text())
+    del header["sha256"]
+    header["config"][part].update(change)
+    tensors = load_file(saved / "model.safetensors")
+    save_file(tensors, saved / "model.safetensors", metadata={"subquad": json.dumps(header)})
+    (saved / "config.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=message):
+        load(saved)
+
+
+def test_a_config_of_unbounded_depth_is_checked_at_once() -> None:
+    assert TransformerConfig(dim=8, depth=10**15, pool=(1, 1)).depth == 10**15
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"[" * 100_000])
+def test_a_config_that_is_no_json_is_named(saved: Path, damage: bytes) -> None:
+    (saved / "config.json").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"config\.json (holds 0xff|is nested too deep)"):
+        load(saved)
+
+
+def test_weights_that_are_no_numbers_are_named(saved: Path) -> None:
+    model = load(saved)
+    check_finite(model, saved)
+    with torch.no_grad():
+        model.get_parameter("head.bias")[2] = torch.inf
+    with pytest.raises(ValueError, match=r"head\.bias holds 1 of 11 values that are NaN or infinite"):
+        check_finite(model, saved)

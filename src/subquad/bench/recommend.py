@@ -1,6 +1,5 @@
 """Which mechanism to use: the three cheapest that can do what is asked, from measured figures, with the reasons."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from subquad.bench.growth import between, crossover, names, series
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.settings import cache_folder, readable
 from subquad.checks import at_least, one_of
+from subquad.disk import read_json
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.base import Traits
 
@@ -136,8 +136,8 @@ def _shipped() -> list[Results]:
 
 def _read(path: Path) -> Results:
     try:
-        results = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        results = read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error}") from None
     if not isinstance(results, dict) or results.get("kind") != "compare":
         raise ValueError(f'{path} is not the results.json of `subquad compare`: its kind is not "compare"')

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.models.store import write_whole
+from subquad.disk import read_json, write_whole
 
 Results = dict[str, Any]
 
@@ -33,7 +33,7 @@ def earlier(path: Path, kind: str, whole: Callable[[Results], bool]) -> Results:
     if not path.exists():
         return {}
     try:
-        found: Results = json.loads(path.read_text())
+        found: Results = read_json(path)
         if found["kind"] == kind and isinstance(found["budget"], dict) and whole(found):
             return found
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -5,23 +5,35 @@ broken connection leaves nothing behind. Where there is no network, or no public
 which file to put where.
 """
 
+import gzip
 import hashlib
+import io
+import lzma
+import math
 import os
+import re
 import shutil
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without an answer
+# of one archive; the largest real ones are ImageNet's batches of 1.6 GB and Tiny ImageNet's 120,000 files
+LARGEST = 16 * 2**30  # bytes
+MOST = 1_000_000  # files and folders
+IN_MEMORY = 2**30  # bytes of a file that is unpacked without a folder; MNIST's largest has 47 MB
 
 
 class Missing(FileNotFoundError):
@@ -218,15 +230,90 @@ def _download(file: File, url: str) -> None:
 
 def _unpack(archive: Path, place: Path) -> None:
     """What the archive holds, moved into the data folder when all of it is unpacked."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(place)
-    else:
-        with tarfile.open(archive) as tar:
-            tar.extractall(place, filter="data")
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed:
+                budget = _Budget(archive)
+                for info in packed.infolist():
+                    budget.take(info.filename, info.file_size)
+                packed.extractall(place)  # which reads no more of a file than its entry says
+        else:
+            with tarfile.open(archive) as tar:
+                budget = _Budget(archive)
+                for member in tar:  # one by one: finding the next one unpacks this one
+                    budget.take(member.name, member.size)
+                    tar.extract(member, place, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise Broken(f"{archive.name} cannot be unpacked: {error}") from error
     for entry in place.iterdir():
         if not (folder() / entry.name).exists():
             os.replace(entry, folder() / entry.name)
+
+
+class _Budget:
+    """What an archive may still unpack to, and where."""
+
+    def __init__(self, archive: Path):
+        self.name, self.size, self.count = archive.name, 0, 0
+
+    def take(self, path: str, size: int) -> None:
+        self.size, self.count = self.size + size, self.count + 1
+        if self.size > LARGEST:
+            raise Broken(f"{self.name} unpacks to more than {LARGEST:,} bytes: accepted are archives of at most that")
+        if self.count > MOST:
+            raise Broken(f"{self.name} holds more than {MOST:,} files: accepted are archives of at most that many")
+        if not _stays(path):
+            raise Broken(f"{self.name} holds {path!r}, which lies outside: accepted are paths inside the archive")
+
+
+def inside(folder: Path, name: str, source: Path) -> Path:
+    """A path that a file of a data set names; refused if it leads out of the folder."""
+    if not _stays(name):
+        raise Broken(f"{source} names {name!r}, which lies outside {folder}: accepted are paths inside it")
+    return folder / name
+
+
+def _stays(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return not path.is_absolute() and ".." not in path.parts and not re.match(r"[A-Za-z]:", name)
+
+
+def unpacked(path: Path, kind: Literal["gzip", "xz"], most: int = IN_MEMORY) -> bytes:
+    """All that a compressed file holds; Broken if that is more than `most` bytes, or the file is not whole."""
+    opener = gzip.open if kind == "gzip" else lzma.open
+    try:
+        with opener(path, "rb") as stream:
+            data = stream.read(most + 1)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise Broken(f"{path} is not a whole {kind} file: {error}") from error
+    if len(data) > most:
+        raise Broken(f"{path} unpacks to more than {most:,} bytes: accepted is at most that")
+    return data
+
+
+def arrays(path: Path, data: bytes | None = None, what: str = "npz file") -> dict[str, np.ndarray]:
+    """The arrays of an npz file, or of its unpacked `data`.
+
+    Sizes are compared before anything is read: an entry of a few bytes may say that it holds a petabyte.
+    """
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+    def stream() -> IO[bytes]:
+        return path.open("rb") if data is None else io.BytesIO(data)
+
+    try:
+        with stream() as file, zipfile.ZipFile(file) as packed:
+            budget = _Budget(path)
+            for info in packed.infolist():
+                budget.take(info.filename, info.file_size)
+                with packed.open(info) as entry:
+                    shape, _, kind = headers[np.lib.format.read_magic(entry)](entry)
+                if math.prod(shape) * kind.itemsize > info.file_size:
+                    raise ValueError(f"{info.filename} says {kind} {shape} and holds {info.file_size:,} bytes")
+        with stream() as file, np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise Broken(f"{path} is not a whole {what}: {error}") from error
 
 
 class _Bar:

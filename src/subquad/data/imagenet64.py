@@ -8,7 +8,6 @@ Sizes    1,281,149 + 49,999 (PNG) or 1,281,167 + 50,000 (npz) images, 12,288 byt
 Split    as published; the papers report on the validation images, which `load` returns as the test part
 """
 
-import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,11 +45,10 @@ def _part(folder: Path, batches: str, pictures: str) -> Images:
 def _read_batches(paths: Sequence[Path]) -> Iterator[Part]:
     """Planes of red, green and blue; labels from 1."""
     for path in files.shown(paths, "batches of pictures into one file"):
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                planes, labels = stored["data"], np.asarray(stored["labels"])
-        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise files.Broken(f"{path} is not a whole batch of images: {error}") from error
+        stored = files.arrays(path, what="batch of images")
+        if not {"data", "labels"} <= stored.keys():
+            raise files.Broken(f"{path} is not a whole batch of images: it holds {', '.join(stored) or 'nothing'}")
+        planes, labels = stored["data"], stored["labels"]
         if planes.dtype != np.uint8 or planes.shape != (len(labels), 64 * 64 * 3):
             raise files.Broken(f"{path} holds {planes.dtype} {planes.shape}: accepted is uint8 [N, 12288], N labels")
         yield planes.reshape(-1, 3, 64 * 64).transpose(0, 2, 1), labels.astype(np.int64) - 1

@@ -65,8 +65,7 @@ def _part(folder: Path) -> Reviews:
         if not kind.is_dir():
             raise files.Broken(f"{kind} is missing: {folder.parent} is not the whole of aclImdb")
     path = files.prepared(f"imdb.{folder.name}.npz", lambda new: _gather(folder, kinds, new), *kinds)
-    with np.load(path) as stored:
-        return Reviews(**{name: stored[name] for name in stored.files})
+    return Reviews(**files.arrays(path))
 
 
 def _gather(folder: Path, kinds: list[Path], new: Path) -> None:

@@ -7,8 +7,6 @@ Sizes    60,000 + 10,000 images, 784 bytes each, 0 (background) to 255
 Split    as published; the papers hold no validation images out (`images.hold_out(training, 5000)` does)
 """
 
-import gzip
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +56,7 @@ def read_idx(path: Path) -> np.ndarray:
     """An idx file of bytes, plain or gzip: 0, 0, 8, the number of dimensions, their big-endian sizes, the bytes."""
     data = files.read(path)
     if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise files.Broken(f"{path} is not a whole gzip file: {error}") from error
+        data = files.unpacked(path, "gzip")
     if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise files.Broken(f"{path} is not an idx file of bytes: it begins with {data[:4].hex(' ')}, not 00 00 08")
     shape = tuple(int(n) for n in np.frombuffer(data, ">i4", data[3], 4))

@@ -230,7 +230,10 @@ class _Arrays(pickle.Unpickler):
 def _read_grids(path: Path, part: str) -> list[np.ndarray]:
     try:
         with zipfile.ZipFile(path) as packed:
-            data = io.BytesIO(packed.read(f"{part}.npy"))
+            entry = packed.getinfo(f"{part}.npy")
+            if entry.file_size > files.LARGEST:
+                raise ValueError(f"{entry.filename} unpacks to {entry.file_size:,} bytes")
+            data = io.BytesIO(packed.read(entry))
         np.lib.format.read_magic(data)
         np.lib.format.read_array_header_1_0(data)
         pieces = list(_Arrays(data, encoding="latin1").load())

@@ -218,7 +218,8 @@ def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list
         name = sound.rpartition("/")[2]
         if name not in spoken:
             raise files.Broken(f"{path} has no line for {name}")
-        found.append(Said(sound, root / "feat" / f"{sound}.mfc", _phones(spoken[name], words, path)))
+        features = files.inside(root / "feat", f"{sound}.mfc", root / f"etc/an4_{part}.fileids")
+        found.append(Said(sound, features, _phones(spoken[name], words, path)))
     return found
 
 

@@ -42,7 +42,8 @@ def load() -> tuple[Images, Images]:
 def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
     """A folder for each class, one after the other."""
     for label, name in enumerate(files.shown(classes, "training pictures into one file")):
-        paths = sorted((folder / name / "images").glob("*.JPEG"), key=lambda path: (len(path.name), path.name))
+        place = files.inside(folder, name, folder.parent / "wnids.txt") / "images"
+        paths = sorted(place.glob("*.JPEG"), key=lambda path: (len(path.name), path.name))
         if not paths:
             raise files.Broken(f"{folder / name / 'images'} holds no JPEG files: the set is not whole")
         for path in paths:
@@ -59,4 +60,5 @@ def _read_validation(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
             raise files.Broken(f"{path}:{number} is {line!r}: accepted are lines of a file, its class and a box")
         if label not in classes:
             raise files.Broken(f"{path}:{number} says that {name} is a {label}, which wnids.txt has not")
-        yield read_picture(folder / "images" / name, SHAPE), np.array([classes.index(label)])
+        picture = files.inside(folder / "images", name, path)
+        yield read_picture(picture, SHAPE), np.array([classes.index(label)])

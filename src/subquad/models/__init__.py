@@ -24,13 +24,18 @@ MODELS: dict[str, type[Model]] = {
 
 
 def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
-    """The model that was saved there, whatever it is, in eval mode."""
+    """The model of a run, of a saved model's folder, or of a shipped checkpoint by its name, in eval mode.
+
+    load("runs/t1"), load("runs/t1/model"), load("mnist_linear"): what `subquad generate` takes.
+    """
+    from subquad.models.checkpoints import find
     from subquad.models.store import read_header
 
-    name = read_header(directory)["model"]
+    folder = find(directory)
+    name = read_header(folder)["model"]
     if name not in MODELS:
-        raise ValueError(f"{directory} holds a {name!r}: accepted are {', '.join(MODELS)}")
-    return MODELS[name].load(directory, device)
+        raise ValueError(f"{folder} holds a {name!r}: accepted are {', '.join(MODELS)}")
+    return MODELS[name].load(folder, device)
 
 
 __all__ = [

@@ -6,20 +6,24 @@
 `subquad generate NAME` finds them in ./checkpoints, in checkpoints/ of the data folder, and in the source tree.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from subquad.checks import nearest
+from subquad.checks import nearest, plain_name
+from subquad.disk import read_sealed, write_sealed
 from subquad.models import Model, load
-from subquad.models.store import CONFIG, WEIGHTS
+from subquad.models.store import CONFIG, WEIGHTS, check_finite
 
 CARD, FOLDER = "card.json", "checkpoints"
 LARGEST = 20_000_000  # bytes of weights that are shipped
+
+
+class NotFound(FileNotFoundError, ValueError):
+    """No saved model by that name or in that folder."""
 
 
 def folders() -> Iterator[Path]:
@@ -44,9 +48,12 @@ def find(name: str | Path) -> Path:
             return folder
     known = names()
     shipped = f"checkpoints are {', '.join(known)}" if known else "there are no named checkpoints here"
-    raise ValueError(
-        f"checkpoint={str(name)!r} is neither the folder of a saved model nor a checkpoint's name"
-        f"{nearest(str(name), known)} {shipped[0].upper()}{shipped[1:]}"
+    if (path / "checkpoints").is_dir():
+        raise NotFound(f"{path} is a run without a model yet: it is written when the run has finished")
+    raise NotFound(
+        f"checkpoint={str(name)!r} is neither a run, nor the folder of a saved model, nor a checkpoint's name"
+        f"{nearest(str(name), known)} {shipped[0].upper()}{shipped[1:]}; "
+        f"a saved model is a directory with {WEIGHTS} and {CONFIG}"
     )
 
 
@@ -54,30 +61,36 @@ def card(folder: Path) -> dict[str, Any]:
     """What is known of a saved model: its card, or the config of the run it was trained in; nothing of others."""
     for file in (folder / CARD, folder.parent / CONFIG):
         if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(found, dict) and "task" in found:
+            found, _ = read_sealed(file)
+            if "task" in found:
                 return found
     return {}
 
 
 def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write checkpoints/NAME from a finished run: its model in half the bytes, and a card of its figures."""
-    model: Model = load(find(run)).to(dtype)
+    plain_name("name", name)
+    model: Model = load(run).to(dtype)
+    check_finite(model, run)
     config, result = (_read(run / file) for file in (CONFIG, "result.json"))
     size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     if size > LARGEST:
         raise ValueError(f"{run} holds {size:,} bytes of weights: a checkpoint that ships has at most {LARGEST:,}")
     folder = into / name
     model.save(folder)
-    told = {key: config[key] for key in ("task", "data", "model", "training", "versions", "commit") if key in config}
-    about = {"name": name, **told, "parameters": sum(p.numel() for p in model.parameters()), "result": dict(result)}
-    text = json.dumps({**about, "dtype": str(dtype).removeprefix("torch.")}, indent=1)
-    (folder / CARD).write_text(text + "\n", encoding="utf-8")
+    keys: tuple[str, ...] = ("task", "data", "model", "training", "versions", "commit")
+    about = {
+        "name": name,
+        **{key: config[key] for key in keys if key in config},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "result": result,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    write_sealed(folder / CARD, about)
     return folder
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist: accepted is the folder of a finished run of subquad train")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    return read_sealed(file)[0]

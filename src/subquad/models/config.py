@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from subquad.checks import at_least, counts, nearest, one_of, refuse
+from subquad.disk import parse_json
 from subquad.mechanisms import mechanism as mechanism_class
 
 ACTIVATIONS = ("relu", "gelu", "swiglu")
@@ -52,7 +53,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text, cls.__name__))
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class TransformerConfig(Config):
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
-        pooled = any(self.pool_of(layer) > 1 for layer in range(self.depth))
+        pooled = any(pool > 1 for pool in typing.cast(tuple[int, ...], self.pool)[: self.depth])
         if pooled and self.causal:
             refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
         if self.taps and not self.causal:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.disk import DIGEST, logger, parse_json
+from subquad.models.store import digest_of, shapes_in
+
 State = Any
 FORMAT = 1
 
@@ -99,7 +102,8 @@ def save_state(state: State, path: str | Path) -> None:
     for name, tensor in tensors.items():
         taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
         shared[name] = tensor.clone() if taken else tensor
-    save_file(shared, path, metadata={"subquad": json.dumps({"format": FORMAT, "kind": "state"})})
+    header = {"format": FORMAT, "kind": "state"}
+    save_file(shared, path, metadata={"subquad": json.dumps({**header, DIGEST: digest_of(shared, header)})})
 
 
 def load_state(path: str | Path, like: State) -> State:
@@ -112,15 +116,22 @@ def load_state(path: str | Path, like: State) -> State:
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("subquad", "{}"))
+            text = (file.metadata() or {}).get("subquad", "{}")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
+    header = parse_json(text, path)
+    digest = header.pop(DIGEST, None) if isinstance(header, dict) else None
     if header != {"format": FORMAT, "kind": "state"}:
         raise ValueError(f"{path} is not a state: accepted is a file of save_state, format {FORMAT}")
-    found, wanted = load_file(path), dict(leaves(like))
-    if found.keys() != wanted.keys():
-        odd = sorted(found.keys() ^ wanted.keys())[0]
+    held, wanted = shapes_in(Path(path)), dict(leaves(like))
+    if held.keys() != wanted.keys():
+        odd = sorted(held.keys() ^ wanted.keys())[0]
         raise ValueError(f"{path} is the state of another model: {odd} is in one of them only")
+    found = load_file(path)
+    if digest is None:
+        logger.warning("%s has no digest: whether it is as it was saved cannot be checked", path)
+    elif digest != digest_of(found, header):
+        raise ValueError(f"{path} is damaged: it is not what was saved (SHA-256)")
     for name, tensor in wanted.items():
         fits = found[name].ndim == tensor.ndim and found[name].shape[2:] == tensor.shape[2:]
         if not fits or found[name].dtype != tensor.dtype:

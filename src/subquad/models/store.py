@@ -1,24 +1,24 @@
 """Models on disk: model.safetensors beside config.json in one directory, never pickle.
 
 Each file is replaced whole. The weights carry their own copy of the config, so that a crash between the two files is
-noticed when loading, and nothing is lost.
+noticed when loading, and nothing is lost. config.json also holds a SHA-256 over weights and config.
 """
 
-import contextlib
+import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from subquad.disk import DIGEST, logger, parse_json, read_json, write_whole
 from subquad.models.model import Model
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+KEYS = ("format", "model", "dtype", "config")
 
 M = TypeVar("M", bound=Model)
 
@@ -35,14 +35,15 @@ def write(model: Model, directory: str | Path) -> None:
     }
     text = json.dumps(header, indent=2, allow_nan=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
+    sealed = json.dumps({**header, DIGEST: digest_of(tensors, json.loads(text))}, indent=2)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
-    write_whole(directory / CONFIG, text.encode() + b"\n")
+    write_whole(directory / CONFIG, sealed.encode() + b"\n")
 
 
 def read_header(directory: str | Path) -> dict[str, Any]:
-    """What was saved there: the model's class, its type, its config."""
+    """What was saved there: the model's class, its type, its config, and the digest if there is one."""
     directory = Path(directory)
     weights, config = directory / WEIGHTS, directory / CONFIG
     if not weights.is_file():
@@ -53,41 +54,57 @@ def read_header(directory: str | Path) -> dict[str, Any]:
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
         )
     if not config.is_file():
-        return _parse(inside or "", weights)
-    header = _parse(config.read_text(), config)
-    if inside is not None and _parse(inside, weights) != header:
-        raise ValueError(
-            f"{config} is not the config that {weights} was saved with: "
-            f"restore it, or delete it to load the weights with the config they carry"
-        )
+        return _check_header(parse_json(inside or "", weights), weights)
+    header = _check_header(read_json(config), config)
+    if inside is not None:
+        carried = _check_header(parse_json(inside, weights), weights)
+        if any(carried[key] != header[key] for key in KEYS):
+            raise ValueError(
+                f"{config} is not the config that {weights} was saved with: "
+                f"restore it, or delete it to load the weights with the config they carry"
+            )
     return header
 
 
 def read(cls: type[M], directory: str | Path, device: str | torch.device = "cpu") -> M:
-    """Load a model of that class; every tensor must be there, in its shape, and nothing else."""
-    header = read_header(directory)
+    """Load a model of that class; every tensor must be there, in its shape, unchanged, and nothing else."""
+    header, weights = read_header(directory), Path(directory) / WEIGHTS
     if header["model"] != cls.__name__:
         raise ValueError(f"{directory} holds a {header['model']}: load it with {header['model']}.load or models.load")
     dtype = getattr(torch, header["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{directory} has dtype={header['dtype']!r}: accepted is the name of a torch type")
+    _check_fit(cls, header["config"], weights)
+    if DIGEST not in header:
+        logger.warning("%s has no digest: whether its weights are as they were saved cannot be checked", directory)
+    tensors = verify(directory)
     model: M = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
-    _fill(model, _load(Path(directory) / WEIGHTS, device), directory)
+    for name, tensor in tensors_of(model).items():
+        tensor.data = tensors[name].to(device)  # also takes the type over, should it differ from the model's
     return model.eval()
 
 
-def _fill(model: nn.Module, found: Mapping[str, Tensor], directory: str | Path) -> None:
-    wanted = tensors_of(model)
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    if missing or unknown:
-        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
-        raise ValueError(f"{Path(directory) / WEIGHTS} does not fit its config: it {' and '.join(parts)}")
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            shapes = f"{list(found[name].shape)}: accepted is {list(tensor.shape)}"
-            raise ValueError(f"{Path(directory) / WEIGHTS}: {name} has shape {shapes}")
-    for name, tensor in wanted.items():
-        tensor.data = found[name]  # also takes the type over, should it differ from the model's
+def verify(directory: str | Path) -> dict[str, Tensor]:
+    """The weights of a saved model; ValueError if they or the config are not what was saved, where a digest tells."""
+    header, weights = read_header(directory), Path(directory) / WEIGHTS
+    tensors = _load(weights)
+    if header.get(DIGEST) not in (None, digest_of(tensors, {key: header[key] for key in KEYS})):
+        raise ValueError(
+            f"{weights} is damaged: weights and config are not what was saved (SHA-256); restore the folder, "
+            f'or delete the "{DIGEST}" line of {CONFIG} if they were changed on purpose'
+        )
+    return tensors
+
+
+def check_finite(model: nn.Module, source: object) -> None:
+    """ValueError names the first tensor that holds something else than numbers."""
+    for name, tensor in tensors_of(model).items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
+            raise ValueError(
+                f"{source} cannot be used: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or "
+                "infinite; accepted are finite weights"
+            )
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -97,6 +114,56 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
     return {name: named[name] for name in first.values()}
+
+
+def digest_of(tensors: Mapping[str, Tensor], header: Any = None) -> str:
+    """SHA-256 over names, types, shapes and every bit of tensors on the CPU, and over what describes them."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def shapes_in(path: Path) -> dict[str, list[int]]:
+    """The shapes that a safetensors file says it holds, without reading them."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
+
+
+def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
+    """Before anything is allocated: what a config asks for is bounded by what the file holds."""
+    held = shapes_in(weights)
+    depth = sum(_depths(config))
+    if depth > len(held):  # every layer has tensors of its own; this many would take long to build even without memory
+        raise ValueError(f"{weights} does not fit its config: depth={depth:,}, and it holds {len(held)} tensors")
+    try:
+        checked = cls.config_type.from_dict(config)
+        with torch.device("meta"):
+            wanted = tensors_of(cls(checked))
+    except (RuntimeError, OverflowError, TypeError) as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"{weights} does not fit its config, of which no model can be built: {said}") from error
+    missing, unknown = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
+    if missing or unknown:
+        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
+        raise ValueError(f"{weights} does not fit its config: it {' and '.join(parts)}")
+    for name, tensor in wanted.items():
+        if held[name] != list(tensor.shape):
+            raise ValueError(f"{weights}: {name} has shape {held[name]}: accepted is {list(tensor.shape)}")
+
+
+def _depths(config: Any) -> Iterator[int]:
+    """The depths of a config and of its parts."""
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if key == "depth" and isinstance(value, int):
+            yield value
+        yield from _depths(value)
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -109,39 +176,19 @@ def _metadata(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
-def _load(path: Path, device: str | torch.device) -> dict[str, Tensor]:
+def _load(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(path, device=str(device))
+    return load_file(path)
 
 
-def _parse(text: str, path: Path) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    keys = ("format", "model", "dtype", "config")
-    if not isinstance(header, dict) or sorted(header) != sorted(keys):
-        raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join(keys)}")
+def _check_header(header: Any, path: Path) -> dict[str, Any]:
+    named = isinstance(header, dict) and set(header) - {DIGEST} == set(KEYS)
+    if not named or not all(isinstance(header[key], str) for key in ("model", "dtype")):
+        raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join((*KEYS, DIGEST))}")
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']!r}: this version reads {FORMAT}")
     return header
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 def _some(names: list[str]) -> str:

@@ -1,10 +1,11 @@
 """Find and read the JSON that measurements leave: `results.json` of a run, or any file of results/."""
 
-import json
 from collections.abc import Iterable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from subquad.disk import read_json
 
 Json = dict[str, Any]
 
@@ -101,9 +102,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 def _load(file: Path) -> Run:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"RUN={str(file)!r} cannot work: it is not JSON ({error})") from None
+        data = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"RUN={str(file)!r} cannot work: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"RUN={str(file)!r} cannot work: accepted is a JSON object, this is a {type(data).__name__}")
     name = file.resolve().parent.name if file.name == "results.json" else file.stem

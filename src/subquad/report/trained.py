@@ -1,12 +1,13 @@
 """A run of `subquad train`: what it reached, and its curves."""
 
-import json
 from pathlib import Path
 
+from subquad.disk import read_sealed
 from subquad.report.html import chart, escape, number
 from subquad.report.results import Json, Run
 from subquad.training.folder import CONFIG, RESULT, read_result
-from subquad.training.log import METRICS, logged
+from subquad.training.history import METRICS
+from subquad.training.log import logged
 
 NOT_METRICS = ("step", "split", "seconds")
 
@@ -17,7 +18,7 @@ def is_run(folder: Path) -> bool:
 
 def load(folder: Path) -> Run:
     """Its three files as one; a run that has not ended has no result yet."""
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config, _ = read_sealed(folder / CONFIG)
     ended = folder / RESULT
     training = {key: value for key, value in config.pop("training").items() if value is not None}
     data: Json = {

@@ -12,6 +12,7 @@ from rich.console import Console
 from subquad.bench.provenance import origin
 from subquad.bench.saved import save
 from subquad.checks import refuse
+from subquad.disk import read_sealed
 from subquad.models.device import available
 from subquad.tasks import TASKS, figures
 from subquad.tasks.recurrent import OTHERS
@@ -142,7 +143,7 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
 def gather(table: Table, row: Row, run: Path) -> Json:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
     task, _ = configure(table.task, (), run)
-    begun, lines = json.loads((run / CONFIG).read_text()), logged(run)
+    begun, lines = read_sealed(run / CONFIG)[0], logged(run)
     try:
         data = getattr(task, "data_name", task.name)
     except (OSError, ValueError):  # of a run whose data went away or broke

@@ -12,7 +12,7 @@ from subquad.checks import check_plain, nearest
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig, TrainingConfig, parse
 from subquad.training.distributed import attempt
-from subquad.training.folder import CONFIG, read_config
+from subquad.training.folder import Folder, read_config
 from subquad.training.loop import defaults_of, options_of, train
 from subquad.training.run import Result
 from subquad.training.task import Task
@@ -31,7 +31,7 @@ def start(
     """Train `name` with settings such as "model.depth=16". A run that is resumed has its own settings: those given
     again must be the same."""
     again = resume or attempt() > 0
-    task, config = configure(name, settings, out if again and (out / CONFIG).exists() else None)
+    task, config = configure(name, settings, out if again and Folder(out).begun else None)
     return train(
         task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg
     )  # fmt: skip

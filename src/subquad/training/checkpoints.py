@@ -1,12 +1,12 @@
 """Checkpoints: directories that are there whole or not at all, and say themselves whether they are.
 
 checkpoints/step_000100/ holds the tensors (tensors.safetensors, or the shards of torch.distributed.checkpoint) and
-state.json: everything else, with the size and the SHA-256 of each file. It is written under another name and renamed.
+state.json: everything else, with the size and the SHA-256 of each file and its own. metrics.jsonl is the history so
+far. A checkpoint is written under another name and renamed.
 """
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from subquad.disk import read_sealed, write_sealed
 from subquad.training import sharded
 from subquad.training.distributed import Ranks
+from subquad.training.history import METRICS
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
+FACTS = ("config", "seconds", "evaluated", "best", "schedule", "precision", "totals")  # without which no run goes on
 FORMAT = 1
 PART = ".part"  # the ending of what is still being written
 DAMAGED = ".damaged"  # of what was found so and set aside
@@ -33,6 +36,12 @@ class Checkpoint:
 
     path: Path
     facts: dict[str, Any]
+    sealed: bool = True  # whether state.json has a digest: those written before digests have none
+
+    @property
+    def history(self) -> str | None:
+        """The lines of metrics.jsonl up to here; checkpoints from before digests have no copy."""
+        return (self.path / METRICS).read_text() if (self.path / METRICS).is_file() else None
 
     @property
     def step(self) -> int:
@@ -55,8 +64,15 @@ class Checkpoint:
         copy_into(read_tensors(self.path / TENSORS), targets, str(self.path))
 
 
-def write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], ranks: Ranks) -> Path:
-    """Every rank calls it; OSError leaves what was there."""
+def write(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    ranks: Ranks,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Every rank calls it; `files` are further ones by name. OSError leaves what was there."""
     path = folder / name_of(step)
     part = path.with_name(path.name + PART)
     try:
@@ -71,9 +87,11 @@ def write(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping
         elif ranks.first:
             write_tensors(part / TENSORS, tensors)
         if ranks.first:
-            files = {file.name: _seal(file) for file in sorted(part.iterdir())}
-            text = json.dumps({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
-            _write_synced(part / STATE, text.encode() + b"\n")
+            for name, data in (files or {}).items():
+                _write_synced(part / name, data)
+            seals = {file.name: _seal(file) for file in sorted(part.iterdir())}
+            state = {"format": FORMAT, "step": step, "facts": dict(facts), "files": seals}
+            write_sealed(part / STATE, state, allow_nan=True)  # a measure beside the one that decides may be NaN
             _sync_directory(part)
             part.rename(path)
             _sync_directory(folder)
@@ -111,14 +129,8 @@ def set_aside(path: Path) -> None:
 
 def read(path: Path) -> Checkpoint:
     """ValueError names the file that is missing, short or changed."""
-    try:
-        state = json.loads((path / STATE).read_text())
-        files, facts, found = state["files"], state["facts"], state["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {STATE} cannot be read ({error})") from error
-    if found != FORMAT:
-        raise ValueError(f"{path} has format {found!r}: this version reads {FORMAT}")
-    for name, seal in files.items():
+    state, sealed = read_state(path)
+    for name, seal in state["files"].items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{path} is damaged: {name} is missing")
@@ -126,7 +138,29 @@ def read(path: Path) -> Checkpoint:
             raise ValueError(f"{path} is damaged: {name} has {file.stat().st_size} bytes, was {seal['bytes']}")
         if _digest(file) != seal["sha256"]:
             raise ValueError(f"{path} is damaged: {name} is not what was written (SHA-256)")
-    return Checkpoint(path, facts)
+    return Checkpoint(path, state["facts"], sealed)
+
+
+def read_state(path: Path) -> tuple[dict[str, Any], bool]:
+    """state.json, and whether it has a digest; the other files are not looked at."""
+    try:
+        state, sealed = read_sealed(path / STATE)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {STATE} cannot be read ({error})") from error
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {state.get('format')!r}: this version reads {FORMAT}")
+    facts, files = state.get("facts"), state.get("files")
+    lacks = [key for key in FACTS if not isinstance(facts, dict) or key not in facts]
+    if lacks:
+        raise ValueError(f"{path} is damaged: {STATE} lacks {', '.join(lacks)}")
+    if state.get("step") != _step(path):
+        raise ValueError(f"{path} is damaged: {STATE} is that of step {state.get('step')!r}")
+    if not isinstance(files, dict) or not all(
+        name == Path(name).name and isinstance(seal, dict) and {"bytes", "sha256"} <= seal.keys()
+        for name, seal in files.items()
+    ):
+        raise ValueError(f"{path} is damaged: {STATE} does not say what its files are")
+    return state, sealed
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -150,6 +150,8 @@ def parse(setting: str) -> tuple[list[str], Any]:
         return keys, json.loads(text)
     except json.JSONDecodeError:
         return keys, text
+    except RecursionError:
+        raise ValueError(f"--set {path}: its value is nested too deep") from None
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> list[str]:

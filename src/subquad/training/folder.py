@@ -1,22 +1,25 @@
 """A run's folder: everything to run it again, what it measured, and the weights that measured best.
 
 config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_000100/, model/, result.json
+
+Each of them but tensorboard/ has a digest or checksums, or is covered by those of a checkpoint.
 """
 
 import contextlib
 import dataclasses
 import fcntl
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from subquad.bench.provenance import origin
-from subquad.models.store import write_whole
-from subquad.training import checkpoints
+from subquad.disk import parse_json, read_sealed, set_aside, write_sealed
+from subquad.models import store
+from subquad.training import checkpoints, history
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
+from subquad.training.weights import damage_of
 
 CONFIG, RESULT = "config.json", "result.json"
 
@@ -43,6 +46,11 @@ class Folder:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def begun(self) -> bool:
+        """Whether a run is here; one that has lost its config.json is still in its checkpoints."""
+        return (self.path / CONFIG).exists() or bool(checkpoints.names(self.checkpoints))
+
     def best(self, step: int) -> Path:
         return self.path / "best" / checkpoints.name_of(step)
 
@@ -51,47 +59,83 @@ class Folder:
 
         `defaults` are those of the task's data: an older run knows nothing of settings that came after it.
         """
-        if not (self.path / CONFIG).exists():
+        if not self.begun:
             return
         if not resume:
             raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
-        before = read_config(self.path)
-        before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
-        changed = _changes(config, before)
-        if changed:
-            said = "; ".join(changed)
-            raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
+        for before in (read_config(self.path), _config_of_checkpoint(self.path)):
+            if before is None:
+                continue
+            before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
+            changed = _changes(config, before)
+            if changed:
+                said = "; ".join(changed)
+                raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
         """Begin or go on. Rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = self.path / CONFIG
         self.lock = take(self.path, "another process is training there")
-        if not written.exists():
+        if not self.begun:
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
-            write_json(written, {**config.to_dict(), **origin(device)})
+            write_sealed(written, {**config.to_dict(), **origin(device)})
             return Opened(None, notes)
+        notes = self._repair_config(config, device)
         if (self.path / RESULT).exists():
-            return Opened(None, [], read_result(self.path))
+            result = read_result(self.path)
+            damage = self._damage(result)
+            if not damage or checkpoints.newest(self.checkpoints)[0] is None:
+                return Opened(None, notes + damage, result)
+            notes += [f"{sentence}; the test is done again from the last checkpoint" for sentence in damage]
+            (self.path / RESULT).unlink()
         found, damaged = checkpoints.newest(self.checkpoints)
         if found is None and damaged:
             said = "; ".join(damaged.values())
             raise ValueError(f"{said}: no checkpoint is left to go on from; --out begins anew elsewhere")
-        notes = [f"{said}; the one before it is used" for said in damaged.values()]
+        notes += [f"{said}; the one before it is used" for said in damaged.values()]
         for path in damaged:
             checkpoints.set_aside(path)
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")
+        elif not found.sealed:
+            notes.append(f"{found.path} was written before digests: its {checkpoints.STATE} cannot be checked")
         return Opened(found, notes)
+
+    def _repair_config(self, config: RunConfig, device: str) -> list[str]:
+        """A config.json that is lost or damaged is written again: `check` compared the settings with a checkpoint's."""
+        file = self.path / CONFIG
+        try:
+            _config_in(file)
+            return []
+        except ValueError as error:
+            aside = f", and is now {set_aside(file).name}" if file.exists() else ""
+            write_sealed(file, {**config.to_dict(), **origin(device)})
+            return [f"{error}{aside}; it is written again from the settings of the checkpoints"]
+
+    def _damage(self, result: Mapping[str, Any]) -> list[str]:
+        """A sentence for each file of a finished run, beside its result, that is not what was written."""
+        file = self.path / history.METRICS
+        metrics = history.read(file).damage
+        sentences = [f"{file} is damaged: {metrics}"] if metrics else []
+        digest = result.get("weights_sha256")
+        if digest is None:
+            return sentences
+        model = damage_of(self.model, digest)
+        if not model and (self.model / store.CONFIG).is_file():
+            try:
+                store.verify(self.model)
+            except ValueError as error:
+                model = str(error)
+        return [*sentences, model] if model else sentences
 
     def prune(self, keep: int, best: int | None) -> None:
         """Keep the last checkpoints, and of the best weights those that they or the run name."""
         checkpoints.prune(self.checkpoints, keep)
         named = {best}
         for path in checkpoints.names(self.checkpoints):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # one that was damaged meanwhile names nothing
-                facts = json.loads((path / checkpoints.STATE).read_text())["facts"]
-                named.add((facts.get("best") or {}).get("step"))
+            with contextlib.suppress(ValueError):  # one that was damaged meanwhile names nothing
+                named.add((checkpoints.read_state(path)[0]["facts"]["best"] or {}).get("step"))
         kept = {self.best(step).name for step in named if step is not None}
         for path in self.path.glob("best/step_*"):
             if path.name not in kept:
@@ -102,7 +146,7 @@ class Folder:
         (self.path / CONFIG).unlink(missing_ok=True)
 
     def finish(self, result: dict[str, Any]) -> None:
-        write_json(self.path / RESULT, result)
+        write_sealed(self.path / RESULT, result)
 
     def close(self) -> None:
         if self.lock is not None:
@@ -123,38 +167,54 @@ def take(folder: Path, busy: str) -> IO[str]:
 
 
 def read_config(path: Path) -> RunConfig:
-    """What a run folder was begun with."""
-    file = path / CONFIG
+    """What a run folder was begun with; where config.json is lost or damaged, as the newest checkpoint says."""
     try:
-        found = json.loads(file.read_text())
-        return RunConfig.from_dict({key: found[key] for key in ("task", "data", "model", "training")})
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the config of a run ({error!r})") from error
+        return _config_in(path / CONFIG)
+    except ValueError:
+        found = _config_of_checkpoint(path)
+        if found is None:
+            raise
+        return found
+
+
+def _config_of_checkpoint(path: Path) -> RunConfig | None:
+    """As the newest checkpoint that can be read says; a config.json from before digests may have been changed."""
+    for checkpoint in reversed(checkpoints.names(path / "checkpoints")):
+        with contextlib.suppress(ValueError):
+            return RunConfig.from_dict(checkpoints.read_state(checkpoint)[0]["facts"]["config"])
+    return None
+
+
+def _config_in(file: Path) -> RunConfig:
+    try:
+        found, _ = read_sealed(file)
+        parts = {key: found[key] for key in ("task", "data", "model", "training")}
+        return RunConfig.from_dict(parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the config of a run ({_reason(error)})") from error
 
 
 def read_result(path: Path) -> dict[str, Any]:
     """What a finished run came to."""
     file = path / RESULT
     try:
-        found = json.loads(file.read_text())
-        return {**found}
-    except (OSError, ValueError, TypeError) as error:
+        return read_sealed(file)[0]
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not the result of a run ({error}): remove it to go on") from error
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    write_whole(path, f"{json.dumps(data, indent=2, allow_nan=False)}\n".encode())
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """As it is read back from JSON, where tuples are lists."""
-    return json.loads(config.to_json())
+    return parse_json(config.to_json(), "config")
 
 
 def _changes(ours: RunConfig, theirs: RunConfig) -> list[str]:
     before, now = (_without(plain(config), FREE_ON_RESUME) for config in (theirs, ours))
     return differences(now, before)
+
+
+def _reason(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _without(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

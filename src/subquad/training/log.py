@@ -1,7 +1,6 @@
 """What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard."""
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -17,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from subquad.models.store import write_whole
+from subquad.training import history
+from subquad.training.history import METRICS
 
-METRICS = "metrics.jsonl"
 WARMUP = 10  # updates of a process that no rate counts
 QUIET = 60.0  # seconds between two lines where there is no bar
 CURVE = 200  # points kept of a curve
@@ -30,9 +29,9 @@ _MISSED: set[str] = set()
 
 class Log:
     """`step` is that of the checkpoint a run goes on from: what was logged later is forgotten, so that the curve has
-    each step once. Other ranks than the first have `path` None and are silent."""
+    each step once, and `copy` is its history. Other ranks than the first have `path` None and are silent."""
 
-    def __init__(self, path: Path | None, console: Console, title: str, step: int = 0):
+    def __init__(self, path: Path | None, console: Console, title: str, step: int = 0, copy: str | None = None):
         self.console, self.title = console, title
         self.file: IO[str] | None = None
         self.board: Any = None
@@ -40,8 +39,11 @@ class Log:
         self.said = 0.0  # when the last line was
         if path is None:
             return
-        forget(path / METRICS, step)
-        self.file = (path / METRICS).open("a")
+        self.check, damage = history.restore(path / METRICS, step, copy)
+        if damage:
+            console.print(damage, highlight=False, markup=False, soft_wrap=True)
+        self.path = path / METRICS
+        self.file = self.path.open("a")
         self.board = _board(path / "tensorboard", step, console)
         if console.is_terminal:
             columns = [
@@ -71,19 +73,22 @@ class Log:
         if self.file is None:
             return
         plain = {key: _finite(value) for key, value in values.items()}
-        self.file.write(json.dumps({"step": step, "split": split, **plain}, allow_nan=False) + "\n")
+        text, self.check = history.text_of({"step": step, "split": split, **plain}, self.check)
+        self.file.write(text)
         self.file.flush()
         if self.board is not None:
             for key, value in plain.items():
                 if value is not None:
                     self.board.add_scalar(f"{split}/{key}", value, step)
 
-    def sync(self) -> None:
-        """Onto the disk, before a checkpoint that counts on it."""
-        if self.file is not None:
-            os.fsync(self.file.fileno())
+    def sync(self) -> dict[str, bytes]:
+        """Onto the disk, before a checkpoint that counts on it and holds a copy: {file name: content}."""
         if self.board is not None:
             self.board.flush()
+        if self.file is None:
+            return {}
+        os.fsync(self.file.fileno())
+        return {METRICS: self.path.read_bytes()}
 
     def tick(self, step: int, progress: float) -> None:
         """A step is done; nothing is known of it yet."""
@@ -132,21 +137,6 @@ class Meter:
         return rate
 
 
-def forget(path: Path, step: int) -> None:
-    """Leave the lines up to `step`, and no test measured before the end; half a line is none."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if found["step"] <= step and found["split"] != "test":
-            kept.append(line + "\n")
-    write_whole(path, "".join(kept).encode())
-
-
 def memory(device: torch.device) -> int:
     """The most bytes in use so far: the GPU's tensors, or the whole process on a CPU."""
     if device.type == "cuda":
@@ -180,12 +170,11 @@ def _board(path: Path, step: int, console: Console) -> Any:
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
-    file, found = run / METRICS, []
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # the last one may be half written
-            found.append(json.loads(line))
-    return found
+    """The lines of a run's metrics; ValueError if they are not what was written."""
+    found = history.read(run / METRICS)
+    if found.damage:
+        raise ValueError(f"{run / METRICS} is damaged: {found.damage}; `subquad train --resume` restores it")
+    return found.lines
 
 
 def curve(lines: Iterable[Mapping[str, Any]], metric: str) -> list[list[float]]:

@@ -57,7 +57,9 @@ def train(
             return Result(**opened.result)
         if opened.checkpoint is not None:
             run.load(opened.checkpoint)
-        with Log(folder.path if ranks.first else None, console, task.name, run.step) as log, Signals(log) as signals:
+        copy = None if opened.checkpoint is None else opened.checkpoint.history
+        path = folder.path if ranks.first else None
+        with Log(path, console, task.name, run.step, copy) as log, Signals(log) as signals:
             try:
                 return run.go(log, signals, leg)
             except Exception:

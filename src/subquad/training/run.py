@@ -34,7 +34,7 @@ from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import Batch, Loss, Source, Split, Task
-from subquad.training.weights import DamagedWeights, copy_of, load_weights, make_model, save_model
+from subquad.training.weights import copy_of, damage_of, digest_in, load_weights, make_model, save_model
 
 TENTHS = 10  # of a run: evaluations and checkpoints, where nothing else is said
 
@@ -60,6 +60,7 @@ class Result:
     peak_bytes: int
     parameters: int
     ranks: int
+    weights_sha256: str | None = None  # of the weights in model/; runs from before digests have none
 
 
 class Run:
@@ -87,7 +88,7 @@ class Run:
         self.ema = None if training.ema is None else Ema(self.model, training.ema)
         self.step, self.carried, self.lr = 0, 0.0, 0.0
         self.evaluated = self.saved = 0
-        self.best: dict[str, Any] | None = None  # {"step": ..., "measures": {...}}
+        self.best: dict[str, Any] | None = None  # {"step": ..., "measures": {...}, "sha256": ...}
         # since the last log line: loss, targets, gradient norms, updates
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.totals = {"examples": 0.0, "tokens": 0.0}
@@ -266,9 +267,9 @@ class Run:
         sign = -1.0 if self.task.higher_is_better else 1.0
         best = self.best
         if math.isfinite(value) and (best is None or sign * value < sign * best["measures"][self.task.metric]):
-            self.best = {"step": self.step, "measures": found}
             with self._averaged():
-                self._save_model(self.folder.best(self.step))
+                digest = self._save_model(self.folder.best(self.step))
+            self.best = {"step": self.step, "measures": found, "sha256": digest}
         mark = ", the best so far" if self.best is not None and self.best["step"] == self.step else ""
         log.say(f"step {self.step:,}: validation {value:.4f} {self.task.metric}{mark}")
         if self.schedule.evaluated(value):
@@ -317,7 +318,7 @@ class Run:
         if self.saved == self.step:
             return
         self._read_window()
-        log.sync()
+        files = log.sync()
         optimiser = {f"optimiser/{name}": tensor for name, tensor in self.optimiser.tensors().items()}
         facts = {
             "config": plain(self.config),
@@ -330,7 +331,8 @@ class Run:
             "precision": self.precision.state(),
             "totals": self.totals,
         }
-        checkpoints.write(self.folder.checkpoints, self.step, {**self._tensors(), **optimiser}, facts, self.ranks)
+        tensors = {**self._tensors(), **optimiser}
+        checkpoints.write(self.folder.checkpoints, self.step, tensors, facts, self.ranks, files)
         if self.ranks.first:
             self.folder.prune(self.training.keep, None if self.best is None else self.best["step"])
         self.saved = self.step
@@ -349,28 +351,32 @@ class Run:
         self.carried, self.evaluated, self.best = facts["seconds"], facts["evaluated"], facts["best"]
         self.totals = facts["totals"]
 
-    def _save_model(self, path: Path) -> None:
-        """What can be loaded again by itself: the weights as they are now."""
-        if not self.ranks.sharded:
-            if self.ranks.first:
-                save_model(self.model, path)
-            return
-        tensors = {name: whole(tensor).cpu() for name, tensor in tensors_of(self.model).items()}
-        if self.ranks.first:
-            save_model(copy_of(self.task, self.config.model, tensors), path)
-        self.ranks.barrier()
+    def _save_model(self, path: Path) -> str:
+        """What can be loaded again by itself: the weights as they are now. Returns their digest, on every rank."""
+        model = self.model
+        if self.ranks.sharded:
+            tensors = {name: whole(tensor).cpu() for name, tensor in tensors_of(self.model).items()}
+            model = copy_of(self.task, self.config.model, tensors) if self.ranks.first else model
+
+        def save() -> str:
+            save_model(model, path)
+            return digest_in(path)
+
+        return self.ranks.decide(save)
 
     def _finish(self, log: Log, signals: Signals, seconds: float, parameters: int) -> Result:
         """The test, with the weights that were best on validation."""
         if self.best is not None:
             self.ranks.barrier()
             self.ranks.reshard(self.wired)
-            try:
-                load_weights(self.model, self.folder.best(self.best["step"]))
-                self.ema = None  # the best weights are averages already
-            except DamagedWeights as error:
-                log.say(f"{error}: the last weights are tested instead of the best")
+            path, digest = self.folder.best(self.best["step"]), self.best.get("sha256")
+            damage = self.ranks.decide(lambda: damage_of(path, digest))
+            if damage:
+                log.say(f"{damage}: the last weights are tested instead of the best")
                 self.best = None
+            else:
+                load_weights(self.model, path)
+                self.ema = None  # the best weights are averages already
         log.say(f"step {self.step:,}: the test, {len(self.sources['test']):,} examples")
         measured = self._measure("test", None, signals)
         if measured is None:
@@ -378,12 +384,14 @@ class Run:
             raise Interrupted("interrupted before the test: --resume goes on", 128 + number)
         log.write(self.step, "test", {**measured, "seconds": seconds})
         with self._averaged():
-            self._save_model(self.folder.model)
+            digest = self._save_model(self.folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
-            said = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}"
-            log.say(f"{said}: the learning rate did not reach training.lr; --set training.warmup=... sets it")
-        result = self._result(ended, measured, seconds, parameters)
+            log.say(
+                f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: the learning rate did not "
+                "reach training.lr; --set training.warmup=... sets it"
+            )
+        result = dataclasses.replace(self._result(ended, measured, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
             self.folder.finish(dataclasses.asdict(result))
         log.say(f"test {measured[self.task.metric]:.4f} {self.task.metric}, weights of step {result.best_step:,}")

@@ -7,13 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from subquad.models.model import Model
-from subquad.models.store import WEIGHTS, tensors_of
+from subquad.models.store import WEIGHTS, digest_of, tensors_of
 from subquad.training import checkpoints
 from subquad.training.task import Task
-
-
-class DamagedWeights(ValueError):
-    """Saved weights that are gone, or not what was written."""
 
 
 def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
@@ -34,14 +30,34 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Into a model that is there, sharded or not."""
+    """Into a model that is there, sharded or not; ValueError if they cannot be read."""
+    checkpoints.copy_into(_read(path), tensors_of(model), str(path))
+
+
+def digest_in(path: Path) -> str:
+    """The digest of the weights in a folder; ValueError if they cannot be read."""
+    return digest_of(_read(path))
+
+
+def damage_of(path: Path, digest: str | None) -> str:
+    """A sentence if weights of a run are not those whose digest it kept, else nothing.
+
+    A run from before digests kept none: its weights must only be readable.
+    """
+    try:
+        found = digest_in(path)
+    except ValueError as error:
+        return str(error)
+    return "" if digest in (None, found) else f"{path / WEIGHTS} is damaged: it is not what was written (SHA-256)"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
 
     try:
-        found = checkpoints.read_tensors(path / WEIGHTS)
+        return checkpoints.read_tensors(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise DamagedWeights(f"{path / WEIGHTS} cannot be read ({error})") from error
-    checkpoints.copy_into(found, tensors_of(model), str(path))
+        raise ValueError(f"{path / WEIGHTS} cannot be read ({error})") from error
 
 
 def copy_of(task: Task, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -40,8 +40,7 @@ def packed(name: str) -> Arrays | None:
     path = generated() / f"{name}{SUFFIX}"
     if not path.exists():
         return None
-    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as found:
-        arrays = dict(found)
+    arrays = files.arrays(path, files.unpacked(path, "xz"))
     if name == "image":
         arrays["tokens"] = _sums(arrays["tokens"])
     return arrays

@@ -59,7 +59,7 @@ def read_folder(folder: Path, size: int) -> Arrays:
             place, name, _, label, *_ = [*line.split(), *4 * [""]]
             if label not in ("0", "1"):
                 raise files.Broken(f"{path}:{number} is {line[:80]!r}: accepted are a folder, a file, a number, 0 or 1")
-            picture = folder / place / name
+            picture = files.inside(folder, f"{place}/{name}", path)
             try:
                 if picture.stat().st_size == 0:
                     continue

@@ -1,0 +1,108 @@
+"""Files: written whole or not at all, JSON whose errors name the file, and digests that show damage."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DIGEST = "sha256"  # the key under which a JSON file keeps the digest of everything else in it
+DEEPEST = 100  # levels of nesting; files of this package have fewer than ten
+logger = logging.getLogger("subquad")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; ValueError names a file that is not UTF-8, not JSON or nested too deep."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise ValueError(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is JSON in UTF-8") from error
+    return parse_json(text, path)
+
+
+def parse_json(text: str, source: object) -> Any:
+    """JSON from anywhere; `source` is what an error names."""
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{source} is nested too deep: accepted are {DEEPEST} levels") from None
+    except ValueError as error:  # JSONDecodeError, or a number of too many digits
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    level, depth = [data], 0
+    while level:
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        depth += 1
+        if depth > DEEPEST + 1:
+            raise ValueError(f"{source} is nested too deep: accepted are {DEEPEST} levels")
+    return data
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The same, of a file that must hold an object with keys."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}: accepted is a JSON object")
+    return data
+
+
+def write_sealed(path: Path, data: Mapping[str, Any], allow_nan: bool = False) -> None:
+    """Write JSON with the digest of its content."""
+    plain = json.loads(json.dumps(data, allow_nan=allow_nan))  # as it will be read: tuples are lists
+    text = json.dumps({**plain, DIGEST: digest_of(plain)}, indent=1)
+    write_whole(path, f"{text}\n".encode())
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
+    """What `write_sealed` wrote, and whether there was a digest to check: files from before digests have none.
+
+    ValueError if the content is not what was written.
+    """
+    data = read_object(path)
+    written = data.pop(DIGEST, None)
+    if written is None:
+        key, last = next(reversed(data.items()), ("", None))
+        if last == digest_of({name: value for name, value in data.items() if name != key}):
+            raise ValueError(f'{path} is damaged: its digest is named {key!r} instead of "{DIGEST}"')
+        return data, False
+    if written != digest_of(data):
+        raise ValueError(
+            f"{path} is damaged: it is not what was written (SHA-256); "
+            f'if it was edited on purpose, delete its "{DIGEST}" line'
+        )
+    return data, True
+
+
+def digest_of(data: Any) -> str:
+    """SHA-256 of what JSON says, whatever its spaces and the order of its keys."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def set_aside(path: Path) -> Path:
+    """Move a damaged file to a name that no reader takes for it; what was there under that name goes."""
+    return path.replace(path.with_name(f"{path.name}.damaged"))

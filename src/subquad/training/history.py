@@ -1,0 +1,107 @@
+"""metrics.jsonl: a line for each reading, with a checksum over itself and all lines before it.
+
+A run that was killed may leave half a line at the end. Anything else that is not as it was written is damage, and is
+named: each checkpoint holds a copy of the file, from which a resumed run restores it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from subquad.disk import parse_json, set_aside, write_whole
+
+METRICS = "metrics.jsonl"
+CHECK = "check"  # the last key of a line; lines from before checksums have none
+
+
+class History(NamedTuple):
+    texts: list[str]  # the lines that are as they were written, with their ends
+    lines: list[dict[str, Any]]  # the same, without checksums
+    damage: str  # a sentence on the first line that is not, or nothing
+    last: str  # the checksum of the last intact line
+
+
+def text_of(line: Mapping[str, Any], previous: str) -> tuple[str, str]:
+    """(the line as it is written, its checksum); `previous` is that of the line before."""
+    check = _check(line, previous)
+    return json.dumps({**line, CHECK: check}, allow_nan=False) + "\n", check
+
+
+def read(path: Path) -> History:
+    """Every line that can be trusted; what comes after a damaged line still can, since each line has a checksum."""
+    texts: list[str] = []
+    lines: list[dict[str, Any]] = []
+    damage, previous, checked = "", "", False
+    *whole, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, raw in enumerate([*whole, rest] if rest else whole, start=1):
+        try:
+            line = _parse(raw)
+        except ValueError as error:
+            if number > len(whole) and _is_beginning(raw):
+                continue
+            damage = damage or f"line {number} cannot be read ({error})"
+            continue
+        check = line.pop(CHECK, None)
+        if check is None and not checked:  # a line from before checksums
+            previous = ""
+        elif check is None or check != _check(line, previous):
+            damage = damage or f"line {number} is not what was written, or one before it is missing"
+            checked, previous = True, check or ""
+            continue
+        checked, previous = check is not None, check or ""
+        texts.append(raw.decode() + "\n")
+        lines.append(line)
+    return History(texts, lines, damage, previous)
+
+
+def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
+    """Leave the lines up to `step`, and no test measured before the end; half a line is none.
+
+    `copy` is what a checkpoint of that step holds: it replaces a file that says something else. Returns the checksum
+    of the last line, and a sentence if the file was damaged, which is then kept under another name.
+    """
+    found = read(path)
+    kept = [
+        text
+        for text, line in zip(found.texts, found.lines, strict=True)
+        if line["step"] <= step and line["split"] != "test"
+    ]
+    damaged = bool(found.damage) or copy not in (None, "".join(kept))
+    sentence = ""
+    if damaged and step > 0:
+        why = found.damage or "lines are missing"
+        aside = f", and is now {set_aside(path).name}" if path.exists() else ""
+        instead = "damaged lines are left out" if copy is None else "the checkpoint's copy takes its place"
+        sentence = f"{path} is damaged: {why}{aside}; {instead}"
+    text = "".join(kept) if copy is None else copy
+    if text or path.exists():
+        write_whole(path, text.encode())
+    return read(path).last, sentence
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    line = parse_json(raw.decode(), "it")
+    plain = isinstance(line, dict) and type(line.get("step")) is int and isinstance(line.get("split"), str)
+    if not plain or not all(
+        isinstance(value, str) if key in ("split", CHECK) else value is None or isinstance(value, int | float)
+        for key, value in line.items()
+    ):
+        raise ValueError("it is not a step, a split and numbers")
+    return line
+
+
+def _is_beginning(raw: bytes) -> bool:
+    """Whether this may be the first part of a line that a killed process did not finish."""
+    try:
+        json.loads(raw.decode(errors="replace"))
+    except json.JSONDecodeError as error:
+        return not error.msg.startswith("Extra data")
+    except RecursionError:
+        return False
+    return False
+
+
+def _check(line: Mapping[str, Any], previous: str) -> str:
+    return hashlib.sha256(f"{previous}{json.dumps(line)}".encode()).hexdigest()[:16]

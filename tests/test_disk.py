@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from subquad.checks import plain_name
+from subquad.disk import DEEPEST, parse_json, read_json, read_object, read_sealed, set_aside, write_sealed
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", r"file\.json is not JSON: "),
+        (b'{"a": "\xff"}', r"file\.json holds 0xff at byte 7: accepted is JSON in UTF-8"),
+        (b"[" * 100_000 + b"]" * 100_000, r"file\.json is nested too deep: accepted are 100 levels"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, r"file\.json is nested too deep"),
+        (b"9" * 10_000, r"file\.json is not JSON: .*digits"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "file.json").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        read_json(tmp_path / "file.json")
+
+
+def test_nesting_that_people_use_is_read(tmp_path: Path) -> None:
+    assert parse_json("[" * DEEPEST + "]" * DEEPEST, "it")
+    (tmp_path / "file.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"holds a list: accepted is a JSON object"):
+        read_object(tmp_path / "file.json")
+
+
+def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    data = {"b": (1, 2.5), "a": {"x": None, "é": "ü"}, "c": 1e-300}
+    write_sealed(file, data)
+    intact = {"b": [1, 2.5], "a": {"x": None, "é": "ü"}, "c": 1e-300}
+    assert read_sealed(file) == (intact, True)
+    written, refused = file.read_bytes(), 0
+    for at in range(len(written)):
+        for bit in range(8):
+            flipped = bytearray(written)
+            flipped[at] ^= 1 << bit
+            file.write_bytes(flipped)
+            try:
+                assert read_sealed(file) == (intact, True)
+            except ValueError:
+                refused += 1
+    assert refused > 8 * len(written) * 0.9
+
+
+def test_a_file_from_before_digests_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"a": 1}')
+    assert read_sealed(tmp_path / "file.json") == ({"a": 1}, False)
+
+
+def test_what_is_set_aside_is_kept(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        (tmp_path / "file").write_text(content)
+        assert set_aside(tmp_path / "file") == tmp_path / "file.damaged"
+    assert (tmp_path / "file.damaged").read_text() == "two"
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/etc", "..", ".", "", ".hidden", "a/b", "a\\b", "a b", "a\n", "é"])
+def test_only_plain_names_become_files(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^name=.* cannot work: accepted is a name of letters, digits"):
+        plain_name("name", name)
+
+
+def test_the_error_proposes_a_name() -> None:
+    with pytest.raises(ValueError, match=r"such as 'evil-one'$"):
+        plain_name("name", "../../evil one")
+    assert plain_name("name", "mnist_linear-2.0") == "mnist_linear-2.0"
