@@ -98,9 +98,35 @@ class Folder:
             checkpoints.set_aside(path)
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")
-        elif not found.sealed:
+            return Opened(None, notes)
+        found, damage = self._before_damaged_best(found)
+        notes += damage
+        if not found.sealed:
             notes.append(f"{found.path} was written before digests: its {checkpoints.STATE} cannot be checked")
         return Opened(found, notes)
+
+    def _before_damaged_best(self, newest: Checkpoint) -> tuple[Checkpoint, list[str]]:
+        """The newest checkpoint whose best weights are intact: training from there makes the damaged ones again.
+
+        Without one, the newest is used; the test will then take the last weights, and say so.
+        """
+        damage = self._damage_of_best(newest)
+        if not damage:
+            return newest, []
+        newer = [newest.path]
+        for path in reversed(checkpoints.names(self.checkpoints)[:-1]):
+            with contextlib.suppress(ValueError):  # a damaged one
+                older = checkpoints.read(path)
+                if not self._damage_of_best(older):
+                    for later in newer:
+                        checkpoints.set_aside(later)
+                    return older, [f"{damage}; training goes on from {path.name}, and makes these weights again"]
+            newer.append(path)
+        return newest, []
+
+    def _damage_of_best(self, checkpoint: Checkpoint) -> str:
+        best = checkpoint.facts["best"]
+        return "" if best is None else damage_of(self.best(best["step"]), best.get("sha256"))
 
     def _repair_config(self, config: RunConfig, device: str) -> list[str]:
         """A config.json that is lost or damaged is written again: `check` compared the settings with a checkpoint's."""
