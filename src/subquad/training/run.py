@@ -388,8 +388,8 @@ class Run:
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
             log.say(
-                f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: the learning rate did not "
-                "reach training.lr; --set training.warmup=... sets it"
+                f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: "
+                "the learning rate did not reach training.lr; --set training.warmup=... sets it"
             )
         result = dataclasses.replace(self._result(ended, measured, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
