@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.mechanisms import MECHANISMS
-from subquad.report.report import write
+from subquad.report.report import make, write
+from subquad.report.results import read
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 
@@ -114,6 +115,51 @@ def test_ours_of_the_arena_stand_beside_the_paper_s(tmp_path: Path) -> None:
         row = re.search(r"<tr><td>Linear Trans\.</td>(.*?)</tr>", part, re.DOTALL)
         assert row
         assert re.findall(r'<td class="n ours" data-v="([^"]*)"', row[1]) == [value]
+
+
+def test_published_tables_stand_only_beside_the_same_thing(run: Path, tmp_path: Path) -> None:
+    def tables(page: str) -> list[str]:
+        return re.findall(r'id="published-([\w-]+)"', page)
+
+    assert tables((run / "report.html").read_text()) == ["lra-speed", "lra-memory"]
+    rows = [
+        {"mechanism": name, "length": 3072, "steps_per_second": rate, "peak_bytes": 10}
+        for name, rate in {"strided": 60.0, "linear": 60.0, "softmax, naive": 10.0}.items()
+    ]
+    arena = tmp_path / "arena.json"
+    arena.write_text(json.dumps({"kind": "lra-efficiency", "rows": rows}))
+    assert tables(make(read([arena]))) == ["lra-speed", "lra-memory"]  # not those of the Sparse Transformer
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"times": [{"T": 1024, "ms": 1.0}]}))
+    page = make(read([other]))
+    assert tables(page) == []
+    assert 'id="published"' not in page
+    assert "#published" not in page
+
+
+def test_pictures_on_white_can_be_inverted(tmp_path: Path) -> None:
+    import matplotlib.image
+    import numpy as np
+
+    drawn, photo = np.ones((8, 8, 3)), np.full((8, 8, 3), 0.6)
+    drawn[2:4] = 0
+    for name, pixels in (("drawn", drawn), ("photo", photo)):
+        matplotlib.image.imsave(tmp_path / f"{name}.png", pixels)
+    (tmp_path / "figure.svg").write_text("<svg/>")
+    pictures = [{"title": name, "file": name} for name in ("drawn.png", "photo.png", "figure.svg")]
+    page = make(read([runs.write(tmp_path, rows=[], quality=[], pictures=pictures)]))
+    assert re.findall(r'<img(?: class="(\w+)")? alt="([\w.]+)"', page) == [
+        ("ink", "drawn.png"), ("", "photo.png"), ("", "figure.svg"),
+    ]  # fmt: skip
+
+
+def test_what_a_table_of_a_paper_lacks_has_no_column(tmp_path: Path) -> None:
+    results = {"linear": {"published": {}, "value": 0.5, "steps": 3}}
+    about = {"table": "x", "title": "X", "source": "a paper", "metric": "m", "differs": []}
+    (tmp_path / "x.json").write_text(json.dumps({"kind": "reproduce", **about, "results": results}))
+    page = make(read([tmp_path / "x.json"]))
+    assert re.findall(r'<th scope="col"[^>]*><button type="button">([^<]*)<', page) == ["row", "ours", "steps"]
+    assert '<h1 id="top">The papers\' experiments, run here</h1>' in page
 
 
 def test_several_runs_and_other_json(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@
       const lines = series.some((s) => s.points.length > 1);
       // names stand to the right of the lines; on a phone only those chosen have room, and one line needs no name
       const ending = series.filter((s) => series.length > 1 && lines && (!narrow || state.on.has(s.name)));
-      const tall = Math.max(narrow ? 350 : 420, 74 + 14.5 * ending.length);
+      const tall = Math.max(narrow ? 350 : 420, 74 + 15.2 * ending.length);
       const longest = Math.max(0, ...ending.map((s) => wide(s.name)));
       const m = { left: narrow ? 50 : 62, right: longest ? Math.min(20 + longest, 0.38 * width) : narrow ? 14 : 30, top: 30, bottom: 44 };
       plot.replaceChildren();
@@ -298,7 +298,7 @@
       if (!lines) {
         for (const l of [...labels].sort((a, b) => b.on - a.on)) write(l.g, "name", l, [l.name], 8, frame);
       } else {
-        const gap = 13.5;
+        const gap = 15.2;
         ends.forEach((l, i) => { l.to = Math.max(l.y, i ? ends[i - 1].to + gap : m.top); });
         for (let i = ends.length - 1, floor = tall - m.bottom + 8; i >= 0; i--) { ends[i].to = Math.min(ends[i].to, floor); floor = ends[i].to - gap; }
         for (const l of ends) {
