@@ -136,6 +136,7 @@ const read = (chart) => {
     width: view.width,
     names: all("g.s text.name", chart).map((t) => ({text: t.textContent, box: box(t)})),
     from: all("g.cross.on text", chart).map((t) => ({text: t.textContent, box: box(t)})),
+    drops: all("g.cross.on .drop", chart).length,
     rings: all("g.cross.on circle", chart).map((c) => ({name: c.parentNode.dataset.name, at: centre(c)})),
     paths: Object.fromEntries(all("g.s", chart).map((g) => [g.dataset.name, path(g)])),
     x: all("text.tick.x", chart).map((t) => ({text: t.textContent, box: box(t)})),
@@ -206,6 +207,7 @@ def test_words_lie_on_nothing(tmp_path: Path, width: int, dark: bool) -> None:
         for word in words:
             assert word["box"][0] >= 0, (name, word["text"])
             assert word["box"][2] <= chart["width"], (name, word["text"])
+        assert chart["drops"] == len(chart["from"])  # no dotted line without words
         for axis in ("x", "y"):
             marks = [tick["text"] for tick in chart[axis]]
             assert len(marks) >= 3, (name, axis, marks)

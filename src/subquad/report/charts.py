@@ -312,10 +312,13 @@ def name_decades(axis: Any, unit: str | None = None) -> None:
 
 def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
     """Of a logarithmic axis; within one decade the marks are those of a linear axis, decades would be too few."""
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = limits
-    subs = (1, 2, 5) if high < FEW * low else (1,)
-    axis.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator(subs=subs))
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < FEW * low else (1,)))
     axis.set_major_formatter(EngFormatter("B") if unit == "bytes" else "{x:g}")
     axis.set_minor_formatter("")

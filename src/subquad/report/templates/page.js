@@ -121,9 +121,11 @@
   }
 
   const AROUND = [[1, 1], [-1, -1], [1, 0], [-1, 0], [1, -1], [-1, 1], [0, -1], [0, 1]];
+  const gap = ({ x, y }, [left, top, right, bottom]) => Math.hypot(Math.max(left - x, x - right, 0), Math.max(top - y, y - bottom, 0));
   // Where one of some texts can stand near a point without lying on a line, a point or other words; null if nowhere.
-  function beside({ x, y }, texts, near, frame) {
-    const [left, top, right, bottom] = frame.inside;
+  // Words that are far get a line to their point, near ones must be nearer to it than to any other of frame.points.
+  function beside(point, texts, near, frame) {
+    const { x, y } = point, [left, top, right, bottom] = frame.inside;
     for (const text of texts) {
       const half = wide(text) / 2 + 2;
       for (const distance of [0, 8, 18, 32, 50, 72].map((d) => near + d))
@@ -132,23 +134,25 @@
           const cx = x + sx * (reach + half), cy = y + sy * (reach + 5), box = [cx - half, cy - 8, cx + half, cy + 8];
           if (box[0] < left || box[1] < top || box[2] > right || box[3] > bottom) continue;
           if (frame.taken.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3])) continue;
-          if (!frame.strokes.some((line) => meets(line, box))) return { text, box, cx, cy, distance };
+          const far = distance > near + 10;
+          if (!far && frame.points.some((other) => other !== point && gap(other, box) <= gap(point, box) + 2)) continue;
+          if (!frame.strokes.some((line) => meets(line, box))) return { text, box, cx, cy, far };
         }
     }
     return null;
   }
 
-  // Write it there, with a line to the point if that is far.
   function write(g, kind, point, texts, near, frame) {
     const found = beside(point, texts, near, frame);
-    if (!found) return;
-    const { text, box, cx, cy, distance } = found;
-    if (distance > near + 10) {
+    if (!found) return false;
+    const { text, box, cx, cy, far } = found;
+    if (far) {
       const x = Math.min(Math.max(point.x, box[0]), box[2]), y = Math.min(Math.max(point.y, box[1]), box[3]), part = 7 / Math.hypot(x - point.x, y - point.y);
       g.append(node("line", { class: "leader", x1: point.x + part * (x - point.x), y1: point.y + part * (y - point.y), x2: x, y2: y }));
     }
     g.append(node("text", { class: kind, x: cx, y: cy + 4, "text-anchor": "middle" }, text));
     frame.taken.push(box);
+    return true;
   }
 
   function chart(box) {
@@ -293,14 +297,14 @@
         labels.push({ g, on, name: s.name, x, y });
         svg.append(g);
       }
-      const frame = { X, Y, floor: tall - m.bottom, narrow, taken, strokes, inside: [m.left, m.top - 12, width - 2, tall - m.bottom - 3] };
+      const frame = { X, Y, floor: tall - m.bottom, narrow, taken, strokes, points: labels, inside: [m.left, m.top - 12, width - 2, tall - m.bottom - 3] };
       const end = Math.max(...labels.map((l) => l.x)), ends = labels.filter((l) => ending.some((s) => s.name === l.name)).sort((a, b) => a.y - b.y);
       if (!lines) {
         for (const l of [...labels].sort((a, b) => b.on - a.on)) write(l.g, "name", l, [l.name], 8, frame);
       } else {
-        const gap = 15.2;
-        ends.forEach((l, i) => { l.to = Math.max(l.y, i ? ends[i - 1].to + gap : m.top); });
-        for (let i = ends.length - 1, floor = tall - m.bottom + 8; i >= 0; i--) { ends[i].to = Math.min(ends[i].to, floor); floor = ends[i].to - gap; }
+        const row = 15.2;
+        ends.forEach((l, i) => { l.to = Math.max(l.y, i ? ends[i - 1].to + row : m.top); });
+        for (let i = ends.length - 1, floor = tall - m.bottom + 8; i >= 0; i--) { ends[i].to = Math.min(ends[i].to, floor); floor = ends[i].to - row; }
         for (const l of ends) {
           // only from the last of all points: from an earlier one it would look like measurements that went on
           if (l.x > end - 1) l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
@@ -332,15 +336,18 @@
         return y ? [{ name, length, on: state.on.has(name), x: frame.X(length), y: frame.Y(y) }] : [];
       });
       const told = rings.filter((r) => r.on);
+      frame.points = told;
       for (const r of told) {
         frame.strokes.push([r.x, r.y + 8, r.x, frame.floor]);
         frame.taken.push([r.x - 8, r.y - 8, r.x + 8, r.y + 8]);
       }
       const groups = rings.map((r) => {
         const g = node("g", { class: `cross${r.on ? " on" : ""}`, "data-name": r.name, style: `--c:${colour(look[r.name].family)}` });
-        g.append(node("line", { class: "drop", x1: r.x, x2: r.x, y1: r.y + 7, y2: frame.floor }), node("circle", { cx: r.x, cy: r.y, r: 6.5 }));
+        g.append(node("circle", { cx: r.x, cy: r.y, r: 6.5 }));
         const short = `T = ${r.length.toLocaleString("en")}`;
-        write(g, "from", r, frame.narrow ? [short] : [`${r.name} wins from ${short}`, short], 11, r.on ? frame : { ...frame, taken: [...frame.taken] });
+        const texts = frame.narrow ? [short] : [`${r.name} wins from ${short}`, short], own = r.on ? frame : { ...frame, taken: [...frame.taken] };
+        // without its words a dotted line would say nothing
+        if (write(g, "from", r, texts, 11, own)) g.append(node("line", { class: "drop", x1: r.x, x2: r.x, y1: r.y + 7, y2: frame.floor }));
         return g;
       });
       const always = (view.throughout ?? []).filter((n) => state.on.has(n) && series.some((s) => s.name === n));
