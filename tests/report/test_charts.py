@@ -90,6 +90,20 @@ def test_sentence_table_and_ring_agree(tmp_path: Path) -> None:
         assert f">{'every T measured' if win.throughout else format(win.length, ',')}</td>" in row[1]
 
 
+def test_softmax_is_advised_only_below_where_nothing_won() -> None:
+    def said(ratios: list[float]) -> bool:
+        rows = [
+            {"mechanism": "linear", "length": 512 * 2**i, "causal": True, "training_ms": runs.spread(ratio)}
+            | {"training_ratio": runs.spread(ratio)}
+            for i, ratio in enumerate(ratios)
+        ]
+        return "use softmax there" in make([Run("run", Path("results.json"), {"kind": "compare", "rows": rows})])
+
+    assert said([1.5, 1.2, 0.5])
+    assert not said([0.8, 1.2, 0.5])  # it won at the shortest length, lost and won again
+    assert not said([0.8, 0.7, 0.5])
+
+
 def test_few_lines_are_shown_at_first() -> None:
     run = Run("run", Path("results.json"), runs.results())
     spec = charts.curves(run)

@@ -127,9 +127,12 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         shown = {name: wins[name] for i, name in enumerate(earliest) if i < 6 or name == "linear"}
         more = f" … ({len(wins)} in all)" if len(shown) < len(wins) else ""
         yield f"Mechanisms that train faster than exact softmax: {escape(charts.told(shown))}{more}."
-        first = wins[earliest[0]]
-        if not first.throughout:
-            yield f"Below T = {first.length:,} none of them beats exact softmax in training: use softmax there."
+        first = wins[earliest[0]].length
+        below = [
+            row["training_ratio"]["median"] for row in timed if row["length"] < first and row.get("training_ratio")
+        ]
+        if below and min(below) >= 1:  # not where one won at a short length and lost again
+            yield f"Below T = {first:,} none of them beats exact softmax in training: use softmax there."
     elif timed and len({row["mechanism"] for row in timed}) > 1:
         yield "None of the mechanisms measured trains faster than exact softmax at these lengths: use softmax."
     for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):

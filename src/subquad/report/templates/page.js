@@ -378,7 +378,10 @@
   }
 
   function sortable(table) {
-    const body = table.tBodies[0];
+    const body = table.tBodies[0], scroll = table.parentNode;
+    const below = () => scroll.classList.toggle("tall", scroll.scrollTop + scroll.clientHeight < scroll.scrollHeight - 2); // rows are left below
+    scroll.onscroll = below;
+    new ResizeObserver(below).observe(scroll);
     $$("thead th", table).forEach((th, column) => {
       const button = th.querySelector("button");
       if (!button) return;
