@@ -58,6 +58,7 @@ def test_measured_is_headed_in_words(site: Path) -> None:
     heading = "CPU (Made-up 9000, 2 threads), causal where there is a causal form"
     assert re.findall(r"<h2>(.*?)</h2>", page) == [heading, "Published, and ours beside it"]
     assert charts.PAIRED in page
+    assert set(re.findall(r">(ours, [^<]*)<", page)) == {"ours, CPU"}
 
 
 def test_a_page_says_from_where_on_its_ring_stands(site: Path) -> None:

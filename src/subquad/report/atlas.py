@@ -266,7 +266,7 @@ class _Site:
             if spec:
                 out.append(f"<h2>{escape(_where(run))}</h2><p>{escape(_how(run))}</p>{chart(f'measured{i}', spec)}")
         out.append(f'<p class="note">{charts.PAIRED}</p>' if self.runs else _not_measured())
-        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES, self.figures)}")
+        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES, _by_device(self.figures))}")
         return "\n".join(out)
 
 
@@ -279,6 +279,15 @@ def _where(run: Run) -> str:
         device = f"CPU ({machine.get('cpu', 'unknown')}" + (f", {threads} threads)" if threads else ")")
     form = charts.FORMS.get(settings.get("causal"), "causal where there is a causal form")
     return f"{device}, {form}"
+
+
+def _by_device(runs: Sequence[Run]) -> list[Run]:
+    """Comparisons under the name of their device, where that tells them apart; a file's name says less to a reader."""
+    devices = [str(run.machine.get("device", "")).replace("cpu", "CPU") for run in compared(runs)]
+    if len(set(devices)) < len(devices) or not all(devices):
+        return list(runs)
+    names = iter(devices)
+    return [run._replace(name=next(names)) if run.kind == "compare" else run for run in runs]
 
 
 def _how(run: Run) -> str:
