@@ -11,7 +11,7 @@ import torch
 from subquad.data import digits
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
-from subquad.report import atlas
+from subquad.report import atlas, charts
 from subquad.report.atlas import LESSONS, build_atlas, embed, who_attends
 from subquad.report.charts import FAMILIES
 from subquad.report.html import template
@@ -51,6 +51,24 @@ def test_every_family_has_a_place_in_the_index(site: Path) -> None:
         assert title in index
     for name in MECHANISMS:
         assert f'href="mechanisms/{name}.html"' in index
+
+
+def test_measured_is_headed_in_words(site: Path) -> None:
+    page = pages(site)["measured.html"]
+    heading = "CPU (Made-up 9000, 2 threads), causal where there is a causal form"
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [heading, "Published, and ours beside it"]
+    assert charts.PAIRED in page
+    assert set(re.findall(r">(ours, [^<]*)<", page)) == {"ours, CPU"}
+
+
+def test_a_page_says_from_where_on_its_ring_stands(site: Path) -> None:
+    for name in ("linear", "rfa", "fnet"):
+        page = pages(site)[f"mechanisms/{name}.html"]
+        data = re.search(r'id="cost0-data">(.*?)</script>', page, re.DOTALL)
+        said = re.search(r"A training step is faster than softmax from T = ([\d,]+)\.", page)
+        assert data
+        assert said
+        assert int(said[1].replace(",", "")) == json.loads(data[1])["views"][0]["marks"][name]
 
 
 def test_a_page_says_what_the_source_says(site: Path) -> None:

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.mechanisms import MECHANISMS
-from subquad.report.report import write
+from subquad.report.report import make, write
+from subquad.report.results import read
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 
@@ -68,7 +69,7 @@ def test_the_charts_hold_the_numbers_of_the_json(run: Path) -> None:
             assert shown.get(name, []) == expected
     crossings = {c["mechanism"]: c["training"] for c in data["crossovers"] if c["training"]}
     assert curves["views"][0]["marks"] == crossings
-    assert curves["chosen"] == ["softmax", "linear"]
+    assert curves["chosen"] == ["softmax", "additive", "linear", "efficient", "performer"]  # and three that end lowest
     losses = {s["name"]: s["points"] for s in charts["r0-loss-chart"]["views"][0]["series"]}
     assert losses == {q["mechanism"]: q["curve"] for q in data["quality"] if "curve" in q}
     quality = charts["r0-quality-chart"]["views"]
@@ -80,7 +81,7 @@ def test_everything_a_run_holds_is_shown(run: Path) -> None:
     page = (run / "report.html").read_text()
     for text in ("Made-up 9000", "2.13.0", "0123abc", "needs 4.1 GB, &lt;3.2 GB are free", "made up &amp; escaped"):
         assert text in page, text
-    for text in ("has no causal form", "Ours beside published", "linear &lt;/script&gt; generated", "0.644", "17.85"):
+    for text in ("has no causal form", "Ours beside published", "linear &lt;/script&gt; generated"):
         assert text in page, text
     assert 'src="data:image/png;base64,iVBOR' in page
     assert "interrupted" not in page
@@ -114,6 +115,51 @@ def test_ours_of_the_arena_stand_beside_the_paper_s(tmp_path: Path) -> None:
         row = re.search(r"<tr><td>Linear Trans\.</td>(.*?)</tr>", part, re.DOTALL)
         assert row
         assert re.findall(r'<td class="n ours" data-v="([^"]*)"', row[1]) == [value]
+
+
+def test_published_tables_stand_only_beside_the_same_thing(run: Path, tmp_path: Path) -> None:
+    def tables(page: str) -> list[str]:
+        return re.findall(r'id="published-([\w-]+)"', page)
+
+    assert tables((run / "report.html").read_text()) == ["lra-speed", "lra-memory"]
+    rows = [
+        {"mechanism": name, "length": 3072, "steps_per_second": rate, "peak_bytes": 10}
+        for name, rate in {"strided": 60.0, "linear": 60.0, "softmax, naive": 10.0}.items()
+    ]
+    arena = tmp_path / "arena.json"
+    arena.write_text(json.dumps({"kind": "lra-efficiency", "rows": rows}))
+    assert tables(make(read([arena]))) == ["lra-speed", "lra-memory"]  # not those of the Sparse Transformer
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"times": [{"T": 1024, "ms": 1.0}]}))
+    page = make(read([other]))
+    assert tables(page) == []
+    assert 'id="published"' not in page
+    assert "#published" not in page
+
+
+def test_pictures_on_white_can_be_inverted(tmp_path: Path) -> None:
+    import matplotlib.image
+    import numpy as np
+
+    drawn, photo = np.ones((8, 8, 3)), np.full((8, 8, 3), 0.6)
+    drawn[2:4] = 0
+    for name, pixels in (("drawn", drawn), ("photo", photo)):
+        matplotlib.image.imsave(tmp_path / f"{name}.png", pixels)
+    (tmp_path / "figure.svg").write_text("<svg/>")
+    pictures = [{"title": name, "file": name} for name in ("drawn.png", "photo.png", "figure.svg")]
+    page = make(read([runs.write(tmp_path, rows=[], quality=[], pictures=pictures)]))
+    assert re.findall(r'<img(?: class="(\w+)")? alt="([\w.]+)"', page) == [
+        ("ink", "drawn.png"), ("", "photo.png"), ("", "figure.svg"),
+    ]  # fmt: skip
+
+
+def test_what_a_table_of_a_paper_lacks_has_no_column(tmp_path: Path) -> None:
+    results = {"linear": {"published": {}, "value": 0.5, "steps": 3}}
+    about = {"table": "x", "title": "X", "source": "a paper", "metric": "m", "differs": []}
+    (tmp_path / "x.json").write_text(json.dumps({"kind": "reproduce", **about, "results": results}))
+    page = make(read([tmp_path / "x.json"]))
+    assert re.findall(r'<th scope="col"[^>]*><button type="button">([^<]*)<', page) == ["row", "ours", "steps"]
+    assert '<h1 id="top">The papers\' experiments, run here</h1>' in page
 
 
 def test_several_runs_and_other_json(tmp_path: Path) -> None:
@@ -175,11 +221,13 @@ PROBE = """
 const q = (s) => Array.from(document.querySelectorAll(s));
 const box = document.querySelector("#r0-curves-chart"), rows = document.querySelector("#r0-rows");
 const column = (i) => Array.from(rows.tBodies[0].rows).map((r) => r.cells[i].dataset.v);
-const lines = q("#r0-curves-chart g.s").length, chosen = q("#r0-curves-chart g.s.on").map((g) => g.dataset.name).sort();
-const button = box.querySelector('button[data-name="performer"]');
+const few = q("#r0-curves-chart g.s").length, chosen = q("#r0-curves-chart g.s.on").map((g) => g.dataset.name).sort();
+box.querySelector(".head input[type=checkbox]").click();
+const lines = q("#r0-curves-chart g.s").map((g) => g.dataset.name).sort();
+const button = box.querySelector('button[data-name="rfa"]');
 button.click();
 const pressed = button.getAttribute("aria-pressed"), after = q("#r0-curves-chart g.s.on").length;
-const rings = q("#r0-curves-chart g.cross.on text").map((t) => t.textContent);
+const won = box.querySelector(".won").textContent;
 const head = rows.querySelectorAll("thead button")[3];
 head.click();
 const up = column(3), sort = head.parentNode.getAttribute("aria-sort");
@@ -196,7 +244,7 @@ const tip = box.querySelector(".tip").textContent, hot = q("#r0-curves-chart g.s
 const select = box.querySelector("select");
 select.value = "2"; select.dispatchEvent(new Event("change"));
 const memory = box.querySelector("svg").getAttribute("aria-label");
-result = {lines, chosen, pressed, after, rings, up, down, sort, kept, tip, hot, memory,
+result = {few, lines, chosen, pressed, after, won, up, down, sort, kept, tip, hot, memory,
   bands: q("#r0-curves-chart g.s.on path.band").length, points: q("#r0-quality-chart g.s path.dot").length,
   names: q("#r0-quality-chart g.s text.name").map((t) => t.textContent).sort(),
   loss: q("#r0-loss-chart g.s path.line").length, pictures: q(".pictures img").map((i) => i.naturalWidth),
@@ -213,11 +261,13 @@ def test_in_a_browser(run: Path, tmp_path: Path) -> None:
     assert seen["problems"] == []
     assert [a for a in seen["requested"] if not a.startswith("data:")] == []
     got = seen["result"]
-    assert got["lines"] == len(MECHANISMS)
-    assert got["chosen"] == ["linear", "softmax"]
-    assert (got["pressed"], got["after"]) == ("true", 3)
-    assert len(got["rings"]) == 2
-    assert all("wins from T = " in text for text in got["rings"])
+    assert got["few"] == 5
+    assert got["lines"] == sorted([*MECHANISMS, "softmax, bidirectional"])
+    assert got["chosen"] == ["additive", "efficient", "linear", "performer", "softmax"]
+    assert (got["pressed"], got["after"]) == ("true", 6)
+    lengths = {c["mechanism"]: c["training"] for c in data["crossovers"]}
+    told = [f"{name} from T = {lengths[name]:,}" for name in ("additive", "linear", "efficient", "performer", "rfa")]
+    assert got["won"] == f"Faster than softmax: {'; '.join(told)}."
     times = [str(r["training_ms"]["median"]) for r in data["rows"] if r["training_ms"]]
     assert got["sort"] == "ascending"
     assert got["up"] == sorted(times, key=float)
@@ -239,7 +289,7 @@ def test_on_a_phone_in_the_dark(run: Path, tmp_path: Path) -> None:
     seen = visit(run / "report.html", PROBE, tmp_path, width=390, dark=True)
     assert seen["problems"] == []
     assert not seen["result"]["wide"]
-    assert seen["result"]["lines"] == len(MECHANISMS)
+    assert len(seen["result"]["lines"]) == len(MECHANISMS) + 1
     red, green, blue = (int(v) for v in re.findall(r"\d+", seen["result"]["paper"])[:3])
     assert red + green + blue < 150
 
@@ -269,8 +319,9 @@ def test_a_training_run_is_shown_with_its_curves(tmp_path: Path) -> None:
 
 @needs_chromium
 def test_no_line_goes_on_where_nothing_was_measured(run: Path, tmp_path: Path) -> None:
-    script = """result = [...document.querySelector("#r0-curves-chart svg").querySelectorAll(".leader")].map(
+    script = """document.querySelector("#r0-curves-chart .head input[type=checkbox]").click();
+        result = [...document.querySelector("#r0-curves-chart svg").querySelectorAll("path.leader")].map(
         (line) => parseFloat(line.getAttribute("d").slice(1)));"""
     starts = visit(run / "report.html", script, tmp_path)["result"]
-    assert len(starts) == len(MECHANISMS) - 1  # gmlp ends before the others
+    assert len(starts) == len(MECHANISMS)  # with bidirectional softmax, and without gmlp, which ends before the others
     assert max(starts) - min(starts) < 0.1

@@ -55,29 +55,45 @@ def series(rows: Sequence[Row], name: str, field: str) -> tuple[list[int], list[
     """(lengths, values) of a mechanism: medians where the field has a spread."""
     found = [(row["length"], row[field]) for row in rows if row["mechanism"] == name and row.get(field) is not None]
     found.sort(key=lambda pair: pair[0])
-    return [n for n, _ in found], [v["median"] if isinstance(v, dict) else v for _, v in found]
+    return [n for n, _ in found], [_median(v) for _, v in found]
 
 
-def steady_times(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+def _median(value: Any) -> float:
+    median: float = value["median"] if isinstance(value, dict) else value
+    return median
+
+
+def usual_softmax(
+    rows: Sequence[Row], cost: str = "training_ms", ratio: str = "training_ratio"
+) -> dict[tuple[int, bool], float]:
+    """(length, causal) -> what softmax of that form cost: the median over all mechanisms it was measured beside."""
+    found: dict[tuple[int, bool], list[float]] = {}
+    for row in rows:
+        if row.get(ratio) is not None and row.get(cost) is not None:
+            softmax = _median(row[cost]) / _median(row[ratio])
+            found.setdefault((row["length"], bool(row.get("causal"))), []).append(softmax)
+    return {at: statistics.median(costs) for at, costs in found.items()}
+
+
+def steady_times(
+    rows: Sequence[Row], name: str, cost: str = "training_ms", ratio: str = "training_ratio"
+) -> tuple[list[int], list[float]]:
     """(lengths, training times) of a mechanism as its ratio to softmax times what softmax usually took at that length.
 
     Machines change speed from one minute to the next; the ratio was measured within a second, and what softmax usually
-    took is the median over the whole run. Where there is no ratio it is the time itself.
+    took is the median over the whole run. Where there is no ratio it is the time itself. `cost` and `ratio` name other
+    fields that come in such a pair.
     """
-    usual: dict[tuple[int, bool], list[float]] = {}
-    for row in rows:
-        if row["training_ratio"] is not None:
-            softmax = row["training_ms"]["median"] / row["training_ratio"]["median"]
-            usual.setdefault((row["length"], row["causal"]), []).append(softmax)
+    usual = usual_softmax(rows, cost, ratio)
     found = []
     for row in rows:
-        if row["mechanism"] == name and row["training_ms"] is not None:
-            time = row["training_ms"]["median"]
-            if row["training_ratio"] is not None:
-                time = row["training_ratio"]["median"] * statistics.median(usual[row["length"], row["causal"]])
-            found.append((row["length"], time))
+        if row["mechanism"] == name and row.get(cost) is not None:
+            value = _median(row[cost])
+            if row.get(ratio) is not None:
+                value = _median(row[ratio]) * usual[row["length"], bool(row.get("causal"))]
+            found.append((row["length"], value))
     found.sort()
-    return [length for length, _ in found], [time for _, time in found]
+    return [length for length, _ in found], [value for _, value in found]
 
 
 def names(rows: Sequence[Row]) -> list[str]:

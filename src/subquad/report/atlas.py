@@ -65,7 +65,7 @@ def build_atlas(out: Path, runs: Sequence[Path] = (), share: Mapping[str, Any] |
 class _Site:
     def __init__(self, out: Path, runs: Sequence[Run], share: Json):
         self.out, self.share = out, share
-        self.runs = compared(runs)
+        self.runs, self.figures = compared(runs), runs
         self.pixels = digits.load()[1].images[4]  # [64], a test image
         self.pictures = {name: who_attends(name, self.pixels) for name in MECHANISMS}
 
@@ -175,15 +175,15 @@ class _Site:
                 continue
             out.append(chart(f"cost{i}", spec))
             growth: Json = next((g for g in run.data.get("growth", []) if g["mechanism"] == name), {})
-            said = [f"Measured: {escape(run.title)}, {escape(str(run.data.get('date', '')))}."]
+            said = [f"Measured on {escape(_where(run))}, {escape(str(run.data.get('date', ''))[:10])}."]
             if growth.get("time") is not None:
                 said.append(f"Time grows as T^{growth['time']:.2f} (documented {growth['documented_time']:g})")
                 if growth.get("memory") is not None:
                     said[-1] += f", memory as T^{growth['memory']:.2f} (documented {growth['documented_memory']:g})"
                 said[-1] += "."
-            crossing: Json = next((c for c in run.data.get("crossovers", []) if c["mechanism"] == name), {})
-            if crossing.get("training"):
-                said.append(f"A training step is faster than softmax from T = {round(crossing['training']):,}.")
+            win = charts.wins(run, "training").get(name)
+            if win:
+                said.append(f"A training step is faster than softmax {win.words()}.")
             out.append(f'<p class="note">{" ".join(said)}</p>')
         return "".join(out) or _not_measured()
 
@@ -205,21 +205,18 @@ class _Site:
     def _crossovers(self) -> str:
         out = []
         for run in self.runs:
+            won = [charts.wins(run, what) for what in ("training", "forward")]
+            never = Cell("not reached", float("inf"), "n")
+            measured = {row["mechanism"] for row in run.data.get("rows", []) if row.get("training_ratio")}
             rows = [
-                [
-                    Cell(c["mechanism"]),
-                    *(
-                        number(round(c[k])) if c.get(k) else Cell("not reached", float("inf"), "n")
-                        for k in ("training", "forward")
-                    ),
-                ]
-                for c in run.data.get("crossovers", [])
-                if c["mechanism"] in MECHANISMS and MECHANISMS[c["mechanism"]].family == "kernels"
+                [Cell(name), *(w[name].cell() if name in w else never for w in won)]
+                for name in MECHANISMS
+                if name in measured and MECHANISMS[name].family == "kernels"
             ]
             width = run.data.get("settings", {}).get("dim"), run.data.get("settings", {}).get("heads")
             head = f" (d = {width[0] // width[1]})" if all(width) else ""
             if rows:
-                caption = f"measured crossover with exact softmax, {run.title}{head}"
+                caption = f"measured crossover with exact softmax, {_where(run)}{head}"
                 out.append(table(["mechanism", "training, T from", "forward, T from"], rows, caption=caption))
         return "".join(out) or _not_measured()
 
@@ -267,11 +264,41 @@ class _Site:
         for i, run in enumerate(self.runs):
             spec = charts.curves(run)
             if spec:
-                out.append(f"<h2>{escape(run.title)}</h2>{chart(f'measured{i}', spec)}")
-        if not self.runs:
-            out.append(_not_measured())
-        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES, self.runs)}")
+                out.append(f"<h2>{escape(_where(run))}</h2><p>{escape(_how(run))}</p>{chart(f'measured{i}', spec)}")
+        out.append(f'<p class="note">{charts.PAIRED}</p>' if self.runs else _not_measured())
+        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES, _by_device(self.figures))}")
         return "\n".join(out)
+
+
+def _where(run: Run) -> str:
+    """The device and the form, in words: what tells comparisons apart."""
+    machine, settings = run.machine, run.data.get("settings", {})
+    device = str(machine.get("device") or "an unknown device")
+    if device == "cpu":
+        threads = machine.get("threads")
+        device = f"CPU ({machine.get('cpu', 'unknown')}" + (f", {threads} threads)" if threads else ")")
+    form = charts.FORMS.get(settings.get("causal"), "causal where there is a causal form")
+    return f"{device}, {form}"
+
+
+def _by_device(runs: Sequence[Run]) -> list[Run]:
+    """Comparisons under the name of their device, where that tells them apart; a file's name says less to a reader."""
+    devices = [str(run.machine.get("device", "")).replace("cpu", "CPU") for run in compared(runs)]
+    if len(set(devices)) < len(devices) or not all(devices):
+        return list(runs)
+    names = iter(devices)
+    return [run._replace(name=next(names)) if run.kind == "compare" else run for run in runs]
+
+
+def _how(run: Run) -> str:
+    """What was measured, of which layer, and the file it is from."""
+    settings = run.data.get("settings", {})
+    words = {"dim": "width", "heads": "heads", "batch": "batch", "dtype": "numbers of type"}
+    layer = ", ".join(f"{word} {settings[key]}" for key, word in words.items() if key in settings)
+    return (
+        f"Time, memory and state of one layer over the length of the sequence ({layer}). From {run.path.name}, "
+        f"{str(run.data.get('date', 'undated'))[:10]}."
+    )
 
 
 def who_attends(name: str, pixels: Tensor) -> list[tuple[str, list[str]]]:

@@ -3,14 +3,23 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from subquad.bench.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
-from subquad.report.html import template
+from subquad.report.html import Cell, template
 from subquad.report.results import Json, Run, learned
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name
-CHOSEN = ("softmax", "linear")  # stand out until the reader chooses
+CHOSEN = ("softmax", "linear")  # shown until the reader chooses, with the BEST that cost least
+MANY, BEST = 7, 3  # of more series than MANY only some are shown at first
+PAIRED = (  # what every page with curves says about them
+    "Each time was measured in a pair with softmax of the same form (causal or bidirectional), within a second; a line "
+    "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
+    "where the ratio is 1: there stands a ring."
+)
+RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
+LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
 MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers, key of the ratio to softmax
     ("training_ms", "Training step: time over length", "forward + backward, ms", "ms", "training", "training_ratio"),
     ("forward_ms", "Forward pass: time over length", "forward, ms", "ms", "forward", "forward_ratio"),
@@ -20,6 +29,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("training_ratio", "Training step against softmax", "time / time of softmax", "x", "training", None),
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
+FORMS = {True: "causal", False: "bidirectional"}
 FAMILIES = {  # by the lecture notes' order; the rest is what they take for granted or leave out
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
@@ -35,40 +45,117 @@ FAMILIES = {  # by the lecture notes' order; the rest is what they take for gran
 
 
 def family(name: str) -> str:
-    return MECHANISMS[name].family if name in MECHANISMS else "other"
+    """Of a mechanism, or of a variant of one ("softmax, bidirectional")."""
+    base = name.partition(",")[0]
+    return MECHANISMS[base].family if base in MECHANISMS else "other"
 
 
-def curves(run: Run, names: Iterable[str] | None = None) -> Json | None:
-    """Time, memory and state over length, a view each; None if nothing was measured."""
-    wanted = None if names is None else set(names)
+class Win(NamedTuple):
+    """From which length on a mechanism costs less than softmax of its own form."""
+
+    length: int
+    throughout: bool  # it does so at every length measured, and `length` is the shortest of them
+
+    def words(self) -> str:
+        return "at every T measured" if self.throughout else f"from T = {self.length:,}"
+
+    def cell(self) -> Cell:
+        return Cell("every T measured" if self.throughout else f"{self.length:,}", self.length, "n")
+
+
+def wins(run: Run, what: str) -> dict[str, Win]:
+    """{mechanism: Win} in `training`, `forward` or `memory`: the one rule behind rings, sentences and tables."""
+    rows: list[Json] = run.data.get("rows", [])
+    found = {}
+    for name in names(rows):
+        lengths, ratios = series(rows, name, RATIOS[what])
+        at = crossover(lengths, ratios)
+        if at is not None and name != "softmax":
+            found[name] = Win(at, ratios[0] < 1 and at == lengths[0])
+    return found
+
+
+def told(won: Mapping[str, Win]) -> str:
+    """In words, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
+    ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))
+    always = ", ".join(name for name, win in ordered if win.throughout)
+    later = [f"{name} {win.words()}" for name, win in ordered if not win.throughout]
+    return "; ".join(([f"{always} at every T measured"] if always else []) + later)
+
+
+def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
+    """Time, memory and state over length, a view each; None if nothing was measured.
+
+    A series has `points` as they were measured and, where costs were measured in pairs with softmax, `drawn`: its ratio
+    times what softmax usually cost in this run. So lines cross exactly where the ratio is 1, which is what `wins` says.
+    """
+    rows: list[Json] = run.data.get("rows", [])
+    kept = None if wanted is None else set(wanted)
+    forms = {row["mechanism"]: bool(row.get("causal")) for row in rows}
     views = []
-    forms = {row["mechanism"]: row.get("causal") for row in run.data.get("rows", [])}
-    both = len(set(forms.values())) > 1
     for key, title, label, unit, crossing, against in MEASURES:
         points: dict[str, list[list[float]]] = {}
         ratios: dict[str, dict[int, float]] = {}
-        for row in run.data.get("rows", []):
+        for row in rows:
             name, point = row["mechanism"], _point(row.get(key))
-            if point is not None and (wanted is None or name in wanted):
+            if point is not None and (kept is None or name in kept):
                 points.setdefault(name, []).append([row["length"], *point])
                 ratio = _point(row.get(against)) if against else None
                 if ratio:
                     ratios.setdefault(name, {})[row["length"]] = ratio[0]
-        if points:
-            marks = {
-                c["mechanism"]: c[crossing]
-                for c in run.data.get("crossovers", [])
-                if crossing and c.get(crossing) is not None and c["mechanism"] in points and c["mechanism"] != "softmax"
+        if not points:
+            continue
+        lines = _drawn(rows, points, forms, key, against)
+        points.update({name: [list(p) for p in line.items()] for name, line in lines.items() if name not in points})
+        others = {forms[name] for name in points if name in forms and name != "softmax"}
+        if kept is not None and others and forms.get("softmax") not in others:
+            points.pop("softmax", None)  # it has the other form: the softmax to compare with stands beside it
+        all_series = _series(points)
+        for one in all_series:
+            name = one["name"]
+            one["ratios"] = ratios.get(name, {})
+            if name in lines:
+                one["drawn"] = [lines[name][x] for x, *_ in one["points"]]
+            if name in forms and len(set(forms.values())) > 1:
+                one["form"] = FORMS[forms[name]]
+        won = {name: win for name, win in wins(run, crossing).items() if name in points} if crossing else {}
+        views.append(
+            {
+                "label": title,
+                "x": {"label": "sequence length T", "short": "T =", "unit": "tokens", "log": True},
+                "y": {"label": label, "short": label.split(",")[0], "unit": unit, "log": True},
+                "series": all_series,
+                "marks": {name: win.length for name, win in won.items() if not win.throughout},
+                "throughout": [name for name, win in won.items() if win.throughout],
+                "wins": LESS[crossing] if crossing else "",
             }
-            x = {"label": "sequence length T", "short": "T =", "unit": "tokens", "log": True}
-            y = {"label": label, "short": label.split(",")[0], "unit": unit, "log": True}
-            series = _series(points)
-            for one in series:
-                one["ratios"] = ratios.get(one["name"], {})
-                if both:
-                    one["form"] = "causal" if forms[one["name"]] else "bidirectional"
-            views.append({"label": title, "x": x, "y": y, "series": series, "marks": marks})
+        )
     return {"views": views, "chosen": _chosen(views)} if views else None
+
+
+def _drawn(
+    rows: list[Json],
+    points: Mapping[str, list[list[float]]],
+    forms: Mapping[str, bool],
+    key: str,
+    against: str | None,
+) -> dict[str, dict[float, float]]:
+    """{series: {length: cost}} of those measured beside softmax, and of the softmax they were measured beside."""
+    if key.endswith("_ratio"):
+        return {"softmax": {p[0]: 1.0 for p in points["softmax"]}} if "softmax" in points else {}
+    usual = usual_softmax(rows, key, against) if against else {}
+    lines: dict[str, dict[float, float]] = {}
+    for name, measured in points.items():
+        if not against or not any((x, forms[name]) in usual for x, *_ in measured):
+            continue
+        if name == "softmax":
+            lines[name] = {p[0]: usual.get((int(p[0]), forms[name]), p[1]) for p in measured}
+            continue
+        lines[name] = dict(zip(*steady_times(rows, name, key, against), strict=True))
+        if forms[name] != forms.get("softmax"):  # a run has one softmax row, the others only met the other form
+            beside = f"softmax, {FORMS[forms[name]]}"
+            lines[beside] = {x: cost for (x, form), cost in sorted(usual.items()) if form == forms[name]}
+    return lines
 
 
 def _point(value: Any) -> list[float] | None:
@@ -114,18 +201,34 @@ def loss_curves(run: Run) -> Json | None:
 
 def _series(points: Mapping[str, list[list[float]]]) -> list[Json]:
     order = {name: i for i, name in enumerate(MECHANISMS)}
-    names = sorted(
-        points,
-        key=lambda name: (list(FAMILIES).index(f) if (f := family(name)) in FAMILIES else 99, order.get(name, 99)),
-    )
-    return [{"name": name, "family": family(name), "points": sorted(points[name])} for name in names]
+
+    def place(name: str) -> tuple[int, int]:
+        kind = family(name)
+        return list(FAMILIES).index(kind) if kind in FAMILIES else 99, order.get(name.partition(",")[0], 99)
+
+    return [
+        {"name": name, "family": family(name), "points": sorted(points[name])} for name in sorted(points, key=place)
+    ]
 
 
 def _chosen(views: list[Json]) -> list[str]:
-    names = list(dict.fromkeys(s["name"] for view in views for s in view["series"]))
-    if len(names) <= 7:
-        return names
-    return [name for name in CHOSEN if name in names] or names[:2]
+    """All of a few. Of many: softmax, linear, and the lines that end lowest at the far end of the first view."""
+    every = list(dict.fromkeys(s["name"] for view in views for s in view["series"]))
+    if len(every) <= MANY:
+        return every
+    lines = [s for s in views[0]["series"] if len(s["points"]) > 1]
+    far = max((s["points"][-1][0] for s in lines), default=0)
+    ends = sorted((_line(s)[-1], s["name"]) for s in lines if s["points"][-1][0] == far)
+    kept = {*CHOSEN, *[name for _, name in ends if name not in CHOSEN][:BEST]}
+    forms = {s["form"] for s in views[0]["series"] if s["name"] in kept and "form" in s}
+    kept |= {f"softmax, {form}" for form in forms}
+    return [name for name in every if name in kept] or every[:2]
+
+
+def _line(one: Json) -> list[float]:
+    """The heights at which a series is drawn, one for each of its points."""
+    heights: list[float] = one.get("drawn") or [p[1] for p in one["points"]]
+    return heights
 
 
 def draw(spec: Json, views: int | Sequence[int], path: Path, origin: Mapping[str, str] | None = None) -> None:
@@ -150,12 +253,15 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     colours = dict(re.findall(r"--f-([a-z-]+): (#\w+)", template("style.css").split("@media")[0]))
     seen: dict[str, int] = {}
     ends = []
-    for series in shown["series"]:
-        name, kind = series["name"], series["family"]
+    marks = shown.get("marks", {})
+    won = {name: f" (wins {Win(length, False).words()})" for name, length in marks.items()}
+    won |= {name: f" (wins {Win(0, True).words()})" for name in shown.get("throughout", ())}
+    for one in shown["series"]:
+        name, kind = one["name"], one["family"]
         seen[kind] = seen.get(kind, -1) + 1
         chosen = name in standing_out
         colour = colours.get(kind.replace(" ", "-"), "gray")
-        x, y = ([p[i] for p in series["points"]] for i in (0, 1))
+        x, y = [p[0] for p in one["points"]], _line(one)
         many = len(x) > 60
         axis.plot(
             x,
@@ -166,29 +272,24 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
             linewidth=2.4 if chosen else 1,
             markersize=5 if chosen else 3.5,
             alpha=1 if chosen else 0.75,
-            label=name,
+            label=name + (won.get(name, "") if chosen else ""),
         )
+        if chosen and name in marks:
+            at = between(x, y, marks[name])
+            axis.plot(marks[name], at, color=colour, marker="o", markersize=11, fillstyle="none", linestyle="none")
         ends.append((x[-1], y[-1], name, colour, chosen))
     single = all(len(s["points"]) == 1 for s in shown["series"])
     for x_end, y_end, name, colour, chosen in ends if single else ():
         style = {"fontsize": 8, "color": colour, "weight": "bold" if chosen else "normal"}
         axis.annotate(name, (x_end, y_end), xytext=(6, 3), textcoords="offset points", **style)
-    for name, length in shown.get("marks", {}).items():
-        if name in standing_out:
-            axis.axvline(length, color="gray", linestyle=":", linewidth=1)
-            axis.annotate(
-                f"{name} wins from T = {length:,.0f}",
-                (length, 1),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                va="top",
-                ha="right",
-                fontsize=8,
-            )
     if shown["x"].get("log"):
         axis.set_xscale("log")
+    if single:
+        axis.margins(x=0.12)  # room for the names
     if shown["x"]["unit"] == "tokens":
         name_lengths(axis, sorted({p[0] for s in shown["series"] for p in s["points"]}))
+    elif shown["x"].get("log"):
+        _name_plainly(axis.xaxis, axis.get_xlim())
     if shown["y"].get("log"):
         axis.set_yscale("log")
         name_decades(axis, shown["y"].get("unit"))
@@ -206,9 +307,18 @@ def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
 
 def name_decades(axis: Any, unit: str | None = None) -> None:
     """Up y, in plain numbers, those of bytes in their thousands."""
-    from matplotlib.ticker import EngFormatter
+    _name_plainly(axis.yaxis, axis.get_ylim(), unit)
 
-    low, high = axis.get_ylim()
-    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < FEW * low else (1,))
-    axis.yaxis.set_major_formatter(EngFormatter("B") if unit == "bytes" else "{x:g}")
-    axis.yaxis.set_minor_formatter("")
+
+def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
+    """Of a logarithmic axis; within one decade the marks are those of a linear axis, decades would be too few."""
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = limits
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < FEW * low else (1,)))
+    axis.set_major_formatter(EngFormatter("B") if unit == "bytes" else "{x:g}")
+    axis.set_minor_formatter("")

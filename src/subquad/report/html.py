@@ -45,7 +45,7 @@ def page(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f'{style}\n</head>\n<body>\n<header class="bar"><div>{home}<nav>{links}</nav>'
-        '<button class="theme" type="button" data-theme-switch aria-label="colours: automatic, light or dark">auto'
+        '<button class="theme" type="button" data-theme-switch title="colours: automatic, light or dark">theme: auto'
         f"</button></div></header>\n<main>\n{body}\n</main>\n{script}\n</body>\n</html>\n"
     )
 
@@ -101,7 +101,7 @@ def table(
         if filtered
         else ""
     )
-    label = f"<caption>{escape(caption)}</caption>" if caption else ""
+    label = f"<caption><span>{escape(caption)}</span></caption>" if caption else ""
     identity = f' id="{name}"' if name else ""
     return (
         f'{search}<div class="scroll" tabindex="0"><table class="sort"{identity}>{label}<thead><tr>{head}</tr></thead>'

@@ -39,8 +39,7 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
     main, others = compared(runs), [run for run in runs if run.kind not in ("compare", "reproduce", "train")]
     nav = [("subquad report", "#top")]
     learning = [run for run in runs if run.kind == "train"]
-    heading = "Which attention, at which length?" if main or not learning else "What was trained"
-    parts = [f'<h1 id="top">{heading}</h1>', "" if learning and not main else _summary(main)]
+    parts = [f'<h1 id="top">{_heading(runs)}</h1>', _summary(main)]
     for i, run in enumerate(main):
         sections = list(_sections(run, f"r{i}"))
         if len(main) > 1:
@@ -57,14 +56,14 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
     for i, run in enumerate(reproduced(runs)):
         parts.append(section(run, f"t{i}", _pictures(run)))
         nav.append((run.data["table"], f"#t{i}"))
-    published = beside(TABLES, runs)
-    parts.append(
-        '<section><h2 id="published">Ours beside published</h2><p>The tables of the papers, with what these runs '
-        "measured beside them (in colour) wherever it is the same thing. Times and memory are compared as ratios "
-        "to softmax.</p>"
-        f"{published}</section>"
-    )
-    nav.append(("Published", "#published"))
+    published = beside(TABLES, runs, only_ours=True)
+    if published:
+        parts.append(
+            '<section><h2 id="published">Ours beside published</h2><p>The tables of the papers, with what these runs '
+            "measured beside them (in colour) wherever it is the same thing. Times and memory are compared as ratios "
+            f"to softmax.</p>{published}</section>"
+        )
+        nav.append(("Published", "#published"))
     if others:
         nav.append(("Other figures", "#other"))
         parts.append('<h2 id="other">Other figures</h2>')
@@ -80,9 +79,20 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
     return page("subquad report", "\n".join(parts), nav=nav)
 
 
+def _heading(runs: Sequence[Run]) -> str:
+    """What the page is about, from the first kind of run that has a section of its own."""
+    kinds = {run.kind for run in runs}
+    headings = {
+        "compare": "Which attention, at which length?",
+        "train": "What was trained",
+        "reproduce": "The papers' experiments, run here",
+        "lra": "Long Range Arena, run here",
+        "lra-efficiency": "Long Range Arena: speed and memory",
+    }
+    return next((heading for kind, heading in headings.items() if kind in kinds), "Figures")
+
+
 def _summary(runs: Sequence[Run]) -> str:
-    if not runs:
-        return '<p class="lead">No run of <code>subquad compare</code> is among these: figures only.</p>'
     out = []
     for i, run in enumerate(runs):
         settings = run.data.get("settings", {})
@@ -111,16 +121,18 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         among = any(r["mechanism"] == "softmax" for r in at[:3])
         beside_softmax = f"; softmax {number(base).shown} ms" if base and not among else ""
         yield f"Fastest training step at T = {longest:,}: {best}{beside_softmax}."
-    crossings = [(c["training"], c["mechanism"]) for c in _crossed(run) if c.get("training")]
-    if crossings:
-        shown = sorted(crossings)[:4] + [c for c in sorted(crossings)[4:] if c[1] == "linear"]
-        told = ", ".join(f"{escape(which)} from {round(at):,}" for at, which in shown)
-        more = " …" if len(shown) < len(crossings) else ""
-        yield f"Mechanisms that train faster than exact softmax from some T on: {told}{more} ({len(crossings)} in all)."
-        shortest = min(row["length"] for row in timed) if timed else 0
-        if min(crossings)[0] > shortest:
-            below = round(min(crossings)[0])
-            yield f"Below T = {below:,} none of them beats exact softmax in training: use softmax there."
+    wins = charts.wins(run, "training")
+    if wins:
+        earliest = sorted(wins, key=lambda name: wins[name])
+        shown = {name: wins[name] for i, name in enumerate(earliest) if i < 6 or name == "linear"}
+        more = f" … ({len(wins)} in all)" if len(shown) < len(wins) else ""
+        yield f"Mechanisms that train faster than exact softmax: {escape(charts.told(shown))}{more}."
+        first = wins[earliest[0]].length
+        below = [
+            row["training_ratio"]["median"] for row in timed if row["length"] < first and row.get("training_ratio")
+        ]
+        if below and min(below) >= 1:  # not where one won at a short length and lost again
+            yield f"Below T = {first:,} none of them beats exact softmax in training: use softmax there."
     elif timed and len({row["mechanism"] for row in timed}) > 1:
         yield "None of the mechanisms measured trains faster than exact softmax at these lengths: use softmax."
     for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):
@@ -134,22 +146,19 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         yield f'{what} not possible; <a href="#{name}-left-out">the reasons</a> are listed.'
 
 
-def _crossed(run: Run) -> list[Json]:
-    return [c for c in run.data.get("crossovers", []) if c["mechanism"] != "softmax"]
-
-
 def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
     """(anchor, title, body) of what a compare run holds."""
     curves = charts.curves(run)
     if curves:
         hint = (
             '<p class="note">Both axes are logarithmic: a straight line of slope 1 grows like T, of slope 2 like '
-            "T². Rings mark where a mechanism begins to win over softmax of its own form (causal or bidirectional). "
-            "A line that ends early was not measured further. Point at a line to read it, press a name to keep it.</p>"
+            f"T². {charts.PAIRED} A line that ends early was not measured further. Point at a line to read what was "
+            "measured, press a name to show or hide it.</p>"
         )
         yield "curves", "Cost over length", chart(f"{name}-curves-chart", curves) + hint
-    if _crossed(run):
-        yield "crossovers", "Crossovers", _crossovers(run)
+    crossovers = _crossovers(run)
+    if crossovers:
+        yield "crossovers", "Crossovers", crossovers
     if run.data.get("growth"):
         yield "growth", "Growth", _growth(run)
     against = charts.quality_against_cost(run)
@@ -204,22 +213,25 @@ def _spread(value: Json | None) -> Cell:
 
 
 def _crossovers(run: Run) -> str:
-    lengths = [row["length"] for row in run.data.get("rows", [])]
-    never = Cell("not up to " + f"{max(lengths):,}", math.inf, "n") if lengths else number(None)
+    """A row for each mechanism that was measured beside softmax; nothing if none was."""
+    measured: dict[str, dict[str, int]] = {}  # of each mechanism, the longest length in each respect
+    for row in run.data.get("rows", []):
+        for what, ratio in charts.RATIOS.items():
+            if row["mechanism"] != "softmax" and row.get(ratio) is not None:
+                longest = measured.setdefault(row["mechanism"], {})
+                longest[what] = max(longest.get(what, 0), row["length"])
+    won = {what: charts.wins(run, what) for what in charts.RATIOS}
 
-    def cell(value: float | None) -> Cell:
-        return never if value is None else number(round(value))
+    def cell(name: str, what: str) -> Cell:
+        win = won[what].get(name)
+        if win is not None:
+            return win.cell()
+        longest = measured[name].get(what)
+        return Cell(f"not up to {longest:,}", math.inf, "n") if longest else number(None)
 
-    rows = [
-        [
-            Cell(c["mechanism"]),
-            Cell(charts.family(c["mechanism"])),
-            *(cell(c.get(k)) for k in ("training", "forward", "memory")),
-        ]
-        for c in _crossed(run)
-    ]
+    rows = [[Cell(name), Cell(charts.family(name)), *(cell(name, what) for what in charts.RATIOS)] for name in measured]
     titles = ["mechanism", "family", "training time", "forward time", "memory"]
-    return table(titles, rows, caption="the length from which each costs less than exact softmax")
+    return table(titles, rows, caption="the length from which each costs less than exact softmax") if rows else ""
 
 
 def _growth(run: Run) -> str:
@@ -227,7 +239,7 @@ def _growth(run: Run) -> str:
         [
             Cell(g["mechanism"]), number(g.get("time")), number(g.get("documented_time")),
             number(g.get("memory")), number(g.get("documented_memory")),
-            Cell(", ".join(f"{n:,}" for n in g.get("lengths_used") or []), css="long"),
+            Cell(", ".join(f"{n:,}" for n in g.get("lengths_used") or [])),
         ]
         for g in run.data["growth"]
     ]  # fmt: skip
@@ -267,11 +279,25 @@ def _pictures(run: Run) -> str:
         if file.is_file():
             kind = {"jpg": "jpeg", "svg": "svg+xml"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())
             data = base64.b64encode(file.read_bytes()).decode()
-            shown = f'<img alt="{title}" src="data:image/{kind};base64,{data}">'
+            css = ' class="ink"' if _ink_on_white(file) else ""
+            shown = f'<img{css} alt="{title}" src="data:image/{kind};base64,{data}">'
         else:
             shown = f'<p class="warn">{escape(picture["file"])} is not in the run folder.</p>'
         figures.append(f"<figure>{shown}<figcaption>{title}</figcaption></figure>")
     return f'<div class="pictures">{"".join(figures)}</div>' if figures else ""
+
+
+def _ink_on_white(file: Path) -> bool:
+    """Whether most of a picture is white, so that a dark page shows it inverted; photographs are only dimmed."""
+    import matplotlib.image
+
+    try:
+        pixels = matplotlib.image.imread(file)
+    except (OSError, SyntaxError, ValueError):  # no picture that can be read here, an SVG for example
+        return False
+    bright = pixels / (255 if pixels.dtype.kind == "u" else 1)
+    white = bright > 0.9 if bright.ndim == 2 else (bright[..., :3] > 0.9).all(-1)
+    return float(white.mean()) > 0.5
 
 
 def _provenance(run: Run) -> str:

@@ -21,7 +21,9 @@ def section(run: Run, name: str, pictures: str) -> str:
         label: {"published": {data["metric"]: value}, "error": "not run"} for label, value in not_run(data).items()
     }
     rows = [_cells(label, found, data["metric"]) for label, found in {**data["results"], **theirs}.items()]
-    body = table(COLUMNS, rows, caption=f"{data['source']}; the measure is {data['metric']}")
+    filled = [i for i in range(len(COLUMNS)) if any(row[i].shown for row in rows)]
+    columns, rows = [COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows]
+    body = table(columns, rows, caption=f"{data['source']}; the measure is {data['metric']}")
     differs = "".join(f"<li>{escape(line)}</li>" for line in data["differs"])
     for spec, kind in ((charts.curves(run), "lengths"), (charts.loss_curves(run), "losses")):
         body += chart(f"{name}-{kind}", spec) if spec else ""

@@ -18,18 +18,18 @@
   const colour = (family) => `var(--f-${family.replace(/[^a-z]+/gi, "-")}, var(--f-other))`;
   const trim = (v, digits = 3) => (v === 0 ? "0" : String(Number(v.toPrecision(digits))));
 
-  function format(v, unit) {
+  function format(v, unit, digits = 3) {
     if (v === null || v === undefined) return "";
     if (unit === "bytes") {
       const powers = ["B", "kB", "MB", "GB", "TB"];
       let i = 0;
       while (Math.abs(v) >= 1000 && i < powers.length - 1) { v /= 1000; i++; }
-      return `${trim(v)} ${powers[i]}`;
+      return `${trim(v, digits)} ${powers[i]}`;
     }
     if (unit === "tokens") return v >= 1024 && v % 1024 === 0 ? `${v / 1024}k` : Math.round(v).toLocaleString("en");
-    if (unit === "share") return `${trim(100 * v)} %`;
+    if (unit === "share") return `${trim(100 * v, digits)} %`;
     const a = Math.abs(v);
-    const s = a >= 1e5 || (a > 0 && a < 1e-3) ? v.toExponential(1).replace("e+", "e") : a >= 1000 ? Math.round(v).toLocaleString("en") : trim(v);
+    const s = a >= 1e5 || (a > 0 && a < 1e-3) ? v.toExponential(digits - 2).replace("e+", "e") : a >= 1000 ? Math.round(v).toLocaleString("en") : trim(v, digits);
     return unit && unit !== "steps" ? `${s} ${unit}` : s;
   }
 
@@ -39,25 +39,42 @@
     return (v) => (b === a ? (from + to) / 2 : from + ((f(v) - a) / (b - a)) * (to - from));
   }
 
-  function ticks(axis, low, high, values, room) {
-    if (axis.unit === "tokens") { // measured lengths are the natural marks
-      const all = [...new Set(values)].sort((a, b) => a - b);
-      const every = Math.ceil(all.length / Math.max(2, Math.floor(room / 46)));
-      return all.filter((_, i) => (all.length - 1 - i) % every === 0);
-    }
-    if (!axis.log) {
-      const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw || 1));
-      const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw) || raw || 1;
-      const out = [];
-      for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) out.push(Math.abs(v) < step * 1e-9 ? 0 : v);
-      return out;
-    }
-    const decades = Math.log10(high / low);
-    const multiples = decades > 3 ? [1] : decades > 1.3 ? [1, 3] : [1, 2, 3, 5, 7];
+  function evenly(low, high, step) {
     const out = [];
-    for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++)
-      for (const m of multiples) { const v = m * 10 ** p; if (v >= low && v <= high) out.push(v); }
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) out.push(i * step);
     return out;
+  }
+
+  // At least three marks on every axis but one of lengths, and no more than there is room for.
+  function ticks(axis, low, high, values, room) {
+    const most = Math.max(3, Math.floor(room / 46));
+    const thinned = (all) => all.filter((_, i) => (all.length - 1 - i) % Math.ceil(all.length / most) === 0);
+    if (axis.unit === "tokens") return thinned([...new Set(values)].sort((a, b) => a - b)); // measured lengths are the natural marks
+    if (axis.log && high > 3 * low) {
+      const powers = evenly(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high)), 1).map((p) => 10 ** p);
+      for (const multiples of [[1], [1, 3], [1, 2, 5], [1, 2, 3, 5, 7]]) {
+        const out = powers.flatMap((p) => multiples.map((m) => m * p)).filter((v) => v >= low && v <= high);
+        if (out.length > 3) return thinned(out);
+      }
+    }
+    const power = 10 ** Math.floor(Math.log10(high - low || 1));
+    let out = [];
+    for (const multiple of [5, 2, 1, 0.5, 0.2, 0.1]) {
+      const step = axis.unit === "steps" ? Math.max(1, multiple * power) : multiple * power;
+      const finer = evenly(low, high, step);
+      if (out.length > 2 && finer.length > most) break;
+      out = finer;
+      if (out.length > 3) break;
+    }
+    return out;
+  }
+
+  // Values as text, with as many digits as it takes to tell them apart.
+  function named(values, unit) {
+    for (let digits = 3; ; digits++) {
+      const out = values.map((v) => format(v, unit, digits));
+      if (digits > 8 || new Set(out).size === out.length) return out;
+    }
   }
 
   // Shape tells members of a family apart, colour tells families apart.
@@ -70,15 +87,72 @@
   ];
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 3"];
 
-  function at(points, x) { // a curve between its measured lengths, straight on log axes
-    for (let i = 1; i < points.length; i++) {
-      const [x0, y0] = points[i - 1], [x1, y1] = points[i];
+  const height = (s, i) => s.drawn?.[i] ?? s.points[i][1]; // where a point is drawn; `drawn` makes up for a machine that changes speed
+
+  function at(s, x) { // a curve between its measured lengths, straight on log axes
+    for (let i = 1; i < s.points.length; i++) {
+      const x0 = s.points[i - 1][0], x1 = s.points[i][0], y0 = height(s, i - 1), y1 = height(s, i);
       if (x >= x0 && x <= x1) {
         const t = Math.log(x / x0) / Math.log(x1 / x0);
         return Math.exp(Math.log(y0) + t * (Math.log(y1) - Math.log(y0)));
       }
     }
     return null;
+  }
+
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = `700 12px ${getComputedStyle(document.body).fontFamily}`;
+  const wide = (text) => pen.measureText(text).width; // in the bold letters of charts, in pixels
+
+  function shortened(text, room) {
+    if (wide(text) <= room) return text;
+    while (text && wide(`${text}…`) > room) text = text.slice(0, -1);
+    return `${text}…`;
+  }
+
+  function meets([x1, y1, x2, y2], [left, top, right, bottom]) { // does a line run through a box?
+    let from = 0, to = 1;
+    for (const [d, low, high] of [[x2 - x1, left - x1, right - x1], [y2 - y1, top - y1, bottom - y1]]) {
+      if (d === 0) { if (low > 0 || high < 0) return false; continue; }
+      from = Math.max(from, Math.min(low / d, high / d));
+      to = Math.min(to, Math.max(low / d, high / d));
+    }
+    return from <= to;
+  }
+
+  const AROUND = [[1, 1], [-1, -1], [1, 0], [-1, 0], [1, -1], [-1, 1], [0, -1], [0, 1]];
+  const gap = ({ x, y }, [left, top, right, bottom]) => Math.hypot(Math.max(left - x, x - right, 0), Math.max(top - y, y - bottom, 0));
+  // Where one of some texts can stand near a point without lying on a line, a point or other words; null if nowhere.
+  // Words that are far get a line to their point, near ones must be nearer to it than to any other of frame.points.
+  function beside(point, texts, near, frame) {
+    const { x, y } = point, [left, top, right, bottom] = frame.inside;
+    for (const text of texts) {
+      const half = wide(text) / 2 + 2;
+      for (const distance of [0, 8, 18, 32, 50, 72].map((d) => near + d))
+        for (const [sx, sy] of AROUND) {
+          const reach = sx && sy ? 0.75 * distance : distance;
+          const cx = x + sx * (reach + half), cy = y + sy * (reach + 5), box = [cx - half, cy - 8, cx + half, cy + 8];
+          if (box[0] < left || box[1] < top || box[2] > right || box[3] > bottom) continue;
+          if (frame.taken.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3])) continue;
+          const far = distance > near + 10;
+          if (!far && frame.points.some((other) => other !== point && gap(other, box) <= gap(point, box) + 2)) continue;
+          if (!frame.strokes.some((line) => meets(line, box))) return { text, box, cx, cy, far };
+        }
+    }
+    return null;
+  }
+
+  function write(g, kind, point, texts, near, frame) {
+    const found = beside(point, texts, near, frame);
+    if (!found) return false;
+    const { text, box, cx, cy, far } = found;
+    if (far) {
+      const x = Math.min(Math.max(point.x, box[0]), box[2]), y = Math.min(Math.max(point.y, box[1]), box[3]), part = 7 / Math.hypot(x - point.x, y - point.y);
+      g.append(node("line", { class: "leader", x1: point.x + part * (x - point.x), y1: point.y + part * (y - point.y), x2: x, y2: y }));
+    }
+    g.append(node("text", { class: kind, x: cx, y: cy + 4, "text-anchor": "middle" }, text));
+    frame.taken.push(box);
+    return true;
   }
 
   function chart(box) {
@@ -89,21 +163,25 @@
       counts[family] = (counts[family] ?? -1) + 1;
       look[name] = { family, shape: SHAPES[counts[family] % 5], dash: DASHES[counts[family] % 5] };
     }
-    const state = { view: 0, on: new Set(spec.chosen ?? names.map((n) => n[0])), only: false, hot: null };
+    // of many lines the chosen few are shown at first, of many points all
+    const many = names.length > 7, lined = spec.views.some((v) => v.series.some((s) => s.points.length > 1));
+    const state = { view: 0, on: new Set(spec.chosen ?? names.map((n) => n[0])), only: many && lined, hot: null };
     const head = html("div", { class: "head" });
     const plot = html("div", { class: "plot" });
     const legend = html("div", { class: "legend", role: "group", "aria-label": "series" });
-    box.append(head, plot, legend);
+    const won = html("p", { class: "won" });
+    box.append(head, plot, won, legend);
     if (spec.views.length > 1) {
       const select = html("select", { "aria-label": "what is shown" });
       spec.views.forEach((v, i) => select.append(html("option", { value: i }, v.label)));
       select.onchange = () => { state.view = Number(select.value); draw(); };
       head.append(select);
     } else head.append(html("b", {}, spec.views[0].label));
-    if (names.length > 7) {
+    if (many) {
       const label = html("label"), check = html("input", { type: "checkbox" });
-      check.onchange = () => { state.only = check.checked; draw(); };
-      label.append(check, " only the chosen");
+      check.checked = !state.only;
+      check.onchange = () => { state.only = !check.checked; draw(); };
+      label.append(check, ` the others too (${names.length} in all)`);
       const all = html("button", { type: "button", class: "theme" }, "choose all");
       all.onclick = () => {
         const every = names.every((n) => state.on.has(n[0]));
@@ -131,6 +209,8 @@
     }
     const tip = html("div", { class: "tip", role: "status", hidden: "" });
     let places = [];
+    // [low, high] of a point, moved with it where it is drawn elsewhere than measured
+    const spread = (s, i) => { const p = s.points[i]; return p.length > 3 ? [p[2], p[3]].map((v) => (v * height(s, i)) / p[1]) : []; };
 
     function heat(name) {
       state.hot = name;
@@ -144,24 +224,28 @@
       const view = spec.views[state.view];
       const width = Math.max(260, plot.clientWidth), narrow = width < 620;
       const series = view.series.filter((s) => s.points.length && (!state.only || state.on.has(s.name)));
-      const height = narrow ? 350 : Math.max(420, 60 + 14.5 * series.length);
-      const lines = series.some((s) => s.points.length > 1), longest = Math.max(0, ...series.map((s) => s.name.length));
-      const m = { left: 62, right: narrow ? 14 : lines ? 28 + 7.2 * longest : 30, top: 30, bottom: 44 };
+      const lines = series.some((s) => s.points.length > 1);
+      // names stand to the right of the lines; on a phone only those chosen have room, and one line needs no name
+      const ending = series.filter((s) => series.length > 1 && lines && (!narrow || state.on.has(s.name)));
+      const tall = Math.max(narrow ? 350 : 420, 74 + 15.2 * ending.length);
+      const longest = Math.max(0, ...ending.map((s) => wide(s.name)));
+      const m = { left: narrow ? 50 : 62, right: longest ? Math.min(20 + longest, 0.38 * width) : narrow ? 14 : 30, top: 30, bottom: 44 };
       plot.replaceChildren();
       places = [];
-      const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${view.label}: ${series.map((s) => s.name).join(", ")}` });
+      const svg = node("svg", { viewBox: `0 0 ${width} ${tall}`, height: tall, role: "img", "aria-label": `${view.label}: ${series.map((s) => s.name).join(", ")}` });
       plot.append(svg, tip);
       tip.hidden = true;
+      won.replaceChildren();
       for (const b of $$("button[data-name]", legend)) {
         b.setAttribute("aria-pressed", state.on.has(b.dataset.name));
         b.hidden = !view.series.some((s) => s.name === b.dataset.name && s.points.length);
       }
       if (!series.length) {
-        svg.append(node("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing chosen: press a name below"));
+        svg.append(node("text", { x: width / 2, y: tall / 2, "text-anchor": "middle" }, "nothing chosen: press a name below"));
         return;
       }
       const xs = series.flatMap((s) => s.points.map((p) => p[0]));
-      const ys = series.flatMap((s) => s.points.flatMap((p) => (s.points.length > 60 ? [p[1]] : p.slice(1).filter((v) => v > 0 || !view.y.log))));
+      const ys = series.flatMap((s) => s.points.flatMap((p, i) => (s.points.length > 60 ? [height(s, i)] : [height(s, i), ...spread(s, i)].filter((v) => v > 0 || !view.y.log))));
       const pad = (axis, low, high) => {
         if (axis.range) return axis.range;
         if (axis.log) { const r = (high / low) ** 0.04 || 1; return low === high ? [low / 2, high * 2] : [low / r, high * r]; }
@@ -169,79 +253,69 @@
         return [low - r, high + r];
       };
       const [x0, x1] = pad(view.x, Math.min(...xs), Math.max(...xs)), [y0, y1] = pad(view.y, Math.min(...ys), Math.max(...ys));
-      const X = scale(view.x.log, x0, x1, m.left, width - m.right), Y = scale(view.y.log, y0, y1, height - m.bottom, m.top);
-      for (const v of ticks(view.x, x0, x1, xs, width - m.left - m.right)) {
-        svg.append(node("line", { class: "gridline", x1: X(v), x2: X(v), y1: m.top, y2: height - m.bottom }));
-        svg.append(node("text", { x: X(v), y: height - m.bottom + 16, "text-anchor": "middle" }, format(v, view.x.unit === "ms" ? "" : view.x.unit)));
-      }
-      for (const v of ticks(view.y, y0, y1, ys, height)) {
-        svg.append(node("line", { class: "gridline", x1: m.left, x2: width - m.right, y1: Y(v), y2: Y(v) }));
-        svg.append(node("text", { x: m.left - 7, y: Y(v) + 4, "text-anchor": "end" }, format(v, ["bytes", "share"].includes(view.y.unit) ? view.y.unit : "")));
-      }
-      svg.append(node("text", { x: (m.left + width - m.right) / 2, y: height - 6, "text-anchor": "middle" }, view.x.label));
+      const X = scale(view.x.log, x0, x1, m.left, width - m.right), Y = scale(view.y.log, y0, y1, tall - m.bottom, m.top);
+      const said = (axis) => (["bytes", "share", "tokens"].includes(axis.unit) ? axis.unit : ""); // other units stand in the axis's label
+      const across = ticks(view.x, x0, x1, xs, width - m.left - m.right), up = ticks(view.y, y0, y1, ys, tall);
+      named(across, said(view.x)).forEach((text, i) => {
+        const x = X(across[i]);
+        svg.append(node("line", { class: "gridline", x1: x, x2: x, y1: m.top, y2: tall - m.bottom }));
+        svg.append(node("text", { class: "tick x", x, y: tall - m.bottom + 16, "text-anchor": "middle" }, text));
+      });
+      named(up, said(view.y)).forEach((text, i) => {
+        const y = Y(up[i]);
+        svg.append(node("line", { class: "gridline", x1: m.left, x2: width - m.right, y1: y, y2: y }));
+        svg.append(node("text", { class: "tick y", x: m.left - 7, y: y + 4, "text-anchor": "end" }, text));
+      });
+      svg.append(node("text", { x: (m.left + width - m.right) / 2, y: tall - 6, "text-anchor": "middle" }, view.x.label));
       svg.append(node("text", { x: 4, y: 11 }, view.y.label));
-      svg.append(node("line", { class: "axis", x1: m.left, x2: width - m.right, y1: height - m.bottom, y2: height - m.bottom }));
+      svg.append(node("line", { class: "axis", x1: m.left, x2: width - m.right, y1: tall - m.bottom, y2: tall - m.bottom }));
 
-      const labels = [];
+      const labels = [], taken = [], strokes = []; // boxes and lines that words must not lie on
       const order = [...series].sort((a, b) => state.on.has(a.name) - state.on.has(b.name));
       for (const s of order) {
         const { family, shape, dash } = look[s.name], on = state.on.has(s.name);
         const g = node("g", { class: `s${on ? " on" : ""}${state.hot === s.name ? " hot" : ""}`, "data-name": s.name, style: `--c:${colour(family)}` });
-        const line = s.points.map((p) => `${X(p[0]).toFixed(1)},${Y(p[1]).toFixed(1)}`);
+        const path = s.points.map((p, i) => [X(p[0]), Y(height(s, i))]);
+        const line = path.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`);
+        for (let i = 1; i < path.length; i++) strokes.push([...path[i - 1], ...path[i]]);
         if (s.points.length > 1) {
-          const spread = s.points.filter((p) => p.length > 3);
-          if (spread.length > 1) {
-            const up = spread.map((p) => `${X(p[0]).toFixed(1)},${Y(p[3]).toFixed(1)}`), down = spread.map((p) => `${X(p[0]).toFixed(1)},${Y(p[2]).toFixed(1)}`).reverse();
-            g.append(node("path", { class: "band", d: `M${up.join("L")}L${down.join("L")}z` }));
+          const known = s.points.map((p, i) => [X(p[0]), ...spread(s, i).map(Y)]).filter((p) => p.length > 1);
+          if (known.length > 1) {
+            const high = known.map(([x, , y]) => `${x.toFixed(1)},${y.toFixed(1)}`), low = known.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).reverse();
+            g.append(node("path", { class: "band", d: `M${high.join("L")}L${low.join("L")}z` }));
           }
           g.append(node("path", { class: "line", d: `M${line.join("L")}`, ...(dash && s.points.length < 60 ? { "stroke-dasharray": dash } : {}) }));
         }
         const dots = s.points.length < 60;
-        for (const p of s.points) {
-          const place = { s, name: s.name, x: X(p[0]), y: Y(p[1]), p, view };
+        for (const [i, p] of s.points.entries()) {
+          const place = { s, name: s.name, x: path[i][0], y: path[i][1], p, view };
           places.push(place);
+          if (dots) taken.push([place.x - 5, place.y - 5, place.x + 5, place.y + 5]);
           if (dots) g.append(node("path", { class: "dot", d: shape(s.points.length === 1 ? 5 : on ? 3.6 : 2.6), transform: `translate(${place.x.toFixed(1)},${place.y.toFixed(1)})` }));
         }
-        const last = s.points[s.points.length - 1];
-        labels.push({ g, on, name: s.name, x: X(last[0]), y: Y(last[1]), single: s.points.length === 1 });
+        const [x, y] = path[path.length - 1];
+        labels.push({ g, on, name: s.name, x, y });
         svg.append(g);
       }
-      // names stand at the ends of the lines, pushed apart; on a phone only those chosen have room
-      const shown = labels.filter((l) => !narrow || l.on || !lines).sort((a, b) => a.y - b.y);
-      const gap = 13.5, end = Math.max(...labels.map((l) => l.x));
-      if (!lines) scatterNames(shown, m, width, height);
-      else {
-        shown.forEach((l, i) => { l.to = Math.max(l.y, i ? shown[i - 1].to + gap : m.top); });
-        for (let i = shown.length - 1, floor = height - m.bottom + 8; i >= 0; i--) { shown[i].to = Math.min(shown[i].to, floor); floor = shown[i].to - gap; }
-        for (const l of shown) {
-          if (narrow) {
-            l.g.append(node("text", { class: "name", x: l.x - 8, y: l.to - 9, "text-anchor": "end" }, l.name));
-          } else {
-            // only from the last of all points: from an earlier one it would look like measurements that went on
-            if (l.x > end - 1) l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
-            l.g.append(node("text", { class: "name", x: width - m.right + 17, y: l.to + 4 }, l.name));
-          }
+      const frame = { X, Y, floor: tall - m.bottom, narrow, taken, strokes, points: labels, inside: [m.left, m.top - 12, width - 2, tall - m.bottom - 3] };
+      const end = Math.max(...labels.map((l) => l.x)), ends = labels.filter((l) => ending.some((s) => s.name === l.name)).sort((a, b) => a.y - b.y);
+      if (!lines) {
+        for (const l of [...labels].sort((a, b) => b.on - a.on)) write(l.g, "name", l, [l.name], 8, frame);
+      } else {
+        const row = 15.2;
+        ends.forEach((l, i) => { l.to = Math.max(l.y, i ? ends[i - 1].to + row : m.top); });
+        for (let i = ends.length - 1, floor = tall - m.bottom + 8; i >= 0; i--) { ends[i].to = Math.min(ends[i].to, floor); floor = ends[i].to - row; }
+        for (const l of ends) {
+          // only from the last of all points: from an earlier one it would look like measurements that went on
+          if (l.x > end - 1) l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
+          l.g.append(node("text", { class: "name", x: width - m.right + 17, y: l.to + 4 }, shortened(l.name, m.right - 18)));
+          taken.push([width - m.right + 15, l.to - 8, width, l.to + 8]);
         }
       }
-      // from where on a mechanism costs less than softmax of its own form: a ring on its curve
-      if (view.marks) {
-        let row = 0;
-        const crowded = narrow && Object.keys(view.marks).filter((n) => state.on.has(n)).length > 2; // then only the ring
-        for (const [name, x] of Object.entries(view.marks)) {
-          const own = series.find((s) => s.name === name);
-          const y = own && at(own.points, x);
-          if (!y) continue;
-          const on = state.on.has(name);
-          const g = node("g", { class: `cross${on ? " on" : ""}`, "data-name": name, style: `--c:${colour(look[name].family)}` });
-          const cy = Y(y), ty = m.top + 10 + (on ? 15 * row++ : 0), left = X(x) > (width - m.right + m.left) * 0.5;
-          g.append(node("line", { x1: X(x), x2: X(x), y1: ty + 4, y2: height - m.bottom }), node("circle", { cx: X(x), cy, r: 6.5 }));
-          if (!crowded) g.append(node("text", { x: X(x) + (left ? -5 : 5), y: ty, "text-anchor": left ? "end" : "start" }, `${name} wins from T = ${format(x, "tokens")}`));
-          svg.append(g);
-        }
-      }
+      svg.append(...crossings(view, series, frame));
       svg.onpointermove = svg.onpointerdown = (event) => {
         const r = svg.getBoundingClientRect();
-        const px = ((event.clientX - r.left) / r.width) * width, py = ((event.clientY - r.top) / r.height) * height;
+        const px = ((event.clientX - r.left) / r.width) * width, py = ((event.clientY - r.top) / r.height) * tall;
         let best = null, distance = 42 ** 2;
         for (const q of places) {
           const d = (q.x - px) ** 2 + (q.y - py) ** 2 - (state.on.has(q.name) ? 40 : 0);
@@ -254,21 +328,34 @@
       svg.onpointerleave = () => { tip.hidden = true; heat(null); };
     }
 
-    function scatterNames(shown, m, width, height) {
-      const used = shown.map((l) => [l.x - 6, l.y - 6, l.x + 6, l.y + 6]); // the points themselves
-      for (const l of [...shown].sort((a, b) => b.on - a.on)) {
-        const w = 7.4 * l.name.length, tries = [[9, 4, "start"], [-9, 4, "end"], [0, -10, "middle"], [0, 18, "middle"], [9, -9, "start"], [-9, 17, "end"], [9, 17, "start"], [-9, -9, "end"]];
-        for (const [dx, dy, anchor] of tries) {
-          const left = l.x + dx - (anchor === "end" ? w : anchor === "middle" ? w / 2 : 0), top = l.y + dy - 10;
-          const box = [left, top, left + w, top + 13];
-          const inside = left > m.left - 4 && box[2] < width - 4 && top > 12 && box[3] < height - m.bottom + 2;
-          if (inside && !used.some((u) => box[0] < u[2] && u[0] < box[2] && box[1] < u[3] && u[1] < box[3])) {
-            used.push(box);
-            l.g.append(node("text", { class: "name", x: l.x + dx, y: l.y + dy, "text-anchor": anchor }, l.name));
-            break;
-          }
-        }
+    // From where on a mechanism costs less than softmax of its own form: a ring where the lines cross, a dotted line down
+    // to the length, words beside the ring where there is room, and below the plot all of it in the order of T.
+    function crossings(view, series, frame) {
+      const rings = Object.entries(view.marks ?? {}).sort((a, b) => a[1] - b[1]).flatMap(([name, length]) => {
+        const own = series.find((s) => s.name === name), y = own && at(own, length);
+        return y ? [{ name, length, on: state.on.has(name), x: frame.X(length), y: frame.Y(y) }] : [];
+      });
+      const told = rings.filter((r) => r.on);
+      frame.points = told;
+      for (const r of told) {
+        frame.strokes.push([r.x, r.y + 8, r.x, frame.floor]);
+        frame.taken.push([r.x - 8, r.y - 8, r.x + 8, r.y + 8]);
       }
+      const groups = rings.map((r) => {
+        const g = node("g", { class: `cross${r.on ? " on" : ""}`, "data-name": r.name, style: `--c:${colour(look[r.name].family)}` });
+        g.append(node("circle", { cx: r.x, cy: r.y, r: 6.5 }));
+        const short = `T = ${r.length.toLocaleString("en")}`;
+        const texts = frame.narrow ? [short] : [`${r.name} wins from ${short}`, short], own = r.on ? frame : { ...frame, taken: [...frame.taken] };
+        // without its words a dotted line would say nothing
+        if (write(g, "from", r, texts, 11, own)) g.append(node("line", { class: "drop", x1: r.x, x2: r.x, y1: r.y + 7, y2: frame.floor }));
+        return g;
+      });
+      const always = (view.throughout ?? []).filter((n) => state.on.has(n) && series.some((s) => s.name === n));
+      const name = (n) => html("b", { style: `color:${colour(look[n].family)}` }, n);
+      const parts = told.map((r) => [name(r.name), ` from T = ${r.length.toLocaleString("en")}`]);
+      if (always.length) parts.unshift([...always.flatMap((n, i) => (i ? [", ", name(n)] : [name(n)])), " at every T measured"]);
+      if (parts.length) won.append(`${view.wins}: `, ...parts.flatMap((part, i) => (i ? ["; ", ...part] : part)), ".");
+      return groups;
     }
 
     function show(place, width) {
@@ -291,7 +378,10 @@
   }
 
   function sortable(table) {
-    const body = table.tBodies[0];
+    const body = table.tBodies[0], scroll = table.parentNode;
+    const below = () => scroll.classList.toggle("tall", scroll.scrollTop + scroll.clientHeight < scroll.scrollHeight - 2); // rows are left below
+    scroll.onscroll = below;
+    new ResizeObserver(below).observe(scroll);
     $$("thead th", table).forEach((th, column) => {
       const button = th.querySelector("button");
       if (!button) return;
@@ -382,13 +472,17 @@
       box.querySelector(".verdict").textContent = ratio === 1 ? `Both orders cost the same: N = ${big(N)} is the crossover.`
         : ratio > 1 ? `(V Kᵀ) Q takes ${trim(ratio)} times fewer multiplications; the orders cost the same at N = 2dd'/(d + d') = ${trim(crossing, 4)}.`
         : `V (Kᵀ Q) takes ${trim(1 / ratio)} times fewer multiplications: N is below the crossover N = 2dd'/(d + d') = ${trim(crossing, 4)}.`;
-      const T = JSON.stringify([a, b]);
-      if (box.dataset.drawn !== T) { box.dataset.drawn = T; curve(box.querySelector("svg"), a, b); }
-      const mark = box.querySelector("svg .here");
+      const svg = box.querySelector("svg");
+      width = Math.max(260, svg.clientWidth);
+      const drawn = JSON.stringify([a, b, width]);
+      if (box.dataset.drawn !== drawn) { box.dataset.drawn = drawn; curve(svg, a, b); }
+      const mark = svg.querySelector(".here");
       mark.setAttribute("x1", position(N)); mark.setAttribute("x2", position(N));
     };
-    const position = (N) => 46 + ((Math.log2(N) - 3) / 15) * 540;
+    let width = 680;
+    const position = (N) => 16 + ((Math.log2(N) - 3) / 15) * (width - 100);
     const curve = (svg, a, b) => {
+      svg.setAttribute("viewBox", `0 0 ${width} 228`);
       svg.replaceChildren();
       const lengths = Array.from({ length: 16 }, (_, i) => 2 ** (i + 3));
       const q = lengths.map((N) => (a + b) * N * N), l = lengths.map((N) => 2 * a * b * N);
@@ -399,15 +493,16 @@
       }
       for (const [name, values, c] of [["(d + d')N²", q, "var(--f-exact)"], ["2dd'N", l, "var(--f-kernels)"]]) {
         svg.append(node("path", { d: "M" + lengths.map((N, i) => `${position(N)},${Y(values[i])}`).join("L"), fill: "none", stroke: c, "stroke-width": 2.6 }));
-        svg.append(node("text", { x: 592, y: Y(values[15]) + 4, style: `fill:${c};font-weight:700` }, name));
+        svg.append(node("text", { x: width - 78, y: Y(values[15]) + 4, style: `fill:${c};font-weight:700` }, name));
       }
       const N = (2 * a * b) / (a + b);
       svg.append(node("circle", { cx: position(N), cy: Y(2 * a * b * N), r: 6, fill: "none", stroke: "var(--f-clustering)", "stroke-width": 2.4 }));
       svg.append(node("text", { x: position(N) + 10, y: Y(2 * a * b * N) + 14, style: "fill:var(--f-clustering);font-weight:600" }, `N = ${trim(N, 4)}`));
       svg.append(node("line", { class: "here", y1: 14, y2: 190, stroke: "var(--accent)", "stroke-dasharray": "4 3" }));
-      svg.append(node("text", { x: 300, y: 222, "text-anchor": "middle" }, "sequence length N"), node("text", { x: 4, y: 10 }, "multiplications"));
+      svg.append(node("text", { x: width / 2 - 34, y: 222, "text-anchor": "middle" }, "sequence length N"), node("text", { x: 4, y: 10 }, "multiplications"));
     };
     for (const input of [n, d, dd]) input.oninput = update;
+    new ResizeObserver(update).observe(box);
     update();
   }
 
@@ -417,7 +512,7 @@
     const root = document.documentElement, kinds = ["auto", "light", "dark"];
     let kind = "auto";
     try { kind = localStorage.getItem("subquad-theme") ?? "auto"; } catch { /* a page from disk may have no storage */ }
-    const apply = () => { kind === "auto" ? root.removeAttribute("data-theme") : root.setAttribute("data-theme", kind); button.textContent = kind; };
+    const apply = () => { kind === "auto" ? root.removeAttribute("data-theme") : root.setAttribute("data-theme", kind); button.textContent = `theme: ${kind}`; };
     button.onclick = () => {
       kind = kinds[(kinds.indexOf(kind) + 1) % 3];
       try { localStorage.setItem("subquad-theme", kind); } catch { /* as above */ }
