@@ -122,6 +122,11 @@ def test_3_every_state_with_positions_is_far() -> None:
     assert stateful - set(laws.FAR) == {"additive"}  # where a position is but a place in the cache
 
 
+@over((name, case) for name, case in defaults(causal=True) if case.cls.traits.state == "constant")
+def test_8_long_sums_keep_their_digits(case: Case) -> None:
+    laws.long_sums_keep_their_digits(Case(case.cls, {**case.options, "dim": 16, "heads": 2}))
+
+
 @over((name, case) for name, case in defaults() if case.cls.memory < 2)
 def test_7_nothing_is_square(case: Case) -> None:
     laws.nothing_is_square(case)
@@ -147,6 +152,11 @@ def test_8_large_half_precision_is_finite(case: Case) -> None:
 @over(laws.cases())
 def test_8_autocast_is_half_precision(case: Case) -> None:
     laws.autocast_is_half_precision(case)
+
+
+@over(laws.cases())
+def test_8_half_precision_is_as_exact_as_the_definition(case: Case) -> None:
+    laws.half_precision_is_as_exact_as_the_definition(case)
 
 
 @over(laws.cases())
@@ -277,6 +287,10 @@ def test_rotary_changes_the_result_and_keeps_the_laws(case: Case) -> None:
 def test_dropout_has_its_rate(case: Case, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subquad.ops.dense.PAIRS", pairs)
     laws.dropout_has_its_rate(case)
+
+
+def test_both_factors_of_nystrom_are_dropped() -> None:
+    laws.dropout_has_its_rate(laws.dropping(MECHANISMS["nystrom"], False, landmarks=1))
 
 
 def test_every_dropout_is_measured() -> None:

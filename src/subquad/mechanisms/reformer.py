@@ -214,7 +214,7 @@ class Reformer(Mixer):
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         v = self.value(x).unflatten(-1, (self.options.heads, -1))
-        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths), v).flatten(-2))
+        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths).to(v.dtype), v).flatten(-2))
 
     def _pattern(self, x: Tensor) -> Tensor:
         return self._weights(x, None)
