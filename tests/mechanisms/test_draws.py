@@ -43,6 +43,7 @@ def test_laws_hold_for_drawn_cases(name: str, causal: bool, number: int, monkeyp
         set_threshold(monkeypatch, threshold, value)
     traits = case.build().traits
     laws.forward_equals_reference(case)
+    laws.gradient_is_the_slope(case)
     laws.padding_is_invisible(case, [draw.randint(0, case.length) for _ in range(3)])
     if causal and case.options.get("strict_causal", True):
         laws.strictly_causal(case)

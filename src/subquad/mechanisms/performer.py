@@ -13,8 +13,8 @@ Departures  The authors subtract the largest exponent of all keys, which looks a
             a new one rescales the sums like a gate, so results are causal and the same at any length. They add eps to
             features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
             exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
-            |denominator|, in units of the largest exp(|k|²/2); that key alone has a standard error of 1/√(2·features),
-            and nearer to zero chance decides the denominator. Ω is drawn once, and anew by `redraw`.
+            |denominator|, in units of the largest exp(|k|²/2), raised to a power of two; that key alone has a standard
+            error of 1/√(2·features), and nearer to zero chance decides the denominator. Ω is drawn once, and anew by `redraw`.
 Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
             performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 on both sides
             1e-13, causal and not; with its own eps of 1e-4, 1e-4 for tokens of size 0.5 and apart for large ones
@@ -41,6 +41,7 @@ from subquad.ops.linear import (
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
 from subquad.ops.running import running_max
 
+LOG_2 = math.log(2)
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
 KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 0.3, "relu": 1e-3}  # and their eps; trig's in standard errors
 
@@ -188,7 +189,9 @@ class Performer(Mixer):
             return self._rectified(k).to(dtype), v, None, largest
         if self.options.kernel == "trig":
             phi, exponent = trigonometric(self._scaled(k), self.directions)
-            reached, gate, largest = self._reached(exponent.detach(), lengths, largest)
+            # the floor is in this unit: rounded, it does not move with a key, and needs no gradient
+            unit = (exponent.detach() / LOG_2).ceil() * LOG_2
+            reached, gate, largest = self._reached(unit, lengths, largest)
             return (phi * (exponent - reached).exp()[..., None]).to(dtype), v, gate, largest
         found = exponents(k, self._signed(), self.width**-0.25)
         reached, gate, largest = self._reached(found.factor, lengths, largest)
@@ -281,7 +284,10 @@ class Performer(Mixer):
                 exponents.append((p - half[..., None]).max(-1).values)
                 phi.append((p - half[..., None] - exponents[-1][..., None]).exp() + eps)
         exponent = exponents[1][:, :, None].masked_fill(~seen, -torch.inf)  # [B, H, T, S]
-        weights = phi[0] @ phi[1].mT * (exponent - exponent.amax(-1, keepdim=True).detach()).exp()
+        unit = exponent.amax(-1, keepdim=True).detach()
+        if kernel == "trig":
+            unit = (unit / math.log(2)).ceil() * math.log(2)
+        weights = phi[0] @ phi[1].mT * (exponent - unit).exp()
         d = weights.sum(-1, keepdim=True)
         if kernel == "trig":
             d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps))
