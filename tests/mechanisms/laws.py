@@ -151,7 +151,8 @@ def ties_are_broken_alike(case: Case) -> None:
 
 def autocast_is_half_precision(case: Case) -> None:
     """forward, prefill and step of a float32 module under autocast, about as exact as the module in bfloat16."""
-    mix, half, exact = (case.build(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+    half = case.build(torch.bfloat16)
+    mix, exact = copy.deepcopy(half).float(), copy.deepcopy(half).double()  # the same weights, so the same buckets
     x, lengths = tokens(2, case.length, case.dim, dtype=torch.bfloat16), torch.tensor([case.length, 17])
     states = bool(mix.traits.state)
 

@@ -14,7 +14,8 @@ Departures  The authors subtract the largest exponent of all keys, which looks a
             features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
             exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
             |denominator|, in units of the largest exp(|k|²/2), raised to a power of two; that key alone has a standard
-            error of 1/√(2·features), and nearer to zero chance decides the denominator. Ω is drawn once, and anew by `redraw`.
+            error of 1/√(2·features), and nearer to zero chance decides the denominator. Ω is drawn once, and anew by
+            `redraw`.
 Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
             performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 on both sides
             1e-13, causal and not; with its own eps of 1e-4, 1e-4 for tokens of size 0.5 and apart for large ones
