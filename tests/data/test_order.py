@@ -62,6 +62,13 @@ def test_epochs_and_seeds_differ() -> None:
     assert np.array_equal(stream(Order(5, 2, shuffle=False), 5), [0, 1, 2, 3, 4] * 2)
 
 
+def test_epochs_differ_in_the_stream() -> None:
+    seen = stream(Order(50, 7, 1), 40).tolist()
+    epochs = [seen[start : start + 50] for start in (0, 50, 100, 150)]
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+
+
 def test_the_order_is_that_of_every_machine() -> None:
     assert permutation(8, 0, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
 

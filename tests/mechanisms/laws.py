@@ -7,13 +7,27 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.base import Mixer
+from subquad.mechanisms.compressed import Compressed
+from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.linear import Linear
+from subquad.mechanisms.linformer import Linformer
+from subquad.mechanisms.local import Local
 from subquad.mechanisms.mixed import Mixed
+from subquad.mechanisms.nystrom import Nystrom
+from subquad.mechanisms.patterned import Patterned
+from subquad.mechanisms.performer import Performer
+from subquad.mechanisms.rfa import RFA
+from subquad.mechanisms.routing import Routing
+from subquad.mechanisms.sinkhorn import Sinkhorn
+from subquad.mechanisms.softmax import Softmax
+from subquad.mechanisms.transformer_xl import TransformerXL
 
 DIM, HEADS, T = 32, 4, 41  # 41 tokens: no block divides them
 
@@ -21,6 +35,15 @@ DIM, HEADS, T = 32, 4, 41  # 41 tokens: no block divides them
 class Case(NamedTuple):
     cls: type[Mixer]
     options: dict[str, Any]
+    length: int = T  # of the sequences that the laws make, at least 34
+
+    @property
+    def dim(self) -> int:
+        return int(self.options["dim"])
+
+    @property
+    def heads(self) -> int:
+        return int(self.options["heads"])
 
     def build(self, dtype: torch.dtype = torch.float64, **changes: Any) -> Mixer:
         """The module with every parameter moved off its initial value, so that no zero initialisation hides a term."""
@@ -88,7 +111,7 @@ def same_after(change: Callable[[], None], mix: Mixer, x: Tensor, lengths: Tenso
 
 def forward_equals_reference(case: Case) -> None:
     mix = case.build()
-    x, lengths = tokens(4, T, DIM), torch.tensor([T, 17, 0, 1])
+    x, lengths = tokens(4, case.length, case.dim), torch.tensor([case.length, 17, 0, 1])
     for inputs in ({}, {"lengths": lengths}):
         close(mix(x, **inputs), mix.reference(x, **inputs))
         fast, slow = gradients(mix, mix, x, **inputs), gradients(mix, mix.reference, x, **inputs)
@@ -102,7 +125,7 @@ def forward_equals_reference(case: Case) -> None:
 def large_tokens_equal_reference(case: Case) -> None:
     """Where exponentials under- or overflow unless somebody minds, and choices are extreme."""
     mix = case.build()
-    x, lengths = 30 * tokens(3, T, DIM), torch.tensor([T, 17, 1])
+    x, lengths = 30 * tokens(3, case.length, case.dim), torch.tensor([case.length, 17, 1])
     with torch.no_grad():
         want = mix.reference(x, lengths)
         close(mix(x, lengths), want, 1e-9 * max(1.0, float(want.abs().max())))
@@ -117,8 +140,8 @@ def repeated_tokens(*shape: int) -> Tensor:
 def ties_are_broken_alike(case: Case) -> None:
     """Laws 1 and 4 on repeated tokens."""
     mix = case.build()
-    counts = [T, 29, 18]
-    x, lengths = repeated_tokens(3, T, DIM), torch.tensor(counts)
+    counts = [case.length, 29, 18]
+    x, lengths = repeated_tokens(3, case.length, case.dim), torch.tensor(counts)
     with torch.no_grad():
         y = mix(x, lengths)
         close(y, mix.reference(x, lengths))
@@ -128,8 +151,9 @@ def ties_are_broken_alike(case: Case) -> None:
 
 def autocast_is_half_precision(case: Case) -> None:
     """forward, prefill and step of a float32 module under autocast, about as exact as the module in bfloat16."""
-    mix, half, exact = (case.build(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
-    x, lengths = tokens(2, T, DIM, dtype=torch.bfloat16), torch.tensor([T, 17])
+    half = case.build(torch.bfloat16)
+    mix, exact = copy.deepcopy(half).float(), copy.deepcopy(half).double()  # the same weights, so the same buckets
+    x, lengths = tokens(2, case.length, case.dim, dtype=torch.bfloat16), torch.tensor([case.length, 17])
     states = bool(mix.traits.state)
 
     def run(mix: Mixer, x: Tensor) -> list[Tensor]:
@@ -139,7 +163,7 @@ def autocast_is_half_precision(case: Case) -> None:
         part, state = mix.prefill(x[:, :20])
         more, state = mix.prefill(x[:, 20:29], state=state)
         steps = []
-        for t in range(29, T):
+        for t in range(29, case.length):
             y_t, state = mix.step(x[:, t], state)
             steps.append(y_t)
         return [y, part, more, torch.stack(steps)]
@@ -157,7 +181,7 @@ def autocast_is_half_precision(case: Case) -> None:
 
 def inference_mode_works(case: Case) -> None:
     mix = case.build()
-    x, lengths = tokens(2, T, DIM), torch.tensor([T, 17])
+    x, lengths = tokens(2, case.length, case.dim), torch.tensor([case.length, 17])
     want = mix(x, lengths)
     with torch.inference_mode():
         close(mix(x, lengths), want)
@@ -169,7 +193,7 @@ def inference_mode_works(case: Case) -> None:
 
 def cross_equals_reference(case: Case) -> None:
     mix = case.build()
-    x, context = tokens(3, 9, DIM), tokens(3, 30, DIM, seed=2)
+    x, context = tokens(3, 9, case.dim), tokens(3, 30, case.dim, seed=2)
     lengths, context_lengths = torch.tensor([9, 4, 2]), torch.tensor([30, 7, 0])
     for inputs in ({}, {"lengths": lengths}, {"context_lengths": context_lengths}):
         close(mix(x, context=context, **inputs), mix.reference(x, context=context, **inputs))
@@ -184,9 +208,9 @@ def cross_equals_reference(case: Case) -> None:
 def gradient_is_the_slope(case: Case) -> None:
     """Central differences along one direction of x and each parameter: catches what forward and reference both lack."""
     mix = case.build()
-    x = tokens(2, 23, DIM)
+    x = tokens(2, 23, case.dim)
     grads = gradients(mix, mix, x)
-    weight = tokens(2, 23, DIM, seed=9)
+    weight = tokens(2, 23, case.dim, seed=9)
     step = 1e-6
     named = {"x": x, **dict(mix.named_parameters())}
     for name, tensor in named.items():
@@ -205,15 +229,17 @@ def gradient_is_the_slope(case: Case) -> None:
 
 def strictly_causal(case: Case) -> None:
     mix = case.build()
-    x = tokens(2, T, DIM)
+    x = tokens(2, case.length, case.dim)
     with torch.no_grad():
         y = mix(x)
-        for t in (1, 2, 7, 8, 16, 20, 33, 40):
+        for t in (1, 2, 7, 8, 16, 20, 33, case.length - 1):
             close(mix(x[:, :t]), y[:, :t])  # nothing changes when T grows
-        at = torch.arange(T)
+        at = torch.arange(case.length)
         later = at >= at[1:, None]  # [T-1, T]: row t-1 has another future from t on, for every t
         for scale in (1.0, 30.0):
-            changed = torch.where(later[..., None], scale * tokens(T - 1, T, DIM, seed=1), x[0])
+            changed = torch.where(
+                later[..., None], scale * tokens(case.length - 1, case.length, case.dim, seed=1), x[0]
+            )
             same = torch.where(later[..., None], 0, mix(changed))
             close(same, torch.where(later[..., None], 0, y[0]))
 
@@ -221,7 +247,7 @@ def strictly_causal(case: Case) -> None:
 def recurrence_equals_forward(case: Case, splits: list[int], first: list[int]) -> None:
     """Ragged prompts of lengths `first`, then pieces cut at `splits`, the last part by steps."""
     mix = case.build()
-    x = tokens(len(first), T, DIM)
+    x = tokens(len(first), case.length, case.dim)
     want = mix(x)
     lengths = torch.tensor(first)
     longest = max(first)
@@ -232,7 +258,7 @@ def recurrence_equals_forward(case: Case, splits: list[int], first: list[int]) -
     assert state.position.tolist() == first
     at = lengths.clone()
     for size in splits:
-        size = min(size, T - longest - int((at - lengths)[0]))
+        size = min(size, case.length - longest - int((at - lengths)[0]))
         if size < 1:
             continue
         piece = torch.stack([x[row, int(n) : int(n) + size] for row, n in enumerate(at)])
@@ -253,9 +279,9 @@ def recurrence_equals_forward(case: Case, splits: list[int], first: list[int]) -
 def state_is_a_value(case: Case) -> None:
     """Preallocated, saved and loaded, indexed and stacked by batch, continued: the same numbers."""
     mix = case.build()
-    x = tokens(3, T, DIM)
+    x = tokens(3, case.length, case.dim)
     want = mix(x)
-    y, state = mix.prefill(x[:, :20], state=mix.init_state(3, capacity=T))
+    y, state = mix.prefill(x[:, :20], state=mix.init_state(3, capacity=case.length))
     close(y, want[:, :20])
     saved = safetensors.torch.save({name: t.contiguous() for name, t in state._asdict().items()})
     loaded = type(state)(**safetensors.torch.load(saved))
@@ -263,7 +289,7 @@ def state_is_a_value(case: Case) -> None:
     rows = type(state)(*(t[order] for t in loaded))
     stacked = type(state)(*(torch.cat((t[:1], t[1:])) for t in rows))
     sizes = [t.shape for t in stacked]
-    for t in range(20, T):
+    for t in range(20, case.length):
         y_t, stacked = mix.step(x[order, t], stacked)
         close(y_t, want[order, t])
     assert mix.traits.state != "growing" or [t.shape for t in stacked] == sizes, "reallocated inside its capacity"
@@ -273,7 +299,7 @@ def state_goes_into_a_rebuilt_module(case: Case) -> None:
     """Another instance with the same options and loaded weights continues where the first one stopped."""
     mix, again = case.build(), case.build(seed=5)
     again.load_state_dict(mix.state_dict())
-    x = tokens(2, 30, DIM)
+    x = tokens(2, 30, case.dim)
     with torch.no_grad():
         want = mix(x)
         _, state = mix.prefill(x[:, :20])
@@ -285,7 +311,7 @@ def state_goes_into_a_rebuilt_module(case: Case) -> None:
 
 def padding_is_invisible(case: Case, lengths: list[int]) -> None:
     mix = case.build()
-    x = tokens(len(lengths), T, DIM)
+    x = tokens(len(lengths), case.length, case.dim)
     for row, n in enumerate(lengths):
         x[row, n:] = (math.nan, 1e9, -1e9)[row % 3]
     y = mix(x, lengths=torch.tensor(lengths))
@@ -297,13 +323,15 @@ def padding_is_invisible(case: Case, lengths: list[int]) -> None:
 
 def empty_rows_have_finite_gradients(case: Case) -> None:
     mix = case.build()
-    for name, grad in gradients(mix, mix, tokens(3, T, DIM), lengths=torch.tensor([T, 0, 1])).items():
+    for name, grad in gradients(
+        mix, mix, tokens(3, case.length, case.dim), lengths=torch.tensor([case.length, 0, 1])
+    ).items():
         assert grad is None or torch.isfinite(grad).all(), name
 
 
 def rows_are_independent(case: Case) -> None:
     mix = case.build()
-    x = tokens(3, T, DIM)
+    x = tokens(3, case.length, case.dim)
     y = mix(x)
     for row in range(3):
         close(mix(x[row : row + 1])[0], y[row])
@@ -311,7 +339,7 @@ def rows_are_independent(case: Case) -> None:
 
 def evaluation_is_deterministic(case: Case) -> None:
     mix = case.build()
-    x = tokens(2, T, DIM)
+    x = tokens(2, case.length, case.dim)
     y = mix(x)
     assert torch.equal(mix(x), y)
     assert torch.equal(copy.deepcopy(mix)(x), y)
@@ -376,7 +404,7 @@ def cost_grows_as_documented(case: Case, small: int = 1024, large: int = 4096) -
 
 def one_token_works(case: Case) -> None:
     mix = case.build()
-    x = tokens(2, 1, DIM)
+    x = tokens(2, 1, case.dim)
     close(mix(x), mix.reference(x))
     if mix.traits.state:
         y, _ = mix.step(x[:, 0], mix.init_state(2))
@@ -384,30 +412,31 @@ def one_token_works(case: Case) -> None:
 
 
 def large_half_precision_is_finite(case: Case) -> None:
-    mix = case.build(torch.bfloat16)
-    x = (100 * tokens(2, T, DIM)).to(torch.bfloat16).requires_grad_()
-    y = mix(x, lengths=torch.tensor([T, 12]))
-    y.float().sum().backward()
-    assert y.dtype == torch.bfloat16
-    assert torch.isfinite(y).all()
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
-    if mix.traits.state:
-        y, state = mix.prefill(x.detach())
-        assert torch.isfinite(mix.step(x.detach()[:, 0], state)[0]).all()
+    for dtype, size in ((torch.bfloat16, 100), (torch.float16, 20)):  # float16 ends at 65,504, about 40³
+        mix = case.build(dtype)
+        x = (size * tokens(2, case.length, case.dim)).to(dtype).requires_grad_()
+        y = mix(x, lengths=torch.tensor([case.length, 12]))
+        y.float().sum().backward()
+        assert y.dtype == dtype
+        assert torch.isfinite(y).all()
+        assert x.grad is not None
+        assert torch.isfinite(x.grad).all()
+        if mix.traits.state:
+            y, state = mix.prefill(x.detach())
+            assert torch.isfinite(mix.step(x.detach()[:, 0], state)[0]).all()
 
 
 def permutation_equivariant(case: Case) -> None:
     mix = case.build()
-    x, order = tokens(2, T, DIM), torch.randperm(T, generator=torch.Generator().manual_seed(4))
+    x, order = tokens(2, case.length, case.dim), torch.randperm(case.length, generator=torch.Generator().manual_seed(4))
     close(mix(x[:, order]), mix(x)[:, order])
 
 
 def pattern_is_a_picture(case: Case) -> None:
     mix = case.build()
-    x = tokens(2, 19, DIM)
+    x = tokens(2, 19, case.dim)
     weights = mix.pattern(x)
-    heads = HEADS if "heads" not in case.cls.unused else weights.shape[1]
+    heads = case.heads if "heads" not in case.cls.unused else weights.shape[1]
     assert weights.shape == (2, heads, 19, 19)
     assert torch.isfinite(weights).all()
     assert (weights != 0).any()
@@ -434,3 +463,282 @@ class Largest(TorchDispatchMode):
                 if numel > self.numel:
                     self.numel, self.op = numel, str(func)
         return out
+
+
+def gradients_are_sane(case: Case) -> None:
+    """Finite, and no larger than tokens of size one can make them, in every type that people train in."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mix = case.build(dtype)
+        grads = gradients(mix, mix, tokens(2, case.length, case.dim, dtype=dtype))
+        for name, grad in grads.items():
+            if grad is not None:
+                largest = float(grad.float().abs().max())
+                assert largest < 1e4, f"{dtype}: a gradient of {name} is {largest}"
+
+
+LIMITS: dict[str, dict[str, Any]] = {  # options that remove the approximation from sequences of 20 tokens
+    "softmax": {},
+    "local": {"window": 20},
+    "strided": {"stride": 1},
+    "fixed": {"block": 20, "summary": 1},
+    "longformer": {"window": 20, "global_tokens": 0},
+    "bigbird": {"block": 20, "random": 0},
+    "clustered": {"clusters": 2, "topk": 20, "block": 6},
+    "routing": {"clusters": 1, "window": 20, "share_qk": False},
+    "sinkhorn": {"block": 20},
+    "linformer": {"rank": 20, "max_length": 20},
+    "compressed": {"stride": 1},
+    "nystrom": {"landmarks": 20, "conv": 0},
+    "synthesizer": {"kind": "dot", "max_length": 20},
+    "transformer_xl": {"memory": 20},
+    # formulas of their own, without random features
+    "linear": {},
+    "efficient": {},
+    "performer": {"kernel": "relu", "features": 0},
+    "rfa": {"features": 20_000, "tau": 1.2},  # nearly removed: its noise is far below what a wrong scale would do
+}
+
+
+def limit(cls: type[Mixer], causal: bool) -> Case:
+    """The mechanism at its exact limit, with heads 12 wide: at a power of two a wrong scale may go unseen."""
+    name = next(name for name, known in MECHANISMS.items() if issubclass(cls, known))
+    return Case(cls, {"dim": 36, "heads": 3, "causal": causal, **LIMITS[name]})
+
+
+def limit_is_torch_attention(case: Case) -> None:
+    """Law 6, for a case of `limit`: torch's attention of the same q, k and v, with torch's own scale, or a formula."""
+    mix, x = case.build(), tokens(2, 20, case.dim)
+    scale, tolerance = None, 1e-9
+    with torch.no_grad():
+        if isinstance(mix, Routing):
+            q, k, v = mix.qkv(x).unflatten(-1, (3, case.heads, -1)).unbind(2)
+            q, k = (F.layer_norm(t, t.shape[-1:]) for t in (q, k))
+            out: Any = mix.out
+        else:
+            heads: Any = mix.heads
+            (q, k, v), out = heads.split(x), heads.out
+        if isinstance(mix, RFA):  # of unit vectors, and τ² in place of √K
+            mix.sigma.fill_(1)
+            q, k, scale = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), 1.2**-2
+            tolerance = 0.02
+        if isinstance(mix, Linformer):
+            for rows in (mix.key_rows, mix.value_rows):
+                rows.copy_(torch.eye(20))
+        if isinstance(mix, Compressed):
+            for conv in (mix.key, mix.value):
+                conv.weight.copy_(torch.eye(12)[..., None].repeat(3, 1, 1))
+                conv.bias.zero_()
+        if isinstance(mix, TransformerXL):
+            for parameter in (mix.relative.weight, mix.u, mix.w):
+                parameter.zero_()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        causal = case.options["causal"]
+        if isinstance(mix, Linear | Performer):
+            q, k = (F.elu(t) + 1 if isinstance(mix, Linear) else F.relu(t / 12**0.25) + 1e-3 for t in (q, k))
+            weights = (q @ k.mT).tril() if causal else q @ k.mT
+            want = weights @ v / (weights.sum(-1, keepdim=True) + (1e-6 if isinstance(mix, Linear) else 0))
+        elif isinstance(mix, Efficient):
+            total = k.exp().cumsum(2) if causal else k.exp().sum(2, keepdim=True)  # up to each query, of each feature
+            weights = (q.softmax(-1) / total) @ k.exp().mT
+            want = (weights.tril() if causal else weights) @ v
+        else:
+            want = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+        torch.testing.assert_close(mix(x), out(want.transpose(1, 2).flatten(2)), rtol=tolerance, atol=tolerance)
+
+
+DROPPING: dict[str, dict[str, Any]] = {  # options with which a key reaches a query through one weight
+    "softmax": {},
+    "additive": {},
+    "reformer": {"rounds": 1, "buckets": 1, "chunk": 20},
+    "routing": {"clusters": 1, "window": 20},
+    "clustered": {"clusters": 2, "topk": 20, "block": 6},
+    "sinkhorn": {"block": 20},
+    "linformer": {"rank": 20, "max_length": 20},
+    "compressed": {"stride": 1},
+    "nystrom": {"landmarks": 20, "conv": 0},
+    "synthesizer": {"kind": "random+dot", "max_length": 20},
+    "transformer_xl": {"memory": 20},
+}
+
+
+def dropping(cls: type[Mixer], causal: bool, **changes: Any) -> Case:
+    name = next(name for name, known in MECHANISMS.items() if issubclass(cls, known))
+    return Case(cls, {"dim": 20, "heads": 1, "causal": causal, "dropout": 0.3, **DROPPING[name], **changes})
+
+
+def dropout_has_its_rate(case: Case) -> None:
+    """For a case of `dropping`: three of ten weights are zero, the others are divided by 0.7, in every way to compute.
+
+    Token s is the unit vector s, and so is its value: what query t gives is its row of weights.
+    """
+    mix, x = case.build(), torch.eye(20, dtype=torch.float64).expand(150, -1, -1)
+    with torch.no_grad():
+        _show_weights(mix)
+        want = mix(x)[0]
+        mix.train()
+        torch.manual_seed(0)
+        outputs = [mix(x)]
+        if mix.traits.state:
+            first, state = mix.prefill(x[:, :7])
+            second, state = mix.prefill(x[:, 7:18], state=state)
+            steps = []
+            for t in (18, 19):
+                y, state = mix.step(x[:, t], state)
+                steps.append(y)
+            outputs.append(torch.cat((first, second, torch.stack(steps, 1)), 1))
+    twice = isinstance(mix, Sinkhorn) and not case.options["causal"]  # a key in the own and in the sorted block
+    factors = 2 if isinstance(mix, Nystrom) and mix.options.landmarks < 20 else 1  # of which each is dropped
+    rate = 0.3**2 if twice else 1 - 0.7**factors
+    for y in outputs:
+        weighs = (want > 1e-6).expand_as(y)
+        kept = y.abs() > 1e-9
+        share = float((~kept)[weighs].double().mean())
+        assert abs(share - rate) < 0.015 * factors, f"dropped {share:.3f} of the weights, asked for {rate:.3f}"
+        total = float(y.sum() / (150 * want.sum()))
+        assert abs(total - 1) < 0.02 * factors, f"the weights that are left add up to {total:.3f} of all"
+        if not twice:
+            close(y[weighs & kept], (want / 0.7**factors).expand_as(y)[weighs & kept])
+
+
+@torch.no_grad()
+def _show_weights(mix: Any) -> None:
+    """Values and outputs are the tokens themselves."""
+    eye = torch.eye(20)
+    layers = [getattr(mix, "heads", mix).out]
+    if hasattr(mix, "value") and isinstance(mix.value, torch.nn.Linear):
+        layers.append(mix.value)
+    else:
+        qkv = mix.heads.qkv if hasattr(mix, "heads") else mix.qkv
+        qkv.weight[-20:], qkv.bias[-20:] = eye, 0
+    for layer in layers:
+        layer.weight.copy_(eye)
+        layer.bias.zero_()
+    if isinstance(mix, Linformer):
+        mix.value_rows.copy_(eye)
+    if isinstance(mix, Compressed):
+        mix.value.weight.copy_(eye[..., None])
+        mix.value.bias.zero_()
+
+
+FAR: dict[str, tuple[int, dict[str, Any]]] = {  # where sequences begin that cross 2¹⁶ or 2²⁴ tokens
+    "softmax": (65_529, {}),
+    "compressed": (65_529, {"stride": 3}),
+    "strided": (65_529, {"stride": 6}),
+    "fixed": (65_529, {"block": 8, "summary": 2}),
+    "longformer": (65_529, {"window": 4, "dilation": (1, 3), "global_tokens": 2}),
+    "bigbird": (65_529, {"block": 3, "random": 2}),
+    "reformer": (65_529, {"rounds": 2, "chunk": 3, "buckets": 4}),
+    "routing": (65_529, {"clusters": 3, "window": 4}),
+    "local": (2**24 - 7, {"window": 4}),
+    "mixed": (2**24 - 7, {"parts": (("local", 1, {"window": 4}), ("local", 1, {"window": 2}))}),
+    "transformer_xl": (2**24 - 7, {"memory": 4, "rotary": False}),
+    "linear": (2**24 - 7, {}),
+    "performer": (2**24 - 7, {"features": 9}),
+    "rfa": (2**24 - 7, {"features": 9, "gate": True}),
+    "efficient": (2**24 - 7, {"normalize": "scaling", "rotary": False}),
+}
+
+
+def far(cls: type[Mixer]) -> Case:
+    name = next(name for name, known in MECHANISMS.items() if issubclass(cls, known))
+    start, options = FAR[name]
+    return Case(cls, {"dim": 12, "heads": 2, "causal": True, "rotary": True, **options}, start)
+
+
+def far_positions_follow_the_definition(case: Case) -> None:
+    """For a case of `far`: what comes behind a state at a far position, whose cache holds zeros."""
+    mix, x = case.build(), tokens(2, 14, case.dim)
+    y = _behind(mix, x, case.length)
+    if isinstance(mix, Softmax | Compressed | Patterned) and not isinstance(mix, Local):
+        want = _among_zeros(mix, x, case.length)
+    elif isinstance(mix, Linear | RFA | Performer):
+        q, k, v = mix.heads.split(x)
+        if isinstance(mix, RFA):
+            q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+        q, k = (turned(t, case.length) for t in (q, k))
+        weights = mix._weights(x, q, k, None) if isinstance(mix, RFA) else mix._weights(q, k, None)
+        want = mix.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
+    elif isinstance(mix, Efficient):
+        q, k, v = mix.heads.split(x)
+        o = torch.einsum("bhts,bshv->bthv", torch.einsum("bthk,bshk->bhts", q, k).tril(), v)
+        want = mix.heads.merge(o / torch.arange(case.length + 1, case.length + 15)[:, None, None])
+    else:  # only distances count, once all that is in reach is behind the state
+        y, want = y[:, 5:], _behind(mix, x, 0)[:, 5:]
+    close(y, want, 1e-7)
+
+
+def turned(t: Tensor, start: int) -> Tensor:
+    """Rotary positions by complex numbers: channels j and j + K/2 by p/10000^(2j/K), t [B, T, H, K] from `start` on."""
+    half = t.shape[-1] // 2
+    angles = [[(start + p) / 10000 ** (j / half) for j in range(half)] for p in range(t.shape[1])]
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))[:, None]
+    pairs = torch.complex(t[..., :half], t[..., half:]) * turn
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def _behind(mix: Any, x: Tensor, start: int) -> Tensor:
+    """Prompts and steps behind an empty state that is at position `start`."""
+    state = mix.init_state(len(x), capacity=min(start, 65_529) + x.shape[1])
+    first, state = mix.prefill(x[:, :5], state=state._replace(position=torch.full_like(state.position, start)))
+    second, state = mix.prefill(x[:, 5:11], state=state)
+    steps = []
+    for t in range(11, x.shape[1]):
+        y, state = mix.step(x[:, t], state)
+        steps.append(y)
+    assert state.position.tolist() == [start + x.shape[1]] * len(x)
+    return torch.cat((first, second, torch.stack(steps, 1)), 1)
+
+
+def _among_zeros(mix: Any, x: Tensor, start: int) -> Tensor:
+    """Softmax over what a query reads: e⁰ for each zero key before `start`, and the keys of x by the definition."""
+    q, k, v = mix.heads.split(x)
+    at, stride = torch.arange(start, start + x.shape[1])[:, None], getattr(mix.options, "stride", 1)
+    if isinstance(mix, Compressed):
+        slots = x.shape[1] // stride
+        k, v = (
+            torch.stack([torch.stack(mix._slots(row, conv)) for row in t]) for t, conv in ((k, mix.key), (v, mix.value))
+        )
+        ends = start + stride * torch.arange(1, slots + 1) - 1
+        allowed = torch.cat((torch.ones(len(at), start // stride, dtype=torch.bool), ends <= at), 1)
+        k = torch.cat([turned(k[:, [n]], int(end)) for n, end in enumerate(ends)], 1)
+    else:
+        k, j = turned(k, start), torch.arange(start + x.shape[1])
+        read = (
+            mix._allowed(at, j[None], torch.full((1, 1, 1, 1), start + x.shape[1]))
+            if isinstance(mix, Patterned)
+            else True
+        )
+        allowed = (j <= at) & read
+    weights = (torch.einsum("bthk,bshk->bhts", turned(q, start), k) / q.shape[-1] ** 0.5).exp()
+    before, now = allowed.tensor_split([allowed.shape[-1] - k.shape[1]], -1)
+    weights = weights * now
+    return mix.heads.merge(
+        torch.einsum("bhts,bshv->bthv", weights / (weights.sum(-1, keepdim=True) + before.sum(-1, keepdim=True)), v)
+    )
+
+
+def half_precision_is_as_exact_as_the_definition(case: Case) -> None:
+    """At most twice as wrong as the plain expression in the same type, both against float64."""
+    exact = case.build()
+    for dtype in (torch.bfloat16, torch.float16):
+        mix, x = case.build(dtype), tokens(2, case.length, case.dim, dtype=dtype)
+        with torch.no_grad():
+            want = exact(x.double())
+            # medians, because a token that rounding puts into another bucket is wrong all over, in one as in the other
+            error, allowed = (float((y.double() - want).abs().median()) for y in (mix(x), mix.reference(x)))
+        assert error <= 2 * allowed + 1e-4, f"{dtype}: error {error}, of the plain expression {allowed}"
+
+
+def long_sums_keep_their_digits(case: Case) -> None:
+    """Eight hundred tokens in bfloat16, at once and one by one: no more wrong than a few of them are."""
+    half, exact = (case.build(dtype) for dtype in (torch.bfloat16, torch.float64))
+    x = tokens(1, 800, case.dim, dtype=torch.bfloat16) + 0.5  # sums that grow, beside which a token is small
+    with torch.no_grad():
+        want, state, steps = exact(x.double()), half.init_state(1), []
+        for t in range(800):
+            y, state = half.step(x[:, t], state)
+            steps.append(y)
+        for y in (half(x), torch.stack(steps, 1)):
+            error = (y.double() - want).abs().mean((0, 2))
+            early, late = float(error[20:120].mean()), float(error[-100:].mean())
+            assert late <= 2 * early, f"errors grow from {early:.2g} to {late:.2g}"

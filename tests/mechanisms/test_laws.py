@@ -15,6 +15,7 @@ from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.base import Mixer, Options
 from subquad.mechanisms.card import card
 from tests.mechanisms import laws
+from tests.mechanisms.draws import directions
 from tests.mechanisms.laws import DIM, HEADS, Case, T, tokens
 
 few = settings(max_examples=6, deadline=None, derandomize=True)
@@ -106,6 +107,26 @@ def test_5_evaluation_is_deterministic(case: Case) -> None:
     laws.evaluation_is_deterministic(case)
 
 
+@over((f"{name}-{causal}", laws.limit(MECHANISMS[name], causal)) for name in laws.LIMITS for causal in directions(name))
+def test_6_limit_is_torch_attention(case: Case) -> None:
+    laws.limit_is_torch_attention(case)
+
+
+@over((name, laws.far(MECHANISMS[name])) for name in laws.FAR)
+def test_3_far_positions_follow_the_definition(case: Case) -> None:
+    laws.far_positions_follow_the_definition(case)
+
+
+def test_3_every_state_with_positions_is_far() -> None:
+    stateful = {name for name, cls in MECHANISMS.items() if cls.traits.state}
+    assert stateful - set(laws.FAR) == {"additive"}  # where a position is but a place in the cache
+
+
+@over((name, case) for name, case in defaults(causal=True) if case.cls.traits.state == "constant")
+def test_8_long_sums_keep_their_digits(case: Case) -> None:
+    laws.long_sums_keep_their_digits(Case(case.cls, {**case.options, "dim": 16, "heads": 2}))
+
+
 @over((name, case) for name, case in defaults() if case.cls.memory < 2)
 def test_7_nothing_is_square(case: Case) -> None:
     laws.nothing_is_square(case)
@@ -131,6 +152,11 @@ def test_8_large_half_precision_is_finite(case: Case) -> None:
 @over(laws.cases())
 def test_8_autocast_is_half_precision(case: Case) -> None:
     laws.autocast_is_half_precision(case)
+
+
+@over(laws.cases())
+def test_8_half_precision_is_as_exact_as_the_definition(case: Case) -> None:
+    laws.half_precision_is_as_exact_as_the_definition(case)
 
 
 @over(laws.cases())
@@ -254,6 +280,21 @@ def test_rotary_changes_the_result_and_keeps_the_laws(case: Case) -> None:
         laws.strictly_causal(rotary)
         if rotary.cls.traits.state:
             laws.recurrence_equals_forward(rotary, [1, 4, 1, 1, 7], [5, 11, 1])
+
+
+@over((f"{name}-{c}", laws.dropping(MECHANISMS[name], c)) for name in laws.DROPPING for c in directions(name))
+@pytest.mark.parametrize("pairs", [1 << 20, 300])
+def test_dropout_has_its_rate(case: Case, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.ops.dense.PAIRS", pairs)
+    laws.dropout_has_its_rate(case)
+
+
+def test_both_factors_of_nystrom_are_dropped() -> None:
+    laws.dropout_has_its_rate(laws.dropping(MECHANISMS["nystrom"], False, landmarks=1))
+
+
+def test_every_dropout_is_measured() -> None:
+    assert set(laws.DROPPING) == {name for name, cls in MECHANISMS.items() if "dropout" not in cls.unused}
 
 
 @over((n, c) for n, c in defaults() if "dropout" not in c.cls.unused)

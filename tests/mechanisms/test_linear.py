@@ -57,3 +57,9 @@ def test_the_state_does_not_grow() -> None:
 def test_wrong_feature_map_is_named() -> None:
     with pytest.raises(ValueError, match=r"elu\+1"):
         build("linear", dim=8, feature_map="elu")
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0])
+def test_a_denominator_of_zero_is_refused(eps: float) -> None:
+    with pytest.raises(ValueError, match=r"eps=.*above 0"):
+        build("linear", dim=8, feature_map="relu", eps=eps)

@@ -90,7 +90,9 @@ def test_orthogonal_beats_independent_and_positive_beats_trigonometric() -> None
         independent = mean_square_error(x, kernel=kernel, features=64, orthogonal=False)
         assert mean_square_error(x, kernel=kernel, features=64) < independent
     x = tokens(1, 256, 16, size=6.0)
-    assert mean_square_error(x, features=64) < 0.01 * mean_square_error(x, features=64, kernel="trig")
+    assert mean_square_error(x, features=64) < 0.01 * mean_square_error(
+        x, features=64, kernel="trig", eps=1e-6
+    )  # the paper's, whose denominator nothing bounds
 
 
 def test_equal_tokens_are_averaged() -> None:
@@ -129,8 +131,7 @@ def test_tokens_of_size_100(kernel: str, causal: bool) -> None:
         assert float((y.double() - want).abs().max().detach()) < tolerance * size
         y.float().sum().backward()
         assert row.grad is not None
-        if not (kernel == "trig" and dtype == torch.float16):  # there the gradient itself is beyond 65504
-            assert torch.isfinite(row.grad).all()
+        assert torch.isfinite(row.grad).all()
         if causal:
             part, state = mix.prefill(x.to(dtype)[:, :41], lengths=torch.tensor([41, 30]))
             torch.testing.assert_close(part[0], y[0, :41], rtol=0, atol=tolerance * size)
@@ -157,7 +158,7 @@ def test_weights_sum_to_one_however_far_apart_queries_and_keys_are(kernel: str, 
 def test_padding_does_not_set_the_maximum(kernel: str, causal: bool) -> None:
     """Zeros have the largest exponent of all: in units of theirs, every feature of a long token would underflow."""
     x = tokens(1, 40, 32, size=20.0) + 20
-    mix = plain(kernel=kernel, causal=causal, features=30)
+    mix = plain(kernel=kernel, causal=causal, features=30, eps=1e-6 if kernel == "trig" else None)
     want = mix(x[:, :20].float())
     assert (want > 1).all()
     torch.testing.assert_close(mix(x.float(), lengths=torch.tensor([20]))[:, :20], want, rtol=1e-4, atol=0)
@@ -222,6 +223,7 @@ def test_approximation_error_has_a_meaning_for_exponentials_only() -> None:
         ({"features": -1, "kernel": "relu"}, "features=-1"),
         ({"eps": -1.0}, "eps=-1.0"),
         ({"eps": math.nan}, "eps=nan"),
+        ({"eps": 0.0, "kernel": "trig"}, "eps=0.0 .*above 0"),
         ({"dropout": 0.1}, "dropout=0.1"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The laws can fail: each bug planted here is caught by the law named beside it."""
+"""The laws can fail: each bug planted here is caught by the law named beside it.
+
+A bug is a subclass of a mechanism, or a wrong line in a function of the package (tests/planting.py).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,19 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.mechanisms import MECHANISMS, nystrom, routing
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
+from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.compressed import Compressed
+from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.linear import Linear, State
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.reformer import Reformer
+from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
+from subquad.ops import feature_maps, linear, sparse
+from subquad.ops.buckets import empty_lists, slot_attention
+from subquad.ops.dense import dense_attention
+from subquad.ops.rotary import rotate
+from subquad.ops.running import running_sum
+from subquad.ops.sparse_cache import SparseCache
 from tests.mechanisms import laws
-from tests.mechanisms.laws import DIM, HEADS, Case
+from tests.mechanisms.draws import set_threshold
+from tests.mechanisms.laws import DIM, HEADS, Case, tokens
+from tests.planting import Slip, caught
 
 
 class MaskOffByOne(Softmax):
@@ -304,3 +319,216 @@ def test_planted_bug_is_caught(cls: type[Mixer], causal: bool, law: Callable[[Ca
     law(Case(cls.__mro__[1], options))  # the law holds without the bug
     with pytest.raises(AssertionError):
         law(Case(cls, options))
+
+
+def few(name: str, causal: bool, **options: Any) -> Case:
+    return Case(MECHANISMS[name], {"dim": 24, "heads": 2, "causal": causal, **options})
+
+
+def in_pieces(case: Case) -> None:
+    laws.recurrence_equals_forward(case, [9, 9, 1, 1], [5, 3, 1])
+
+
+def lowered(threshold: str, value: int, law: Callable[[Case], None]) -> Callable[[Case], None]:
+    """A law where a size threshold is passed by short sequences."""
+
+    def check(case: Case) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            set_threshold(monkeypatch, threshold, value)
+            law(case)
+
+    return check
+
+
+def limit(name: str) -> Case:
+    return laws.limit(MECHANISMS[name], False)
+
+
+def far(name: str) -> Case:
+    return laws.far(MECHANISMS[name])
+
+
+def long_at_a_border(case: Case) -> None:
+    x = tokens(1, 574, case.dim)
+    with torch.no_grad():
+        laws.close(case.build()(x), case.build().reference(x))
+
+
+def one_wider_than_a_power_of_two(name: str) -> Case:
+    return Case(MECHANISMS[name], {"dim": 24, "heads": 2, "causal": False, **MECHANISMS[name].small[0]})
+
+
+NEXT_POWER = "(1 << (width - 1).bit_length())"
+LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
+    # constants: right for heads whose width is a power of two, or wrong in the fast path and in the reference alike
+    "softmax scale": (
+        (Slip(Softmax.__init__, "1 / math.sqrt(width)", f"1 / math.sqrt({NEXT_POWER})"),),
+        one_wider_than_a_power_of_two("softmax"),
+        laws.forward_equals_reference,
+    ),
+    "softmax scale, reference too": (
+        (
+            Slip(Softmax.__init__, "1 / math.sqrt(width)", f"1 / math.sqrt({NEXT_POWER})"),
+            Slip(Softmax._weights, "q.shape[-1] ** -0.5", "(1 << (q.shape[-1] - 1).bit_length()) ** -0.5"),
+        ),
+        limit("softmax"),
+        laws.limit_is_torch_attention,
+    ),
+    "clustered scale": (
+        (Slip(Clustered.__init__, "(options.dim // options.heads) ** -0.5", "16**-0.5"),),
+        one_wider_than_a_power_of_two("clustered"),
+        laws.forward_equals_reference,
+    ),
+    "performer scale, reference too": (
+        (
+            Slip(Performer._scaled, "self.width**-0.25", "16**-0.25"),
+            Slip(Performer._weights, "math.sqrt(math.sqrt(t.shape[-1]))", "16**0.25"),
+        ),
+        limit("performer"),
+        laws.limit_is_torch_attention,
+    ),
+    "performer scale of keys": (
+        (Slip(Performer._exponentials, "self.width**-0.25", "16**-0.25"),),
+        one_wider_than_a_power_of_two("performer"),
+        laws.forward_equals_reference,
+    ),
+    "rotary base": (
+        (Slip(rotate, "base**-turns", "(base / 10)**-turns"),),
+        far("softmax"),
+        laws.far_positions_follow_the_definition,
+    ),
+    "rfa temperature, reference too": (
+        (
+            Slip(RFA._frequencies, " / self.options.tau", " / self.options.tau**0.5"),
+            Slip(RFA._weights, " / self.options.tau", " / self.options.tau**0.5"),
+        ),
+        limit("rfa"),
+        laws.limit_is_torch_attention,
+    ),
+    "layer norm of routing": (
+        (Slip(routing._norm, "eps=eps", "eps=max(eps, 1e-3)"),),
+        limit("routing"),
+        laws.limit_is_torch_attention,
+    ),
+    "elu + 1": (
+        (
+            Slip(feature_maps._elu1, "F.elu(x) + 1", "F.elu(x) + 1.001"),
+            Slip(linear._features, ".add_(x.clamp_(min=0))", ".add_(x.clamp_(min=0)).add_(0.001)"),
+        ),
+        limit("linear"),
+        laws.limit_is_torch_attention,
+    ),
+    "denominator without a floor": (
+        (Slip(RFA._how, "self.options.eps /", "1e-9 *"),),
+        Case(RFA, {"dim": 32, "heads": 2, "causal": True, "tau": 0.3}, 200),
+        laws.gradients_are_sane,
+    ),
+    # thresholds
+    "later pieces of a continued prompt, gathered": (
+        (Slip(SparseCache._gathered, "torch.arange(start, start + qs.shape[1]", "torch.arange(qs.shape[1]"),),
+        few("strided", True, stride=5),
+        lowered("ops.sparse_cache.GATHERED", 1, in_pieces),
+    ),
+    "later pieces of a continued prompt": (
+        (Slip(Softmax._prefill, "torch.arange(start, start + rows.shape[1]", "torch.arange(rows.shape[1]"),),
+        few("softmax", True),
+        lowered("mechanisms.softmax.ROWS", 4, in_pieces),
+    ),
+    "later rows of attention with dropout": (
+        (Slip(dense_attention, "torch.arange(start, start + part.shape[2]", "torch.arange(part.shape[2]"),),
+        laws.dropping(Softmax, True),
+        lowered("ops.dense.PAIRS", 300, laws.dropout_has_its_rate),
+    ),
+    "sums of earlier blocks": (
+        (Slip(running_sum, "running_sum(blocks[:, :-1].sum(2), start)", "running_sum(blocks[:, 1:].sum(2), start)"),),
+        few("efficient", True),
+        lowered("ops.running.SUM_BLOCK", 7, laws.forward_equals_reference),
+    ),
+    # borders
+    "one tile too far": (
+        (Slip(sparse._interior, "- first) // m\n    return", "- first + m - 1) // m\n    return"),),
+        Case(MECHANISMS["local"], {"dim": 4, "heads": 1, "causal": False, "window": 63}),
+        long_at_a_border,
+    ),
+    "the last key of a dilated tile": (
+        (Slip(sparse._lattice, "a + m + atom.window, key_points", "a + m + atom.window - 1, key_points"),),
+        few("longformer", False, window=3, dilation=2),
+        lowered("ops.sparse.TILE", 4, laws.forward_equals_reference),
+    ),
+    "a short last block": (
+        (Slip(Sinkhorn._sort, ".clamp(1, block)", ".clamp(block, block)"),),
+        few("sinkhorn", False, block=6),
+        laws.forward_equals_reference,
+    ),
+    "the ring is too short": (
+        (Slip(SparseCache.__init__, "(n + 1) * size", "(n + 1) * size - 2"),),
+        few("fixed", True, block=6, summary=2),
+        in_pieces,
+    ),
+    # rates
+    "half of the dropout": (
+        (Slip(dense_attention, "dropout_p=dropout, is_causal", "dropout_p=dropout / 2, is_causal"),),
+        laws.dropping(Softmax, False),
+        laws.dropout_has_its_rate,
+    ),
+    "dropout that is not rescaled": (
+        (
+            Slip(
+                TransformerXL._attend,
+                "F.dropout(weights, self.options.dropout, self.training)",
+                "weights * (torch.rand_like(weights) >= self.options.dropout * self.training)",
+            ),
+        ),
+        laws.dropping(TransformerXL, True),
+        laws.dropout_has_its_rate,
+    ),
+    "half of the dropout behind a state": (
+        (Slip(slot_attention, ".exp(), dropout)", ".exp(), dropout / 2)"),),
+        laws.dropping(Reformer, True),
+        laws.dropout_has_its_rate,
+    ),
+    "one factor of two dropped": (
+        (Slip(nystrom._read, "dropout_p=dropout", "dropout_p=0.0"),),
+        laws.dropping(Nystrom, False, landmarks=1),
+        laws.dropout_has_its_rate,
+    ),
+    # long positions
+    "rotary wraps at 65,536": (
+        (Slip(rotate, "positions.to(exact)", "(positions % 65536).to(exact)"),),
+        far("softmax"),
+        laws.far_positions_follow_the_definition,
+    ),
+    "positions in float32": (
+        (Slip(Mixer._rotate, "position[:, None] + positions", "position[:, None].float() + positions"),),
+        far("linear"),
+        laws.far_positions_follow_the_definition,
+    ),
+    "the ring wraps at 65,536": (
+        (Slip(SparseCache._held, "last = seen - 1", "last = (seen - 1) % 65536"),),
+        far("local"),
+        laws.far_positions_follow_the_definition,
+    ),
+    "counts that wrap at 65,536": (
+        (Slip(Efficient._step, "(state.position + 1)", "(state.position % 65536 + 1)"),),
+        far("efficient"),
+        laws.far_positions_follow_the_definition,
+    ),
+    "members of buckets in 16 bits": (
+        (Slip(empty_lists, "torch.int32", "torch.int16"),),
+        far("reformer"),
+        laws.far_positions_follow_the_definition,
+    ),
+    # types of sums
+    "a step rounds its sums": (
+        (Slip(linear.recurrent_linear_attention_step, "s = torch.addcmul(s, k[..., None], x[..., None, :])",
+              "s = torch.addcmul(s, k[..., None], x[..., None, :]).to(v_t.dtype).to(s.dtype)"),),
+        few("performer", True, features=12),
+        laws.long_sums_keep_their_digits,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_wrong_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slips, case, law = LINES[name]
+    caught(monkeypatch, slips, lambda: law(case))

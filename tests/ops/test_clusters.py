@@ -67,6 +67,13 @@ def test_cluster_means_and_a_step_of_kmeans() -> None:
     torch.testing.assert_close(moved, torch.tensor([[[1.25, 0.75], [1, 1], [0.75, 2]]]))
 
 
+def test_means_of_many_tokens_in_16_bits_are_exact() -> None:
+    """A sum in bfloat16 stops growing at 256 tokens."""
+    x = torch.rand(1, 2000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    moved = kmeans_step(torch.zeros(1, 1, 3), x, torch.zeros(1, 2000, dtype=torch.int64), decay=0.0)
+    torch.testing.assert_close(moved, x.float().mean(1, keepdim=True))
+
+
 def test_all_ranks_move_to_the_mean_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, label = torch.randn(2, 9, 3), torch.randint(0, 3, (2, 9))
     centroids = torch.randn(2, 4, 3)

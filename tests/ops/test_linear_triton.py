@@ -48,6 +48,14 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_fused, "PROGRAMS", 1 << 20)
 
 
+def test_segments_are_longer_where_many_programs_walk_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_fused, "PROGRAMS", 64)
+    monkeypatch.setattr(linear_fused, "WALKS", 8)
+    few, many = (torch.empty(1, 512, heads, 1) for heads in (7, 8))
+    segments = [linear_fused._segment(x, x, None, causal) for x in (few, many) for causal in (True, False)]
+    assert segments == [64, 32, 512, 32]
+
+
 def one(
     q: Tensor,
     k: Tensor,

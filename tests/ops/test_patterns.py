@@ -88,6 +88,13 @@ def test_keys_and_pairs_agree_with_dense(pattern: Pattern, T: int, S: int, causa
     assert pattern.pairs(T, S, causal=causal) == int(dense.sum())
 
 
+def test_pairs_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.ops.patterns.COUNTED", 30)
+    for pattern in (Local(3), Strided(5) | Local(2, 0), Global(2) | Block(4)):
+        for causal in (False, True):
+            assert pattern.pairs(37, causal=causal) == int(pattern.dense(37, causal=causal).sum())
+
+
 @some
 @given(patterns(), st.integers(1, 60), st.data())
 def test_causal_patterns_are_prefix_stable(pattern: Pattern, T: int, data: st.DataObject) -> None:

@@ -17,6 +17,17 @@ def test_pairs_turn_as_complex_numbers() -> None:
     torch.testing.assert_close(rotate(x, positions, base=100.0), torch.cat((turned.real, turned.imag), -1))
 
 
+def test_far_positions_turn_as_complex_numbers() -> None:
+    positions = torch.tensor([65_535, 65_536, 70_001, 2**24 + 1, 2**31 + 3])
+    x = draw(1, 5, 1, 4)
+    angles = positions.double()[:, None] * torch.tensor([1.0, 0.01], dtype=torch.float64)
+    turned = torch.complex(x[..., :2], x[..., 2:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    want = torch.cat((turned.real, turned.imag), -1)
+    torch.testing.assert_close(rotate(x, positions), want, rtol=1e-6, atol=1e-6)
+    # in single precision an angle of p radians is off by p/2²⁴
+    torch.testing.assert_close(rotate(x.float(), positions)[:, :3], want[:, :3].float(), rtol=0.02, atol=0.02)
+
+
 def test_scores_depend_on_differences_of_positions_only() -> None:
     q, k = draw(1, 1, 1, 16), draw(1, 2, 1, 16)[:, 1:]
 

@@ -75,3 +75,19 @@ def test_types_and_gradients() -> None:
 def test_wrong_arguments_are_named(message: str, arguments: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         similarity_attention(*arguments, **options)
+
+
+def test_a_query_that_nothing_resembles_gets_zeros() -> None:
+    q = Q.clone().requires_grad_()
+    o = similarity_attention(
+        q,
+        K,
+        V,
+        lambda q, k: torch.relu(torch.einsum("bthk,bshk->bhts", q, k)) * 0,
+        lengths=torch.tensor([0, 3]),
+        eps=0.0,
+    )
+    o.sum().backward()
+    assert (o == 0).all()
+    assert q.grad is not None
+    assert torch.isfinite(q.grad).all()

@@ -151,6 +151,16 @@ def test_many_tiles(pattern: Pattern, causal: bool, monkeypatch: pytest.MonkeyPa
     agree(*inputs(2, 71, 71, 2, 1, 3), pattern, causal, torch.tensor([71, 38]))
 
 
+@pytest.mark.parametrize(
+    "pattern", [Local(3), Local(8, 1), Local(1, 9), Local(4) | Global(2), Block(4, 1, 1)], ids=repr
+)
+def test_every_border(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lengths, so that interior tiles share one mask, and lengths that end anywhere in the last tile."""
+    monkeypatch.setattr(sparse, "TILE", 8)
+    for T in range(23, 42):
+        agree(*inputs(1, T, T, 1, 1, 3, seed=T), pattern, causal=False)
+
+
 def test_default_tiles_across_several_tiles() -> None:
     agree(*inputs(1, 300, 300, 1, 1, 4), Local(40, 0) | Strided(40) | Summary(64, 3), True)
 

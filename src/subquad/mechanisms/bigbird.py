@@ -16,6 +16,7 @@ Verified    tests/mechanisms/test_bigbird.py: full attention when every block is
             row reads, one by one; the transformers library's with the same draws, 1e-10
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -169,7 +170,7 @@ class Bigbird(Patterned):
         if self.options.causal:
             return tokens
         q, k, v = self._project_read(tokens, x)
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
         visible = keep(self._longer(lengths), k.shape[1])
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, None], -torch.inf)

@@ -151,10 +151,10 @@ class Clustered(Mixer):
         """Exact causal attention inside each block, and the log of its exp-mass."""
         block = self.options.block
         q, k, v = (t.unflatten(1, (-1, block)) for t in (q, k, v))  # [B, N, C, H, ·]
-        scores = torch.einsum("bnchk,bndhk->bhncd", q, k)
+        scores = _wide(torch.einsum("bnchk,bndhk->bhncd", q, k))  # autocast makes sixteen bits of any product
         future = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-        o = torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v)
+        o = _wide(torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v))
         return o.flatten(2, 3), scores.logsumexp(-1).flatten(2, 3)
 
     def _blocks_before(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -167,9 +167,9 @@ class Clustered(Mixer):
         centroids, count = cluster_means(q[:, :start].transpose(1, 2), label, clusters)  # [B, H, N, K]
         label = nearest_bits(bits[:, :, start : q.shape[1]], codes, count > 0)  # [B, H, T]
         label = F.pad(label, (0, q.shape[1] - start - label.shape[-1]))  # the rest of the last block
-        scores = torch.einsum("bhnk,bshk->bhns", centroids, k)
+        scores = _wide(torch.einsum("bhnk,bshk->bhns", centroids, k))
         in_blocks = scores.unflatten(-1, (-1, block))  # [B, H, N, blocks, C]
-        o = torch.einsum("bhnmc,bmchv->bhnmv", in_blocks.softmax(-1), v.unflatten(1, (-1, block)))
+        o = _wide(torch.einsum("bhnmc,bmchv->bhnmv", in_blocks.softmax(-1), v.unflatten(1, (-1, block))))
         mass, o = prefix((in_blocks.logsumexp(-1, keepdim=True), o), join_softmax)  # over the blocks up to each
         upto = torch.arange(start, q.shape[1], device=q.device) // block - 1
         at = (label * mass.shape[-2] + upto)[..., None]  # [B, H, T, 1]: its cluster, up to the block before its own
@@ -244,7 +244,7 @@ class Clustered(Mixer):
         groups = {}
         for i in range(len(q)):
             first = i // block * block
-            scores = q[i] @ k[first : i + 1].T * self.scale
+            scores = q[i] @ k[first : i + 1].T / math.sqrt(q.shape[-1])
             weights = scores.softmax(-1)
             if first:
                 start = block << int(math.log2(first // block))
@@ -263,12 +263,12 @@ class Clustered(Mixer):
 
     def _for_cluster(self, centroid: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The weights that queries q of one group give to all keys k, and the log of the exp-mass behind them."""
-        scores = centroid @ k.T * self.scale
+        scores = centroid @ k.T / math.sqrt(k.shape[-1])
         share = scores.softmax(-1).expand(len(q), -1)
         if not self.options.improved:
             return share, scores.logsumexp(-1).expand(len(q))
         top = scores.topk(min(self.options.topk, len(k))).indices
-        exact = q @ k[top].T * self.scale
+        exact = q @ k[top].T / math.sqrt(k.shape[-1])
         kept = share[0, top].sum()
         return share.index_copy(1, top, kept * exact.softmax(-1)), exact.logsumexp(-1) - kept.log()
 

@@ -66,8 +66,8 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eps < 0:
-            refuse("eps", self.eps, "a number of at least 0")
+        if not self.eps > 0:
+            refuse("eps", self.eps, "a number above 0")
 
 
 class Linear(Mixer):

@@ -12,6 +12,7 @@ Verified    tests/mechanisms/test_longformer.py: a scalar loop over the definiti
             all tokens global with copied projections is full attention; the transformers library's, 1e-6
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,7 +118,7 @@ class Longformer(Patterned):
     def _global_weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """[B, H, global_tokens, T]"""
         q, k, _ = self._project_global(x)
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
         visible = None if lengths is None else keep(lengths.clamp(min=1), x.shape[1])
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, None], -torch.inf)

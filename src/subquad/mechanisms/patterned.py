@@ -5,6 +5,7 @@ them in `subquad.ops.sparse_cache`. A mechanism writes its pattern twice: as ato
 over positions i and j, for the reference.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -113,7 +114,7 @@ class Patterned(Mixer):
         if self.options.causal:
             allowed = allowed & (j <= i)
         some = allowed.any(-1, keepdim=True)  # a query with nothing to read gives zeros
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
         return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, T]
 
 

@@ -13,12 +13,15 @@ Departures  The authors subtract the largest exponent of all keys, which looks a
             a new one rescales the sums like a gate, so results are causal and the same at any length. They add eps to
             features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
             exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
-            |denominator|, in units of the largest exp(|k|²/2). Ω is drawn once, and anew by `redraw`.
+            |denominator|, in units of the largest exp(|k|²/2), raised to a power of two; that key alone has a standard
+            error of 1/√(2·features), and nearer to zero chance decides the denominator. Ω is drawn once, and anew by
+            `redraw`.
 Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
             performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 on both sides
             1e-13, causal and not; with its own eps of 1e-4, 1e-4 for tokens of size 0.5 and apart for large ones
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +42,9 @@ from subquad.ops.linear import (
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
 from subquad.ops.running import running_max
 
+LOG_2 = math.log(2)
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
-KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 1e-6, "relu": 1e-3}  # and their eps
+KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 0.3, "relu": 1e-3}  # and their eps; trig's in standard errors
 
 
 class State(NamedTuple):
@@ -62,7 +66,7 @@ class Options(base.Options):
     kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"  # see the definition
     orthogonal: bool = True  # features drawn orthogonal, which lowers their variance
     norms: Norms = "chi"  # lengths of orthogonal rows: drawn like those of Gaussian vectors, or all √K ("sqrt")
-    eps: float | None = None  # None: 1e-9, 1e-6 for trig, 1e-3 for relu
+    eps: float | None = None  # None: 1e-9, 0.3/√(2·features) for trig, 1e-3 for relu
     impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
@@ -71,6 +75,8 @@ class Options(base.Options):
         at_least(self, features=0 if self.kernel == "relu" else 1)
         if self.eps is not None and not self.eps >= 0:
             refuse("eps", self.eps, "None or a number of at least 0")
+        if self.eps == 0 and self.kernel == "trig":
+            refuse("eps", self.eps, 'None or a number above 0 with kernel="trig", whose denominator may be 0')
 
 
 class Performer(Mixer):
@@ -94,7 +100,8 @@ class Performer(Mixer):
     def __init__(self, options: Options):
         super().__init__(options)
         self.width = options.dim // options.heads
-        self.eps = KERNELS[options.kernel] if options.eps is None else options.eps
+        default = KERNELS[options.kernel] * ((2 * options.features) ** -0.5 if options.kernel == "trig" else 1)
+        self.eps = default if options.eps is None else options.eps
         self.heads = Heads(options.dim, options.heads)
         self.register_buffer("directions", self._draw(self._generator()))
 
@@ -183,7 +190,9 @@ class Performer(Mixer):
             return self._rectified(k).to(dtype), v, None, largest
         if self.options.kernel == "trig":
             phi, exponent = trigonometric(self._scaled(k), self.directions)
-            reached, gate, largest = self._reached(exponent.detach(), lengths, largest)
+            # the floor is in this unit: rounded, it does not move with a key, and needs no gradient
+            unit = (exponent.detach() / LOG_2).ceil() * LOG_2
+            reached, gate, largest = self._reached(unit, lengths, largest)
             return (phi * (exponent - reached).exp()[..., None]).to(dtype), v, gate, largest
         found = exponents(k, self._signed(), self.width**-0.25)
         reached, gate, largest = self._reached(found.factor, lengths, largest)
@@ -254,30 +263,35 @@ class Performer(Mixer):
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         """φ(q)·φ(k) over its sum, [B, H, T, S], in units of the largest exponent among the keys that a query sees."""
         kernel, wide = self.options.kernel, torch.promote_types(q.dtype, torch.float32)
+        least = 0.3 / math.sqrt(2 * self.options.features) if kernel == "trig" else {"relu": 1e-3}.get(kernel, 1e-9)
+        eps = least if self.options.eps is None else self.options.eps
         seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         seen = seen.tril() if self.options.causal else seen
         mask = keep(None if lengths is None else lengths.clamp(min=1), k.shape[1])  # an empty row sees one key
         seen = seen if mask is None else seen & mask[:, None, None]
         phi, exponents = [], []
         for t in (q, k):
-            t = t.to(wide).transpose(1, 2) / self.width**0.25  # [B, H, T, K]
+            t = t.to(wide).transpose(1, 2) / math.sqrt(math.sqrt(t.shape[-1]))  # [B, H, T, K]
             p = t @ self.directions.to(wide).mT if self.options.features else t
             p = torch.cat((p, -p), dim=-1) if kernel == "hyperbolic" else p
             half = (t * t).sum(-1) / 2
             if kernel == "relu":
-                phi.append(p.clamp(min=0) + self.eps)
+                phi.append(p.clamp(min=0) + eps)
                 exponents.append(torch.zeros_like(half))
             elif kernel == "trig":
                 phi.append(torch.cat((p.sin(), p.cos()), dim=-1) / self.options.features**0.5)
                 exponents.append(half)
             else:
                 exponents.append((p - half[..., None]).max(-1).values)
-                phi.append((p - half[..., None] - exponents[-1][..., None]).exp() + self.eps)
+                phi.append((p - half[..., None] - exponents[-1][..., None]).exp() + eps)
         exponent = exponents[1][:, :, None].masked_fill(~seen, -torch.inf)  # [B, H, T, S]
-        weights = phi[0] @ phi[1].mT * (exponent - exponent.amax(-1, keepdim=True).detach()).exp()
+        unit = exponent.amax(-1, keepdim=True).detach()
+        if kernel == "trig":
+            unit = (unit / math.log(2)).ceil() * math.log(2)
+        weights = phi[0] @ phi[1].mT * (exponent - unit).exp()
         d = weights.sum(-1, keepdim=True)
         if kernel == "trig":
-            d = torch.where(d < 0, d.clamp(max=-self.eps), d.clamp(min=self.eps))
+            d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps))
         return (weights / d).to(q.dtype)
 
 

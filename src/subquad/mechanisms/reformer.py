@@ -214,7 +214,7 @@ class Reformer(Mixer):
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         v = self.value(x).unflatten(-1, (self.options.heads, -1))
-        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths), v).flatten(-2))
+        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths).to(v.dtype), v).flatten(-2))
 
     def _pattern(self, x: Tensor) -> Tensor:
         return self._weights(x, None)
@@ -244,7 +244,7 @@ class Reformer(Mixer):
             gap = chunk[..., :, None] - chunk[..., None, :]
             seen = seen | same & ((gap >= 0) & (gap <= 1) & (j <= i) if self.options.causal else gap.abs() <= 1)
         q, _ = self._rotate(q, q)
-        scores = torch.einsum("bthk,bshk->bhts", q, q / q.norm(dim=-1, keepdim=True).clamp(min=1e-6)) - SELF * (i == j)
+        scores = torch.einsum("bthk,bshk->bhts", q, q / q.norm(dim=-1, keepdim=True).clamp(min=1e-6)) - 1e5 * (i == j)
         return scores.masked_fill(~(seen | (i == j)), -torch.inf).softmax(-1)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:

@@ -7,12 +7,16 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
             gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
             Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
-Departures  the denominator can be near zero or negative, and is sign(d)·max(|d|, eps); the authors' release raises it
-            to at least 1. The paper draws Ω from a pool for each batch in training: call `redraw` before the batch
+Departures  the denominator d can be near zero or negative, which no sum of Gaussians is. It is sign(d)·max(|d|, eps·e),
+            e = √(Σₛ wₛ²/M) its standard error and wₛ the weight of key s, 1 without a gate: within e of zero, chance
+            decides d. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1, which also
+            changes results that are exact enough. The paper draws Ω from a pool for each batch in training: call
+            `redraw` before the batch
 Verified    tests/mechanisms/test_rfa.py; the release's masked and incremental functions in float64: 1e-4 once its floor
             of 1 is passed, from x/(|x| + 0.001), and 1e-15 with |x| in place of that. It has no gate to compare with
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +41,7 @@ from subquad.ops.random_features import SHORT, draw_directions, fourier
 class State(NamedTuple):
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
+    squares: Tensor  # [B, H] Σ wₛ²
     position: Tensor  # [B]
 
 
@@ -52,7 +57,7 @@ class Options(base.Options):
     gate: bool = False  # a learned decay, for recency
     tau: float = 1.0  # temperature: smaller is sharper
     orthogonal: bool = False  # features drawn orthogonal, which lowers their variance
-    eps: float = 1e-6  # the least size of a denominator
+    eps: float = 0.3  # the least size of a denominator, in units of its standard error
     impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
@@ -60,8 +65,8 @@ class Options(base.Options):
         at_least(self, features=1)
         if not self.tau > 0:
             refuse("tau", self.tau, "a number above 0")
-        if not self.eps >= 0:
-            refuse("eps", self.eps, "a number of at least 0")
+        if not self.eps > 0:
+            refuse("eps", self.eps, "a number above 0")
         if self.gate and not self.causal:
             refuse("gate", self.gate, "False with causal=False, since forgetting needs an order")
 
@@ -100,6 +105,10 @@ class RFA(Mixer):
         q, k, v, gate = self._prepare(x, *self._split(x, context))
         own, other = (lengths, None) if context is None else (None, context_lengths)
         causal = self.options.causal
+        if causal:
+            q = _over_unit(q, self._squares(gate, None, x, None)[0])
+        else:
+            q = _over_unit(q, _counts(k, lengths if context is None else context_lengths))
         o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
         return self._merge(o)
 
@@ -107,24 +116,29 @@ class RFA(Mixer):
         state = state if state is not None else self._init_state(x.shape[0], None)
         q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
         before = LinearState(state.s, state.z)
+        squares, last = self._squares(gate, state.squares, x, lengths)
+        q = _over_unit(q, squares)
         o, sums = linear_attention(
             q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
         )
-        return self._merge(o), State(sums.s, sums.z, self._advance(state.position, x, lengths))
+        return self._merge(o), State(sums.s, sums.z, last, self._advance(state.position, x, lengths))
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         x = x[:, None]
         q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
+        squares, last = self._squares(gate, state.squares, x, None)
+        q = _over_unit(q, squares)
         gate = None if gate is None else gate[:, 0]
         before = LinearState(state.s, state.z)
         o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
-        return self._merge(o), State(sums.s, sums.z, state.position + 1)
+        return self._merge(o), State(sums.s, sums.z, last, state.position + 1)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads, count = self.options.heads, 2 * self.options.features
         wide = torch.promote_types(self._like.dtype, torch.float32)
         s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
-        return State(s, s.new_zeros(batch, heads, count), torch.zeros(batch, dtype=torch.int64, device=s.device))
+        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
+        return State(s, s.new_zeros(batch, heads, count), s.new_zeros(batch, heads), position)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
@@ -133,8 +147,8 @@ class RFA(Mixer):
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = fourier(self.heads.queries(x), self._frequencies(), unit=True)
-        sums = LinearState(memory.s, memory.z)
-        return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self.options.eps))
+        q, sums = _over_unit(q, _counts(q, memory.lengths)), LinearState(memory.s, memory.z)
+        return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self._how()["eps"]))
 
     def _split(
         self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
@@ -161,8 +175,26 @@ class RFA(Mixer):
         logit = self.gate(x).to(torch.promote_types(dtype, torch.float32))  # [B, T, H]
         return q, (k * torch.sigmoid(-logit)[..., None]).to(dtype), v.to(dtype), F.logsigmoid(logit)
 
+    @torch.no_grad()
+    def _squares(
+        self, gate: Tensor | None, start: Tensor | None, x: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Σ wₛ² over the keys up to each, [B, T, H], and after each row's last, [B, H]; `start` before the first."""
+        wide = torch.promote_types(self._like.dtype, torch.float32)
+        start = start if start is not None else x.new_zeros(len(x), self.options.heads, dtype=wide)
+        if gate is None:
+            upto = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+            return start[:, None] + upto, start + (x.shape[1] if lengths is None else lengths[:, None])
+        gate = gate.to(wide)  # wₜ² = (1 - gₜ)², and what came before shrinks by gₜ²
+        one, own = torch.ones_like(gate)[..., None], torch.expm1(gate).square()[..., None]
+        before = LinearState(start[..., None, None], start[..., None])
+        how = {**self._how(), "normalize": False, "return_state": True}
+        sums, last = linear_attention(one, own, one, log_gate=2 * gate, lengths=lengths, initial_state=before, **how)
+        return sums[..., 0], last.z[..., 0]
+
     def _how(self) -> dict[str, Any]:
-        return {"feature_map": "identity", "eps": self.options.eps, "impl": self.options.impl}
+        eps = self.options.eps / (2 * self.options.features) ** 0.5
+        return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
 
     def _merge(self, o: Tensor) -> Tensor:
         return self.heads.merge(o.to(self.heads.out.weight.dtype))
@@ -195,18 +227,38 @@ class RFA(Mixer):
         w = self.directions.to(q.dtype) * self.sigma.to(q.dtype)[:, None] / self.options.tau  # [H, features, K]
         q, k = (t.transpose(1, 2) @ w.mT for t in (q, k))  # [B, H, T, features]
         weights = (q.sin() @ k.sin().mT + q.cos() @ k.cos().mT) / self.options.features
+        seen = torch.ones_like(weights)  # the weight of each key besides φ(q)·φ(k)
         if self.gate is not None:
             g = torch.sigmoid(self.gate(x).to(q.dtype)).mT  # [B, H, T]
             later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)  # s < r
             decay = torch.where(later, g[:, :, None], 1.0).cumprod(-1).mT  # product over s < r <= t, [B, H, T, S]
-            weights = weights * decay * (1 - g)[:, :, None]
+            seen = decay * (1 - g)[:, :, None]
         if self.options.causal:
-            weights = weights.tril()
+            seen = seen.tril()
         mask = keep(lengths, k.shape[2])
-        if mask is not None:
-            weights = weights * mask[:, None, None]
-        d = weights.sum(-1, keepdim=True)
-        return weights / torch.where(d < 0, d.clamp(max=-self.options.eps), d.clamp(min=self.options.eps))
+        seen = seen if mask is None else seen * mask[:, None, None]
+        unit = 2 ** (0.7 * (seen * seen).sum(-1, keepdim=True).clamp(min=1e-30)).log2().div(2).floor()
+        d, least = (
+            (weights * seen).sum(-1, keepdim=True),
+            self.options.eps * unit / math.sqrt(2 * self.options.features),
+        )
+        return weights * seen / torch.where(d < 0, torch.minimum(d, -least), torch.maximum(d, least))
+
+
+def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:
+    """How many keys [B, S, H, ·] a row has, as Σ wₛ² for all its queries: [B, 1, 1]"""
+    count = torch.full_like(like[:, 0, 0, 0], like.shape[1]) if lengths is None else lengths
+    return count[:, None, None].to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _over_unit(q: Tensor, squares: Tensor) -> Tensor:
+    """Features of queries over √Σ wₛ² [B, T, H], so that the least denominator is one number for all of them.
+
+    Rounded to a power of two it leaves every digit of the quotient as it is. 0.7 puts the steps of the rounding where
+    no count is, nor a gate that is all open, so that it does not follow the last digit of a sum.
+    """
+    exponent = (0.7 * squares.detach()).clamp(min=1e-30).log2().div(2).floor()
+    return q * torch.exp2(-exponent)[..., None].to(q.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -267,7 +267,9 @@ class Routing(Mixer):
     def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The definition, one row and head after the other: [B, H, T, T]."""
         batch, size, _ = x.shape
-        q, k, _, normed, _ = self._project(x)
+        normed = self._project(x).normed
+        q, k = self._rotate(normed[0], normed[-1])
+        q = q * (self.options.scale or q.shape[-1] ** -0.5)
         wide, rows = torch.promote_types(x.dtype, torch.float32), []
         for b in range(batch):
             n = size if lengths is None else int(lengths[b])

@@ -160,7 +160,8 @@ class Softmax(Mixer):
         return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=dropout)
 
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
+        scale = self.options.scale or (q.shape[-1] ** -0.5 if self.options.projections else 1.0)  # the definition's own
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
         if self.options.causal:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
         mask = _visible(lengths, k.shape[1])

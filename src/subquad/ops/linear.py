@@ -844,8 +844,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> 
         raise ValueError(
             f"causal=True with {q.shape[1]} queries and {k.shape[1]} keys: accepted is as many keys as queries"
         )
-    if eps < 0:
-        raise ValueError(f"eps={eps}: accepted is a number of at least 0")
+    if not eps > 0:  # with 0 a query whose features meet none of the keys' would be 0/0
+        raise ValueError(f"eps={eps}: accepted is a number above 0")
 
 
 def _check_lengths(name: str, lengths: Tensor, rows: int, most: int, device: torch.device) -> None:
@@ -944,8 +944,8 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
             )
     if k_t.shape != q_t.shape:
         raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
-    if eps < 0:
-        raise ValueError(f"eps={eps}: accepted is a number of at least 0")
+    if not eps > 0:  # with 0 a query whose features meet none of the keys' would be 0/0
+        raise ValueError(f"eps={eps}: accepted is a number above 0")
     if log_gate is not None:
         if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point():
             raise ValueError(

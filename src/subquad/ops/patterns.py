@@ -44,6 +44,7 @@ __all__ = [
     "reach",
 ]
 
+COUNTED = 2**22  # keys that `pairs` looks up at once
 Length = int | Tensor | None
 Head = int | Tensor | None
 
@@ -104,7 +105,7 @@ class Pattern(ABC):
         # a row of a global token is full, whatever else is in the union
         full = 0 if causal else min(T, max((a.tokens for a in self.atoms if isinstance(a, Global)), default=0))
         width = self.keys(torch.tensor([T]), S, causal=causal).shape[1]
-        rows = max(1, 2**22 // max(1, width))
+        rows = max(1, COUNTED // max(1, width))
         chunks = (torch.arange(start, min(start + rows, T)) for start in range(full, T, rows))
         return full * S + sum(int((self.keys(i, S, causal=causal) >= 0).sum()) for i in chunks)
 

@@ -77,7 +77,8 @@ def similarity_attention(
         padded = torch.arange(keys, device=q.device) >= padded_keys[:, None]  # [B, S]
         weight = weight.masked_fill(padded[:, None, None], 0)
         v = v.masked_fill(padded[:, :, None, None], 0)
-    weight = weight / (weight.sum(-1, keepdim=True) + eps)
+    total = weight.sum(-1, keepdim=True) + eps
+    weight = weight / total.masked_fill(total == 0, 1)  # a query that no key resembles gets zeros, with eps=0 too
     o = torch.einsum("bhts,bshv->bthv", weight, v.to(weight.dtype)).to(v.dtype)
     if lengths is not None and queries == keys:
         o = o.masked_fill((torch.arange(queries, device=q.device) >= lengths[:, None])[:, :, None, None], 0)

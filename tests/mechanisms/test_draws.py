@@ -1,0 +1,214 @@
+"""Laws over drawn cases: head widths, options, lengths and thresholds that nobody chose. The same in every run.
+
+SUBQUAD_DRAWS sets how many cases a mechanism and direction get.
+"""
+
+import ast
+import os
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subquad
+from subquad.mechanisms import MECHANISMS
+from subquad.ops import sparse
+from tests.mechanisms import laws
+from tests.mechanisms.draws import (
+    THRESHOLDS,
+    VALUES,
+    directions,
+    drawn_case,
+    drawn_thresholds,
+    own_options,
+    set_threshold,
+)
+from tests.mechanisms.laws import tokens
+
+DRAWS = int(os.environ.get("SUBQUAD_DRAWS", "2"))
+SPECS = [(name, causal, number) for name in MECHANISMS for causal in directions(name) for number in range(DRAWS)]
+drawn = pytest.mark.parametrize(
+    ("name", "causal", "number"), SPECS, ids=[f"{n}-{'causal' if c else 'bidirectional'}-{i}" for n, c, i in SPECS]
+)
+
+
+@drawn
+def test_laws_hold_for_drawn_cases(name: str, causal: bool, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, draw = drawn_case(name, causal, number), random.Random(f"lengths {name} {causal} {number}")
+    for threshold, value in drawn_thresholds(f"{name} {causal} {number}").items():
+        set_threshold(monkeypatch, threshold, value)
+    traits = case.build().traits
+    laws.forward_equals_reference(case)
+    laws.gradient_is_the_slope(case)
+    laws.padding_is_invisible(case, [draw.randint(0, case.length) for _ in range(3)])
+    if causal and case.options.get("strict_causal", True):
+        laws.strictly_causal(case)
+    if traits.state:
+        splits = [draw.choice((1, 1, 2, 3, 9)) for _ in range(6)]
+        laws.recurrence_equals_forward(case, splits, [draw.randint(1, 25) for _ in range(3)])
+    if traits.cross and not case.options.get("rotary"):
+        laws.cross_equals_reference(case)
+
+
+@drawn
+def test_autocast_holds_for_drawn_cases(name: str, causal: bool, number: int) -> None:
+    laws.autocast_is_half_precision(drawn_case(name, causal, number + 100))
+
+
+@drawn
+def test_gradients_are_sane_for_drawn_cases(name: str, causal: bool, number: int) -> None:
+    laws.gradients_are_sane(drawn_case(name, causal, number + 200))
+
+
+@pytest.mark.parametrize("tau", [0.6, 0.3])
+@pytest.mark.parametrize("gate", [False, True])
+def test_gradients_of_a_sharp_kernel_are_sane(tau: float, gate: bool) -> None:
+    options = {"dim": 32, "heads": 2, "causal": gate, "gate": gate, "tau": tau}
+    laws.gradients_are_sane(laws.Case(MECHANISMS["rfa"], options, 200))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_large_tokens_with_signed_features_are_sane(causal: bool) -> None:
+    mix = laws.Case(MECHANISMS["performer"], {"dim": 32, "heads": 2, "causal": causal, "kernel": "trig"}).build(
+        torch.float16
+    )
+    for name, grad in laws.gradients(mix, mix, 3 * tokens(2, 200, 32, dtype=torch.float16)).items():
+        assert grad is None or grad.abs().max() < 1e4, name
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_option_is_drawn(name: str) -> None:
+    # the signed maps of linear are left out: no bound keeps their denominators from zero
+    assert set(VALUES[name]) == own_options(name)
+
+
+class Call(NamedTuple):
+    """A module that meets a threshold, at which length, with tokens of which size."""
+
+    name: str
+    options: dict[str, Any]
+    length: int = 41
+    size: float = 1.0
+
+
+CALLS = {
+    "mechanisms.additive.PAIRS": Call("additive", {}),
+    "mechanisms.clustered.PAIRS_A_KEY": Call("clustered", {"clusters": 4, "topk": 6}),
+    "mechanisms.compressed.ROWS": Call("compressed", {"causal": True}),
+    "mechanisms.efficient.BLOCK": Call("efficient", {"causal": True}, size=50.0),
+    "mechanisms.efficient.LIMIT": Call("efficient", {"causal": True}),
+    "mechanisms.nystrom.BLOCK": Call("nystrom", {"landmarks": 6}),
+    "mechanisms.nystrom.PIECES": Call("nystrom", {"landmarks": 6}, 48),
+    "mechanisms.softmax.ROWS": Call("softmax", {"causal": True}),
+    "ops.dense.PAIRS": Call("softmax", {"dropout": 1e-12}),
+    "ops.linear.BLOCK": Call("linear", {"causal": True}, 600),
+    "ops.linear.SEGMENT": Call("linear", {"causal": True}, 300),
+    "ops.running.SUM_BLOCK": Call("efficient", {"causal": True}),
+    "ops.running.MAX_BLOCK": Call("performer", {"causal": True, "features": 9}),
+    "ops.sparse.TILE": Call("longformer", {"window": 3, "dilation": 2}),
+    "ops.sparse.BUDGET": Call("strided", {"stride": 5}),
+    "ops.sparse_cache.ROWS": Call("local", {"causal": True, "window": 5}),
+    "ops.sparse_cache.GATHERED": Call("strided", {"causal": True, "stride": 5}),
+}
+
+
+class Operations(TorchDispatchMode):
+    """What is computed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(f"{func} {[tuple(t.shape) for t in args if isinstance(t, Tensor)]}")
+        return out
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are really two: other operations run, or the same ones on other shapes."""
+    call = CALLS[threshold]
+    mix = laws.Case(MECHANISMS[call.name], {"dim": 24, "heads": 2, "causal": False, **call.options}).build()
+    mix.train(call.options.get("dropout", 0) > 0)
+    x = call.size * tokens(2, call.length, 24)
+    ways, results = set(), []
+    tiles: list[str] = []
+    attend = sparse._attend  # inside an operator, which operations do not show
+
+    def watched(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        tiles.append(f"tile {tuple(q.shape)} {tuple(k.shape)}")
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(sparse, "_attend", watched)
+    for value in (None, *THRESHOLDS[threshold]):
+        if value is not None:
+            set_threshold(monkeypatch, threshold, value)
+        given = x.clone().requires_grad_()
+        tiles.clear()
+        with Operations() as operations:
+            y = mix(given)
+            if mix.traits.state:
+                state = mix.prefill(given[:, :9])[1]
+                y = torch.cat((y, mix.prefill(given[:, 9:], state=state)[0]), 1)
+            (grad,) = torch.autograd.grad(y.square().sum(), given)
+        ways.add((*operations.names, *tiles))
+        results.append((y.detach(), grad))
+    assert len(ways) > 1, f"no value of {threshold} changes what is computed: the sequence is too short"
+    for y, grad in results[1:]:
+        torch.testing.assert_close(y, results[0][0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(grad, results[0][1], rtol=1e-7, atol=1e-7)
+
+
+ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or whose two sides another test computes
+    "mechanisms.additive.GPU_PAIRS": "PAIRS on a GPU",
+    "mechanisms.efficient.NOTHING": "stands for minus infinity",
+    "mechanisms.efficient.PADDED": "stands for minus infinity",
+    "mechanisms.performer.NOTHING": "stands for minus infinity",
+    "mechanisms.picture.SIZE": "of a picture",
+    "mechanisms.reformer.SELF": "of the definition",
+    "mechanisms.sinkhorn.ABSENT": "stands for zero",
+    "ops.cache_triton.LOG2E": "a number of mathematics",
+    "ops.cache_triton.BLOCK": "ops/test_cache_triton.py",
+    "ops.cache_triton.PROGRAMS": "ops/test_cache_triton.py",
+    "ops.ctc.MOST": "ops/test_ctc.py",
+    "ops.ctc.NEVER": "stands for minus infinity",
+    "ops.ctc_triton.PLACES": "ops/test_ctc.py",
+    "ops.feed_forward.ROWS": "a GPU's; ops/test_feed_forward.py computes both ways",
+    "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
+    "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",
+    "ops.layer_norm_triton.TILE": "ops/test_layer_norm.py",
+    "ops.linear.FORGET": "stands for minus infinity",
+    "ops.linear_deferred.GROUP": "ops/test_linear_deferred.py",
+    "ops.linear_deferred_triton.TILE": "ops/test_linear_deferred.py",
+    "ops.linear_fused.MIN_SEGMENT": "ops/test_linear_triton.py",
+    "ops.linear_fused.PROGRAMS": "ops/test_linear_triton.py",
+    "ops.linear_fused.WALKS": "ops/test_linear_triton.py",
+    "ops.patterns.COUNTED": "ops/test_patterns.py",
+    "ops.random_features.SHORT": "stands for zero",
+    "ops.sparse_triton.SPLIT": "ops/test_sparse_triton.py",
+}
+
+
+def test_every_threshold_is_known() -> None:
+    package, numbers = Path(subquad.__file__).parent, set()
+    for path in [*package.glob("mechanisms/*.py"), *package.glob("ops/*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_number(node.value):
+                name = node.targets[0].id
+                if name.isupper():
+                    numbers.add(f"{path.parent.name}.{path.stem}.{name}")
+    assert numbers == set(THRESHOLDS) | set(ELSEWHERE)
+    assert set(CALLS) == set(THRESHOLDS)
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
