@@ -227,7 +227,10 @@ def load_tokens(path: Path) -> Tensor:
     if path.suffix != ".npy":
         tokens = torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8).long()
     else:
-        array = np.load(path, allow_pickle=False)
+        try:
+            array = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"data={str(path)!r} cannot work: accepted is an .npy array of integers") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 f"data={str(path)!r} holds {array.dtype} of shape {list(array.shape)}: accepted are integer tokens, "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from subquad.checks import nearest
+from subquad.disk import read_json, read_object
 from subquad.models import Model, load
 from subquad.models.store import CONFIG, WEIGHTS
 
@@ -54,7 +55,7 @@ def card(folder: Path) -> dict[str, Any]:
     """What is known of a saved model: its card, or the config of the run it was trained in; nothing of others."""
     for file in (folder / CARD, folder.parent / CONFIG):
         if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = read_json(file)
             if isinstance(found, dict) and "task" in found:
                 return found
     return {}
@@ -79,5 +80,4 @@ def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype 
 def _read(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist: accepted is the folder of a finished run of subquad train")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    return read_object(file)

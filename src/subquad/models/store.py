@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from subquad.disk import parse_json, read_json
 from subquad.models.model import Model
 
 FORMAT = 1
@@ -53,9 +54,9 @@ def read_header(directory: str | Path) -> dict[str, Any]:
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
         )
     if not config.is_file():
-        return _parse(inside or "", weights)
-    header = _parse(config.read_text(), config)
-    if inside is not None and _parse(inside, weights) != header:
+        return _check_header(parse_json(inside or "", weights), weights)
+    header = _check_header(read_json(config), config)
+    if inside is not None and _check_header(parse_json(inside, weights), weights) != header:
         raise ValueError(
             f"{config} is not the config that {weights} was saved with: "
             f"restore it, or delete it to load the weights with the config they carry"
@@ -115,11 +116,7 @@ def _load(path: Path, device: str | torch.device) -> dict[str, Tensor]:
     return load_file(path, device=str(device))
 
 
-def _parse(text: str, path: Path) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+def _check_header(header: Any, path: Path) -> dict[str, Any]:
     keys = ("format", "model", "dtype", "config")
     if not isinstance(header, dict) or sorted(header) != sorted(keys):
         raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join(keys)}")

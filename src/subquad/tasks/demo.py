@@ -20,6 +20,7 @@ from subquad.bench.provenance import machine
 from subquad.bench.saved import save
 from subquad.bench.settings import LENGTHS, Settings, readable
 from subquad.data import digits
+from subquad.disk import read_json
 from subquad.models import LanguageModel
 from subquad.tasks.digits import PIXELS, bits_per_dim, generate, make_model, picture, train
 
@@ -162,8 +163,8 @@ def _state_bytes(model: LanguageModel) -> int | None:
 def _kept(path: Path, settings: Json) -> Json | None:
     """What an earlier run of the same settings left, if it is whole."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        found = read_json(path)
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.get("settings") == settings else None
 

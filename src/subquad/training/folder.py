@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from subquad.bench.provenance import origin
+from subquad.disk import read_object
 from subquad.models.store import write_whole
 from subquad.training import checkpoints
 from subquad.training.checkpoints import Checkpoint
@@ -126,9 +127,9 @@ def read_config(path: Path) -> RunConfig:
     """What a run folder was begun with."""
     file = path / CONFIG
     try:
-        found = json.loads(file.read_text())
+        found = read_object(file)
         return RunConfig.from_dict({key: found[key] for key in ("task", "data", "model", "training")})
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not the config of a run ({error!r})") from error
 
 
@@ -136,8 +137,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """What a finished run came to."""
     file = path / RESULT
     try:
-        found = json.loads(file.read_text())
-        return {**found}
+        return read_object(file)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{file} is not the result of a run ({error}): remove it to go on") from error
 

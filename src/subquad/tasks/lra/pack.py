@@ -2,6 +2,7 @@
 
 import io
 import lzma
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,14 @@ def packed(name: str) -> Arrays | None:
     path = generated() / f"{name}{SUFFIX}"
     if not path.exists():
         return None
-    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as found:
-        arrays = dict(found)
-    if name == "image":
-        arrays["tokens"] = _sums(arrays["tokens"])
-    return arrays
+    try:
+        with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as found:
+            arrays = dict(found)
+        if name == "image":
+            arrays["tokens"] = _sums(arrays["tokens"])
+        return arrays
+    except (lzma.LZMAError, zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: delete it, or pack it again") from error
 
 
 def _small(array: np.ndarray) -> np.ndarray:

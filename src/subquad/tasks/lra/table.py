@@ -1,6 +1,5 @@
 """The arena's table: accuracy of each mechanism, the paper's beside ours, and what it cost."""
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from subquad.disk import read_json
 from subquad.report.published import TABLES
 from subquad.tasks.lra.harness import budget_line, of_size
 from subquad.tasks.lra.recipes import PUBLISHED, RECIPES
@@ -137,10 +137,7 @@ def read_notes(path: Path) -> dict[str, str]:
     """Sentences that a person wrote and checked, by cell: {"listops linear": "..."}. Kept apart from the figures."""
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    found = read_json(path)
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"{path} cannot work: accepted is an object of sentences, such as {{'listops linear': '...'}}")
     return {str(key): value for key, value in found.items()}
