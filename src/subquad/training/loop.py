@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from subquad.bench.saved import blaming
+from subquad.checks import check_plain
 from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
@@ -57,8 +59,10 @@ def train(
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
-            with blaming(str(folder.path / RESULT)):
+            with blaming(str(folder.path / RESULT), ValueError):
                 result = Result(**opened.result)
+                for name, hint in typing.get_type_hints(Result).items():
+                    check_plain(name, getattr(result, name), hint)
             if ranks.first:
                 console.print(f"{folder.path} is finished already", highlight=False, markup=False, soft_wrap=True)
             return result
