@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -47,6 +49,28 @@ def test_error_where_there_is_nothing_to_compare_with() -> None:
     result = run.invoke(app, ["show", "fnet", "--error"])
     assert result.exit_code == 2
     assert "approximates no softmax" in result.output
+
+
+LISTING = """
+import sys
+from subquad.cli import app
+for words in (["--help"], ["show", "--help"], ["list"]):
+    try:
+        app(words)
+    except SystemExit as end:
+        assert not end.code
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+def test_listing_and_help_load_no_more_than_the_package() -> None:
+    """What measures, trains and draws is loaded by the commands that do."""
+    done = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    loaded = done.stderr.split()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("subquad.")}
+    assert "mechanisms" in rooms
+    assert not rooms & {"bench", "data", "tasks", "training"}
+    assert not {"matplotlib", "triton", "pandas", "tensorboard"} & set(loaded)
 
 
 def _one_of_two(rank: int, folder: Path) -> None:

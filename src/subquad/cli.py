@@ -1,22 +1,30 @@
 """The command line: parses, calls, prints."""
 
 import dataclasses
+import inspect
 import json
+import math
 import os
+import textwrap
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from subquad.checks import refuse
+from subquad.report.visible import Terminal
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
 bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
 app.add_typer(bench, name="bench")
-console = Console()
+console = Terminal()
+IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
+PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
+LARGEST = 2**62  # torch has no larger integers, and fails far inside on them
 
 
 def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -25,12 +33,55 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            for name, value in kwargs.items():
+                if isinstance(value, float) and math.isnan(value):
+                    refuse(name, value, "a number")
+                if isinstance(value, int) and abs(value) > LARGEST:
+                    refuse(name, value, "an integer below 2**62")
             command(*args, **kwargs)
         except (ValueError, OSError) as error:  # OSError: a file that is not there, a folder that cannot be written
-            Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}")
-            raise typer.Exit(2) from None
+            raise _failure(error) from None
+        except (RuntimeError, MemoryError) as error:
+            from subquad.bench.measure import out_of_memory
+
+            asked = out_of_memory(error)
+            if asked is None:
+                raise
+            defaults = {name: option.default for name, option in inspect.signature(command).parameters.items()}
+            given = [f"{name}={value}" for name, value in kwargs.items() if value != defaults[name]]
+            raise _failure(ValueError(f"not enough memory for {', '.join(given) or 'this'}: {asked}")) from None
 
     return run
+
+
+def _failure(error: BaseException, code: int = 2) -> typer.Exit:
+    """Says an error in one line; the exit that follows."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    Terminal(stderr=True).print(f"[red]error[/red] {escape(' '.join(text.split()))}", soft_wrap=True, highlight=False)
+    return typer.Exit(code)
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Refuse a folder that could not be written, before the work of a command rather than after it."""
+    first = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not first.is_dir():
+        refuse(option, str(path), f"a folder, and {first} is a file")
+    if not os.access(first, os.W_OK):
+        refuse(option, str(path), f"a folder that can be written, and {first} cannot")
+
+
+def _check_file(option: str, path: Path, endings: tuple[str, ...]) -> None:
+    """The same for a file; `endings` are those that can be written."""
+    accepted = f"a file whose name ends in {' or '.join(endings)}"
+    if path.is_dir():
+        refuse(option, str(path), f"{accepted}, and this is a folder")
+    if path.suffix.lower() not in endings:
+        refuse(option, str(path), accepted)
+    _check_folder(option, path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        refuse(option, str(path), f"{accepted} and can be written")
 
 
 def _version(wanted: bool) -> None:
@@ -51,6 +102,7 @@ def main_options(
 
 
 @app.command("list")
+@_say_errors
 def list_mechanisms() -> None:
     """Every mechanism: family, cost, traits, source."""
     from subquad.mechanisms import MECHANISMS
@@ -83,6 +135,8 @@ def show(
     from subquad.mechanisms.card import FIELDS, card
 
     cls = mechanism(name)
+    if picture is not None:
+        _check_file("picture", picture, PICTURES)
     facts = card(cls)
     console.print(f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n")
     for field in FIELDS:
@@ -105,7 +159,7 @@ def show(
         from subquad.mechanisms.picture import draw
 
         draw(name, picture)
-        console.print(f"drawn: {picture}")
+        console.print(f"drawn: {escape(str(picture))}", soft_wrap=True)
     if error:
         from subquad.mechanisms.error import error_table
 
@@ -145,6 +199,11 @@ def compare(
     from subquad.bench.saved import save as write
     from subquad.bench.settings import Settings, parse_lengths, parse_mechanisms
 
+    _check_folder("out", out)
+    if save is not None:
+        _check_file("save", save, (".json",))
+    if memory is not None and not 0 < memory < LARGEST / 1e9:
+        refuse("memory", memory, "a positive number of GB")
     settings = Settings(
         mechanisms=parse_mechanisms(mechanisms), lengths=parse_lengths(lengths), dim=dim, heads=heads, batch=batch,
         device=device, dtype=dtype, causal=causal, task=task, data=None if data is None else str(data), steps=steps,
@@ -158,7 +217,8 @@ def compare(
     if save is not None:
         write(results, save)
     how = "" if whole(results) else f" --from {out}"
-    console.print(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them", soft_wrap=True)
+    figures = escape(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them")
+    console.print(figures, soft_wrap=True)
     if results["interrupted"]:
         raise typer.Exit(130)
 
@@ -185,12 +245,20 @@ def recommend(
     advice = choose(
         Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device), source
     )
-    console.print(f"[bold]{escape(advice.verdict)}[/bold]\n", soft_wrap=True, highlight=False)
+    console.print(f"[bold]{escape(_wrapped(advice.verdict))}[/bold]\n", soft_wrap=True, highlight=False)
     for rank, choice in enumerate(advice.choices, start=1):
         console.print(f"{rank}. [bold]{choice.mechanism}[/bold]", highlight=False)
         for reason in choice.reasons:
-            console.print(f"   - {escape(reason)}", soft_wrap=True, highlight=False)
-    console.print(f"\nfrom {escape(advice.figures)}", soft_wrap=True, highlight=False)
+            console.print(escape(_wrapped(reason, "   - ")), soft_wrap=True, highlight=False)
+    console.print("\n" + escape(_wrapped(f"from {advice.figures}")), soft_wrap=True, highlight=False)
+
+
+def _wrapped(text: str, first: str = "") -> str:
+    """In lines that fit the terminal; a long path stays in one piece, so that it can be copied."""
+    return textwrap.fill(
+        text, console.width, initial_indent=first, subsequent_indent=" " * len(first),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 @app.command()
@@ -204,9 +272,10 @@ def demo(
     from subquad.report.report import write
     from subquad.tasks.demo import demo as run
 
+    _check_folder("out", out)
     try:
         run(out, console, steps=steps, fresh=fresh)
-        console.print(f"report: {write([out]).html}", soft_wrap=True)
+        console.print(escape(f"report: {write([out]).html}"), soft_wrap=True)
     except KeyboardInterrupt:
         console.print("interrupted: the stages that were finished are kept, and the next run goes on from there")
         raise typer.Exit(130) from None
@@ -221,9 +290,13 @@ def report(
     """Show runs as one HTML file that opens from disk, with CSV and PNG next to it."""
     from subquad.report.report import write
 
+    if out is not None and (out.is_dir() or not out.suffix):
+        _check_folder("out", out)
+    elif out is not None:
+        _check_file("out", out, (".html", ".htm"))
     written = write(runs, out)
-    console.print(f"report: {written.html}", soft_wrap=True)
-    console.print(f"beside it: {', '.join(path.name for path in written.beside) or 'nothing'}", soft_wrap=True)
+    beside = ", ".join(path.name for path in written.beside) or "nothing"
+    console.print(escape(f"report: {written.html}\nbeside it: {beside}"), soft_wrap=True)
 
 
 @app.command()
@@ -238,7 +311,8 @@ def atlas(
     """Build the documentation: a page for each mechanism, lessons, the lecture notes' questions answered."""
     from subquad.report.atlas import build_atlas
 
-    console.print(f"atlas: {build_atlas(out, runs or ())}", soft_wrap=True)
+    _check_folder("out", out)
+    console.print(escape(f"atlas: {build_atlas(out, runs or ())}"), soft_wrap=True)
 
 
 @app.command()
@@ -246,11 +320,13 @@ def atlas(
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
     count: Annotated[int | None, typer.Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
-    out: Annotated[Path, typer.Option(help="PNG for images; of music the beginning of names.")] = Path("generated.png"),
+    out: Annotated[
+        Path | None, typer.Option(help="PNG for images, by default generated.png; of music the beginning of names.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
     complete: Annotated[Path | None, typer.Option(help="An image whose upper half is given.")] = None,
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    steps: Annotated[int, typer.Option(help="Tokens of text.")] = 500,
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same output.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
@@ -265,8 +341,8 @@ def generate(
     from subquad.models.device import available
     from subquad.models.sampling import Sampling
     from subquad.models.store import check_finite, read_header
-    from subquad.tasks.generate import image_shape, images_to_png, text_to_terminal
-    from subquad.tasks.music import write_pieces
+    from subquad.tasks.generate import check_options, image_shape, images_to_png, text_to_terminal
+    from subquad.tasks.music import rate_of, write_pieces
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
@@ -279,24 +355,33 @@ def generate(
     check_finite(model, folder)
     if device == "cpu":
         model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
-    if card.get("task") == "music":
-        rate = card["data"]["rate"]
+    size = None if card.get("task") in ("text", "music") else image_shape(model, shape, card)
+    writes = "music" if card.get("task") == "music" else "text" if size is None else "images"
+    given = {"count": count, "out": out, "shape": shape, "complete": complete, "prompt": prompt, "steps": steps}
+    check_options(folder, writes, {**given, "compile": compile})
+    if writes == "text":
+        text_to_terminal(
+            model, console, prompt=prompt or "", steps=500 if steps is None else steps, sampling=sampling, seed=seed
+        )
+    elif writes == "music":
+        out = Path("generated") if out is None else out
+        _check_folder("out", out.parent)
         for path in write_pieces(
-            model, out, count=4 if count is None else count, rate=rate, sampling=sampling, seed=seed
-        ):
-            console.print(f"piece: {path}", soft_wrap=True)
-        return
-    found = None if card.get("task") == "text" else image_shape(model, shape, card)
-    if found is None:
-        text_to_terminal(model, console, prompt=prompt, steps=steps, sampling=sampling, seed=seed)
-    else:
+            model, out, count=4 if count is None else count, steps=steps, rate=rate_of(card), sampling=sampling,
+            seed=seed,
+        ):  # fmt: skip
+            console.print(escape(f"piece: {path}"), soft_wrap=True)
+    elif size is not None:
+        out = Path("generated.png") if out is None else out
+        _check_file("out", out, IMAGES)
         images_to_png(
-            model, out, console, count=64 if count is None else count, shape=found, complete=complete,
+            model, out, console, count=64 if count is None else count, shape=size, complete=complete,
             sampling=sampling, seed=seed, compile=compile,
         )  # fmt: skip
 
 
 @app.command()
+@_say_errors
 def train(
     task: Annotated[str, typer.Argument(help="digits, copy, images, text, ...; a wrong name lists them all.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/TASK.")] = None,
@@ -328,20 +413,21 @@ def train(
     given += [] if data is None else [f"data.set={json.dumps(data)}"]
     given += [] if minutes is None else [f"training.minutes={minutes}"]
     folder = Path("runs") / task if out is None else out
-    said = console if os.environ.get("RANK", "0") == "0" else Console(quiet=True)  # once, of all that torchrun started
+    said = console if os.environ.get("RANK", "0") == "0" else Terminal(quiet=True)  # once, of all that torchrun started
+    _check_folder("out", folder)
     try:
         result = start(task, folder, given, resume=resume, device=device, leg=leg, console=said)
     except Interrupted as interruption:
-        said.print(str(interruption), soft_wrap=True)
+        said.print(escape(str(interruption)), soft_wrap=True)
         raise typer.Exit(interruption.code) from None
     except KeyboardInterrupt:
         said.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
         raise typer.Exit(130) from None
-    except (ValueError, OSError, Stopped) as error:
-        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    except (OSError, Stopped) as error:  # a run that was begun, and ended
+        raise _failure(error, 1) from None
     if result.ended_by != "leg":
-        said.print(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}", soft_wrap=True, highlight=False)
+        ended = escape(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}")
+        said.print(ended, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -373,12 +459,15 @@ def reproduce(
     from subquad.tasks.reproduce import reproduce as run
     from subquad.tasks.rows import Budget
 
+    _check_folder("out", out)
+    if save is not None:
+        _check_file("save", save, (".json",))
     tell_commit(commit)
     budget = Budget(minutes=minutes, leg=leg, jobs=jobs, device=device, settings=tuple(settings or ()))
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
     results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples)
     console.print(beside(results))
-    console.print(f"figures: {out / table / 'results.json'}", soft_wrap=True)
+    console.print(escape(f"figures: {out / table / 'results.json'}"), soft_wrap=True)
     if save is not None:
         copy_to(results, save)
     if results["interrupted"]:
@@ -425,10 +514,12 @@ def lra(
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
+    _check_folder("out", out)
     names = recipes.parse_mechanisms(mechanisms)
     if pack is not None:
+        _check_folder("pack", pack)
         for path in write(pack):
-            console.print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB", soft_wrap=True)
+            console.print(escape(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"), soft_wrap=True)
         return
     if efficiency and minutes is not None:
         raise ValueError("--efficiency has no --minutes: --lengths and --mechanisms make it shorter")
@@ -438,7 +529,7 @@ def lra(
         )
         for shown in speed.efficiency_tables(found):
             console.print(shown)
-        console.print(f"figures: {out / 'efficiency.json'}", soft_wrap=True)
+        console.print(escape(f"figures: {out / 'efficiency.json'}"), soft_wrap=True)
         if found["interrupted"]:
             raise typer.Exit(130)
         return
@@ -452,7 +543,8 @@ def lra(
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}", soft_wrap=True)
+    figures = escape(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}")
+    console.print(figures, soft_wrap=True)
     if results["left"]:
         left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
         console.print(f"{left} left: the same command goes on from there")
@@ -470,7 +562,8 @@ def release(
     """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
     from subquad.models.checkpoints import release as write
 
-    console.print(f"checkpoint: {write(run, name, out)}", soft_wrap=True)
+    _check_folder("out", out)
+    console.print(escape(f"checkpoint: {write(run, name, out)}"), soft_wrap=True)
 
 
 @bench.command("generation")
@@ -492,6 +585,7 @@ def bench_generation(
     """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
     from subquad.bench.generation import bench as run
 
+    _check_file("out", out, (".json",))
     run(
         console, out, mechanisms=mechanisms, lengths=lengths, batches=batches, most=most, dim=dim, depth=depth,
         heads=heads, steps=steps, device=device, dtype=dtype, compile=compile,

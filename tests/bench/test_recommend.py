@@ -10,6 +10,7 @@ from subquad.bench.growth import crossovers, growths
 from subquad.bench.recommend import Request, find, recommend
 from subquad.bench.worker import empty_row
 from subquad.cli import app
+from subquad.report.visible import Terminal
 
 SHIPPED = module._shipped
 LENGTHS = (1024, 4096, 16384)
@@ -79,7 +80,28 @@ def test_the_cheapest_three_first(tmp_path: Path) -> None:
     first = advice.choices[0].reasons
     assert first[0].startswith("a training step takes 134 ms at T = 16,384, 20 times as fast as exact softmax")
     assert any("faster than softmax from T = 1,2" in reason for reason in first)
-    assert any("as documented" in reason for reason in first)
+
+
+def growth_reasons(source: Path, **growth: object) -> list[str]:
+    results = json.loads(source.read_text())
+    results["growth"] = [{**found, **growth} for found in results["growth"]]
+    source.write_text(json.dumps(results))
+    (choice, *_) = recommend(Request(length=16384, causal=True), source).choices
+    return [reason for reason in choice.reasons if "T^" in reason]
+
+
+def test_growth_is_said_where_it_differs_from_the_documented_one(tmp_path: Path) -> None:
+    """ "T^0.41 as measured, T^1 as documented" read as a bug: say what it means, and only where there is something."""
+    source = figures(tmp_path / "a.json")
+    assert growth_reasons(source, time=1.1, documented_time=1.0) == []
+    (slow,) = growth_reasons(source, time=0.41, documented_time=1.0)
+    assert "its time grew about as T^0.41 up to T = 16,384 here" in slow
+    assert "fixed costs still hide the work, which is documented to grow as T^1" in slow
+    (flat,) = growth_reasons(source, time=0.1, documented_time=1.0)
+    assert "hardly grew up to" in flat
+    (fast,) = growth_reasons(source, time=1.6, documented_time=1.0, lengths_used=[])
+    assert "its time grew about as T^1.6 here" in fast
+    assert "fixed costs" not in fast
 
 
 def test_decoding_needs_a_state_and_counts(tmp_path: Path) -> None:
@@ -186,6 +208,25 @@ def test_requests_and_files_that_cannot_work(tmp_path: Path) -> None:
         recommend(Request(length=5), tmp_path / "other.json")
     with pytest.raises(ValueError, match="cannot be read"):
         recommend(Request(length=5), tmp_path / "nothing.json")
+
+
+def test_no_line_is_longer_than_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.cli.console", Terminal(width=80))
+    monkeypatch.chdir(tmp_path)
+    figures(Path("results.json"), quality={"softmax": 2.2871, "linear": 2.2942})
+    for decode in (["--decode"], []):
+        arguments = ["recommend", "--length", "16k", "--causal", *decode, "--from", "results.json"]
+        lines = CliRunner().invoke(app, arguments).output.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert sum(line.startswith("     ") for line in lines) > 3  # what goes on stands under its beginning
+
+
+def test_a_long_path_is_not_broken(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / ("long " * 3 + "x" * 90)
+    folder.mkdir(parents=True)
+    figures(folder / "results.json")
+    result = CliRunner().invoke(app, ["recommend", "--length", "16k", "--causal", "--from", str(folder)])
+    assert "x" * 90 + "/results.json" in result.output
 
 
 def test_the_command_says_three_and_whose_figures(tmp_path: Path) -> None:

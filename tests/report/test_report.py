@@ -130,7 +130,7 @@ def test_published_tables_stand_only_beside_the_same_thing(run: Path, tmp_path: 
     arena.write_text(json.dumps({"kind": "lra-efficiency", "rows": rows}))
     assert tables(make(read([arena]))) == ["lra-speed", "lra-memory"]  # not those of the Sparse Transformer
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({"times": [{"T": 1024, "ms": 1.0}]}))
+    other.write_text(json.dumps({"device": "cpu", "times": [{"T": 1024, "ms": 1.0}]}))
     page = make(read([other]))
     assert tables(page) == []
     assert 'id="published"' not in page

@@ -5,6 +5,7 @@ each of them, so that neither a crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -23,12 +24,13 @@ from rich.table import Table
 
 from subquad.bench import growth, worker
 from subquad.bench.child import environment
-from subquad.bench.measure import YARDSTICK
+from subquad.bench.measure import DTYPES, YARDSTICK, free_bytes
 from subquad.bench.provenance import origin
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
+from subquad.checks import refuse
 from subquad.mechanisms import MECHANISMS
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
@@ -57,6 +59,7 @@ def compare(
     """
     if settings.data is not None:
         load_tokens(Path(settings.data))  # refused before anything is measured
+    check_room(settings)
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
     results = _empty(settings)
@@ -75,6 +78,20 @@ def compare(
         form = "_bidirectional" if settings.causal is False else ""
         save(results, cache_folder() / f"compare_{torch.device(settings.device).type}{form}.json")
     return results
+
+
+def check_room(settings: Settings) -> None:
+    """Refuse what not even the shortest length has memory for: nothing would be measured, slowly."""
+    free, shortest = free_bytes(settings.device), settings.shape(settings.lengths[0], causal=True)
+    weights = 2 * 4 * settings.dim**2 * DTYPES[settings.dtype].itemsize  # of softmax, with their gradients
+    if weights > free:
+        refuse("dim", settings.dim, f"a smaller one: weights take {readable(weights)}, {readable(free)} are free")
+    if shortest.least_bytes > free:
+        one = dataclasses.replace(shortest, batch=1).least_bytes
+        if one > free:
+            refuse("lengths", shortest.length, f"a shorter one: it takes {readable(one)}, {readable(free)} are free")
+        accepted = f"at most {free // one:,}: one sequence takes {readable(one)}, {readable(free)} are free"
+        refuse("batch", settings.batch, accepted)
 
 
 def whole(results: Results) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subquad.bench.measure import first_line
 from subquad.bench.provenance import commit
+from subquad.checks import counts, refuse
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
 from subquad.models.device import available
@@ -177,13 +178,20 @@ def sweep(
 ) -> list[Figures]:
     """Every mechanism at every length, at each batch and at the largest that its memory allows (up to `most`)."""
     rows: list[Figures] = []
+    row: Figures
     for name in mechanisms:
         for length in lengths:
             model = LanguageModel(vocab=START + 1, dim=dim, depth=depth, heads=heads, mechanism=name, max_length=length)
             model = model.to(device, dtype).eval()
             biggest = min(most, largest_batch(model, length))
+            if biggest < 1:
+                row = {"mechanism": name, "largest_batch": True, "batch": 1, "length": length}
+                rows.append({**row, "error": "not one stream fits into memory"})
+                if report is not None:
+                    report(rows[-1])
+                continue
             for batch in sorted({*(b for b in batches if b <= biggest), biggest}):
-                row: Figures = {"mechanism": name, "largest_batch": batch == biggest}
+                row = {"mechanism": name, "largest_batch": batch == biggest}
                 at = sorted({0, length // 4, length // 2, 3 * length // 4, length - min(steps, length)})
                 try:
                     count = min(steps, length)
@@ -221,6 +229,9 @@ def bench(
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype={dtype!r} cannot work: accepted are {', '.join(kinds)}")
+    for name, value in (("most", most), ("steps", steps)):
+        if not counts([value]):
+            refuse(name, value, "an integer of at least 1")
 
     def tell(row: Figures) -> None:
         mark = "*" if row["largest_batch"] else " "
@@ -246,7 +257,7 @@ def bench(
 
 def _numbers(text: str, name: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
         raise ValueError(f"{name}={text!r} cannot work: accepted are whole numbers with commas between them")
     return [int(part) for part in parts]
 

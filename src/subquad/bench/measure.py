@@ -7,6 +7,7 @@ ratio to the yardstick (exact softmax) measured immediately before and after.
 
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,11 @@ class Shape:
     causal: bool = True
     device: str = "cpu"
     dtype: str = "float32"
+
+    @property
+    def least_bytes(self) -> int:
+        """Of any mechanism: the input, the output and their gradients."""
+        return 4 * self.batch * self.length * self.dim * DTYPES[self.dtype].itemsize
 
 
 class Subject:
@@ -289,6 +295,15 @@ def free_bytes(device: str) -> int:
 def grown(value: float, before: int, now: int, exponent: float) -> float:
     """What `value` at length `before` becomes at length `now` if it grows as documented."""
     return value * (now / before) ** exponent
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """How much was asked for, if that is what an error is about; torch has no type of error for memory on a CPU."""
+    text = str(error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+        return None
+    amount = re.search(r"allocate ([\d.]+ ?\w*)", text)
+    return f"{amount[1]} were asked for at once" if amount else "more was asked for than is free"
 
 
 def first_line(error: BaseException, otherwise: str = "no message") -> str:

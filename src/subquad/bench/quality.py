@@ -229,8 +229,8 @@ def load_tokens(path: Path) -> Tensor:
     else:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # whose header may say more than the file holds
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"data={str(path)!r} is not a whole .npy array: {error}") from error
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"data={str(path)!r} cannot work: accepted is an .npy array of integers") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
                 f"data={str(path)!r} holds {array.dtype} of shape {list(array.shape)}: accepted are integer tokens, "

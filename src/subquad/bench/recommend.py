@@ -9,6 +9,7 @@ from typing import Any
 
 from subquad.bench.growth import between, crossover, names, series
 from subquad.bench.measure import YARDSTICK
+from subquad.bench.saved import blaming, check_rows
 from subquad.bench.settings import cache_folder, readable
 from subquad.checks import at_least, one_of
 from subquad.disk import read_json
@@ -18,6 +19,7 @@ from subquad.mechanisms.base import Traits
 Results = dict[str, Any]
 Quality = dict[str, dict[str, Any]]  # the record of each mechanism
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
+FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
 FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
 
@@ -64,6 +66,11 @@ class Advice:
 
 def recommend(request: Request, source: Path | None = None) -> Advice:
     figures = find(request, source)
+    with blaming(f"what the {figures.origin} are read from"):
+        return _advise(figures, request)
+
+
+def _advise(figures: Figures, request: Request) -> Advice:
     results = figures.results
     rows = [row for row in results["rows"] if row["causal"] == request.causal]
     where = f"{figures.origin}; {_described(results)}"
@@ -100,14 +107,18 @@ def find(request: Request, source: Path | None = None) -> Figures:
     length, this machine's where they are equally near."""
     if source is not None:
         path = source / "results.json" if source.is_dir() else source
-        results = _read(path)
-        if request.device not in (None, _device(results)):
-            raise ValueError(f"device={request.device!r} cannot work: {path} was measured on {_device(results)!r}")
+        with blaming(str(path)):
+            results = _read(path)
+            measured_on, _ = _device(results), _serves(results, request)
+        if request.device not in (None, measured_on):
+            raise ValueError(f"device={request.device!r} cannot work: {path} was measured on {measured_on!r}")
         return Figures(results, f"figures of {path}")
     device = request.device or "cpu"
     found = []
     for own in sorted(cache_folder().glob(f"compare_{device}*.json")):
-        results = _read(own)
+        with blaming(str(own)):
+            results = _read(own)
+            _serves(results, request)
         count = len(_measured(results, request))
         found.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
     shipped = "figures that ship with subquad, not of this machine"
@@ -137,10 +148,11 @@ def _shipped() -> list[Results]:
 def _read(path: Path) -> Results:
     try:
         results = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error.strerror}") from None
     if not isinstance(results, dict) or results.get("kind") != "compare":
         raise ValueError(f'{path} is not the results.json of `subquad compare`: its kind is not "compare"')
+    check_rows(results, path)
     return results
 
 
@@ -239,7 +251,7 @@ def _weigh(
         reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
     growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
     if growth and growth["time"] is not None:
-        reasons.append(_growth_of_time(growth["time"], growth["documented_time"]))
+        reasons += _growth_of_time(growth)
     if name in quality and name != YARDSTICK:
         mine, exact = quality[name], quality[YARDSTICK]
         reasons.append(
@@ -251,10 +263,20 @@ def _weigh(
     return Choice(name, cost, tuple(reasons))
 
 
-def _growth_of_time(measured: float, documented: float) -> str:
-    if measured < FLAT:  # nothing that reads its input grows so slowly
-        return f"time hardly grows yet: starting kernels takes longer than their work, T^{documented:g} as documented"
-    return f"time grows as T^{measured:.2f} as measured, T^{documented:g} as documented"
+def _growth_of_time(growth: dict[str, Any]) -> list[str]:
+    """Only where what was measured is far from what is documented: a reader would expect the figures to go on."""
+    measured, documented = growth["time"], growth["documented_time"]
+    if abs(measured - documented) < FAR:
+        return []
+    longest = max(growth.get("lengths_used") or [0])
+    until = f" up to T = {longest:,}" if longest else ""
+    grew = "hardly grew" if measured < FLAT else f"grew about as T^{measured:.2g}"
+    why = (
+        "at these lengths fixed costs still hide the work, which is documented to grow as"
+        if measured < documented
+        else "caches that overflow and the like add to the work, which is documented to grow as"
+    )
+    return [f"its time {grew}{until} here: {why} T^{documented:g} beyond"]
 
 
 def _growth_of_state(sizes: Sequence[float]) -> str:

@@ -1,13 +1,16 @@
 """Files of figures: written whole, kept when others take their place, read again by the call that goes on."""
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from subquad.checks import counts
 from subquad.disk import read_json, write_whole
 
 Results = dict[str, Any]
@@ -25,6 +28,40 @@ def set_aside(path: Path, console: Console) -> None:
         names = (path.with_suffix(f".{number}.json") for number in itertools.count(1))
         before = path.replace(next(name for name in names if not name.exists()))
         console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def blaming(what: str, *also: type[Exception]) -> Iterator[None]:
+    """Errors of code that takes figures apart, as a sentence that names where they came from."""
+    kinds: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, *also)
+    try:
+        yield
+    except kinds as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is of another kind"
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start:,} is not UTF-8"
+        raise ValueError(f"{what} is damaged, or not what subquad writes: {why}") from error
+
+
+def check_rows(results: Results, path: Path) -> None:
+    """Refuse rows of a comparison that are no measurements, so that nothing is computed from them."""
+    rows = results.get("rows", [])
+    wrong: object = rows
+    if isinstance(rows, list):
+        wrong = next((row for row in rows if not _is_measured(row)), None)
+    if wrong is not None:
+        told = f"{str(wrong)[:80]!r}"
+        raise ValueError(f"{path} is damaged, or not what subquad compare writes: {told} is no row of figures")
+
+
+def _is_measured(row: object) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("mechanism"), str) or not counts([row.get("length")]):
+        return False
+    spreads = [value for value in row.values() if isinstance(value, dict)]
+    numbers = [value for value in row.values() if isinstance(value, int | float)]
+    whole = all({"median", "low", "high"} <= spread.keys() for spread in spreads)
+    numbers += [value for spread in spreads for value in spread.values()]
+    return whole and all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers)
 
 
 def earlier(path: Path, kind: str, whole: Callable[[Results], bool]) -> Results:

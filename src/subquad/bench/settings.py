@@ -102,7 +102,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     lengths = []
     for part in text.lower().replace("_", "").split(","):
         number, factor = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > 15:
             refuse("lengths", text, "whole numbers with commas between them, such as 512,4096 or 4k,16k")
         lengths.append(int(number) * factor)
     return tuple(lengths)

@@ -26,6 +26,7 @@ from subquad.bench.measure import (
     first_run,
     free_bytes,
     grown,
+    out_of_memory,
     peak_bytes,
     spread,
     time_beside,
@@ -101,12 +102,12 @@ class Bench:
             self._measure(row, self.settings.shape(length, causal))
         except Skip as reason:
             row["skipped"] = str(reason)
-        except torch.OutOfMemoryError as error:
-            row["skipped"] = f"out of memory: {first_line(error)}"
-        except MemoryError as error:
-            row["skipped"] = f"out of memory: {first_line(error)}"
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {first_line(error)}"
+            asked = out_of_memory(error)
+            if asked is None:
+                row["error"] = f"{type(error).__name__}: {first_line(error)}"
+            else:
+                row["skipped"] = f"out of memory: {asked}"
         self.rows.append(row)
         gc.collect()
         if torch.device(self.settings.device).type == "cuda":
@@ -146,7 +147,11 @@ class Bench:
                 self._refuse_slow(YARDSTICK, shape, 2 * self.settings.limit)  # all ratios need it
                 self._refuse_large(YARDSTICK, shape)
                 self.yardstick = Yardstick(shape)
-            except (Skip, torch.OutOfMemoryError):
+            except Skip:
+                self.yardstick = None
+            except Exception as error:
+                if out_of_memory(error) is None:
+                    raise
                 self.yardstick = None
         return self.yardstick
 
@@ -171,6 +176,10 @@ class Bench:
             )
 
     def _refuse_large(self, name: str, shape: Shape) -> None:
+        free = self.settings.memory or int(SAFE * free_bytes(shape.device))
+        least = shape.least_bytes
+        if least > free:
+            raise Skip(f"does not fit: at least {readable(least)} for input and output, {readable(free)} can be used")
         before = self._before(name, shape, "peak_bytes")
         if before is not None:
             length, peak = before["length"], before["peak_bytes"]
@@ -180,7 +189,6 @@ class Bench:
                 return
             peak = peak_bytes(_build(name, self.settings.shape(length, shape.causal)))
         expected = grown(peak, length, shape.length, mechanism(name).memory)
-        free = self.settings.memory or int(SAFE * free_bytes(shape.device))
         if expected > free:
             raise Skip(
                 f"does not fit: about {readable(expected)} for a training step (from {readable(peak)} at "

@@ -16,6 +16,7 @@ NORMS = ("layer", "rms")
 NORM_POSITIONS = ("pre", "post")
 GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
 POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
+DEEPEST = 10_000  # layers
 POOLINGS = ("mean", "cls", "none")
 
 MixerLike = (
@@ -100,6 +101,7 @@ class TransformerConfig(Config):
 
     def __post_init__(self) -> None:
         at_least(self, dim=1, depth=1, heads=1, ff_chunks=1, seed=0)
+        check_depth(self.depth)
         optional_at_least(self, ff_dim=1, max_length=1, memory_length=1)
         one_of(self, norm=NORMS, norm_position=NORM_POSITIONS, activation=ACTIVATIONS)
         flags(self, "causal", "rotary", "final_norm", "checkpoint", "reversible")
@@ -176,6 +178,12 @@ class EmbeddingConfig(Config):
             if len(shape) < 2 or not counts(shape):
                 refuse("shape", self.shape, "two or three integers of at least 1: (rows, columns[, channels])")
             object.__setattr__(self, "shape", shape)
+
+
+def check_depth(depth: int) -> None:
+    """Refuse stacks that would be built for minutes, and then not fit."""
+    if depth > DEEPEST:
+        refuse("depth", depth, f"an integer of at most {DEEPEST:,}")
 
 
 def optional_at_least(config: object, **bounds: int) -> None:

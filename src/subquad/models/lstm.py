@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from subquad.checks import at_least, refuse
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
-from subquad.models.config import Config, EmbeddingConfig, assemble, flags, optional_at_least, probabilities
+from subquad.models.config import (
+    Config,
+    EmbeddingConfig,
+    assemble,
+    check_depth,
+    flags,
+    optional_at_least,
+    probabilities,
+)
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
 from subquad.models.inputs import batch_of, zero_padding
@@ -39,6 +47,7 @@ class LSTMConfig(Config):
 
     def __post_init__(self) -> None:
         at_least(self, dim=1, depth=1)
+        check_depth(self.depth)
         optional_at_least(self, outputs=1)
         flags(self, "bidirectional")
         probabilities(self, "dropout")

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from subquad.bench.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
-from subquad.report.html import Cell, template
+from subquad.report.html import Cell, spelt, template
 from subquad.report.results import Json, Run, learned
+from subquad.report.visible import visible
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name
 CHOSEN = ("softmax", "linear")  # shown until the reader chooses, with the BEST that cost least
@@ -238,6 +239,7 @@ def draw(spec: Json, views: int | Sequence[int], path: Path, origin: Mapping[str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    spec = spelt(spec, lambda text: visible(text).replace("$", r"\$"))  # to matplotlib $ begins a formula
     chosen = (views,) if isinstance(views, int) else tuple(views)
     figure, axes = plt.subplots(1, len(chosen), figsize=(2 + 7 * len(chosen), 6), layout="constrained", squeeze=False)
     for axis, view in zip(axes[0], chosen, strict=True):

@@ -6,11 +6,16 @@ import json
 import keyword
 import math
 import tokenize
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-escape = html.escape
+from subquad.report.visible import visible
+
+
+def escape(text: str) -> str:
+    """Text as a page shows it: neither its marks nor its control characters do anything."""
+    return html.escape(visible(text))
 
 
 class Cell(NamedTuple):
@@ -138,12 +143,22 @@ def _plain(value: Any) -> str:
 
 def chart(name: str, spec: Mapping[str, Any]) -> str:
     """A chart drawn by page.js from its data. `name` is unique in the page."""
-    data = json.dumps(spec, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(spelt(spec), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c")  # no mark of a page stands inside a script
     return (
         f'<script type="application/json" id="{name}-data">{data}</script>'
         f'<div class="chart" id="{name}" data-spec="{name}-data"><noscript>This chart is drawn by JavaScript; the CSV '
         "and PNG files next to the report hold the same figures.</noscript></div>"
     )
+
+
+def spelt(value: Any, spell: Callable[[str], str] = visible) -> Any:
+    """Data with every string in it as it may be shown."""
+    if isinstance(value, Mapping):
+        return {spell(str(key)): spelt(inner, spell) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [spelt(inner, spell) for inner in value]
+    return spell(value) if isinstance(value, str) else value
 
 
 def code(source: str, css: str = "") -> str:

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from subquad.bench.saved import blaming
 from subquad.report import charts, trained
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import TABLES, beside
 from subquad.report.reproduced import section
 from subquad.report.results import Json, Run, compared, learned, read, reproduced
+from subquad.report.visible import visible
+from subquad.training.folder import CONFIG
 
 SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
 PNG = {"training_ms": "training", "forward_ms": "forward", "peak_bytes": "memory", "decode_ms": "decode"}
@@ -28,10 +31,19 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Written:
     out = out or found[0].path.parent / "report.html"
     if out.is_dir() or not out.suffix:
         out = out / "report.html"
+    for run in found:  # damage is found, and named, before anything is written
+        with blaming(_blamed(run), ValueError):
+            make([run])
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = [*_write_csv(found, out), *_write_png(found, out)]
+    with blaming(", ".join(map(_blamed, found)), ValueError):
+        written = [*_write_csv(found, out), *_write_png(found, out)]
     out.write_text(make(found, [path.name for path in written]), encoding="utf-8")
     return Written(out, written)
+
+
+def _blamed(run: Run) -> str:
+    """The file that is wrong where a run cannot be shown; the others of a training are checked as they are read."""
+    return f"RUN={str(run.path.parent / CONFIG if run.kind == 'train' else run.path)!r}"
 
 
 def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
@@ -395,7 +407,10 @@ def _csv(path: Path, records: Sequence[Json]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(records)
+        writer.writerows(
+            {key: visible(value) if isinstance(value, str) else value for key, value in record.items()}
+            for record in records
+        )
     return path
 
 

@@ -5,9 +5,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from subquad.disk import read_json
+from subquad.bench.saved import check_rows
+from subquad.checks import refuse
+from subquad.disk import read_object
 
 Json = dict[str, Any]
+FIGURES = "what subquad compare, train, reproduce, lra or bench writes: JSON that names its kind, machine or device"
 
 
 class Run(NamedTuple):
@@ -17,12 +20,15 @@ class Run(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return str(self.data.get("kind", "figures"))
+        """Which command wrote it; "train" is a folder of `subquad train`, not any file that says so."""
+        kind = str(self.data.get("kind", "figures"))
+        return "figures" if kind == "train" and "curves" not in self.data else kind
 
     @property
     def machine(self) -> Json:
         """What it ran on: `machine` of a compare run; of other files, whatever they say about device and versions."""
-        known = dict(self.data.get("machine") or {})
+        told = self.data.get("machine")
+        known = dict(told) if isinstance(told, dict) else {}
         for key in ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"):
             if key in self.data and key not in known:
                 known[key] = self.data[key]
@@ -44,7 +50,11 @@ def read(paths: Iterable[Path]) -> list[Run]:
         learning = trained.is_run(path)
         runs += [trained.load(path)] if learning else []
         if not learning or (path / "results.json").is_file():
-            runs += [_load(file) for file in _files(path)]
+            named = [_load(file) for file in _files(path)]
+            figures = [run for run in named if _holds_figures(run.data)]  # a folder may hold other files beside them
+            if not figures:
+                refuse("RUN", str(path), FIGURES)
+            runs += figures
     if not runs:
         raise ValueError("no run was given: accepted are folders with a results.json and JSON files")
     return _told_apart(runs)
@@ -101,14 +111,16 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _load(file: Path) -> Run:
-    try:
-        data = read_json(file)
-    except ValueError as error:
-        raise ValueError(f"RUN={str(file)!r} cannot work: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"RUN={str(file)!r} cannot work: accepted is a JSON object, this is a {type(data).__name__}")
+    data = read_object(file)
+    if data.get("kind") == "compare":
+        check_rows(data, file)
     name = file.resolve().parent.name if file.name == "results.json" else file.stem
     return Run(name, file, data)
+
+
+def _holds_figures(data: Json) -> bool:
+    """Every file of figures says what it is, or on what it was measured."""
+    return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
 def _told_apart(runs: list[Run]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from subquad.bench.saved import blaming
 from subquad.disk import read_sealed
 from subquad.report.html import chart, escape, number
 from subquad.report.results import Json, Run
@@ -19,16 +20,22 @@ def is_run(folder: Path) -> bool:
 def load(folder: Path) -> Run:
     """Its three files as one; a run that has not ended has no result yet."""
     config, _ = read_sealed(folder / CONFIG)
-    ended = folder / RESULT
-    training = {key: value for key, value in config.pop("training").items() if value is not None}
-    data: Json = {
-        **config,
-        "kind": "train",
-        "settings": {"task": config["task"], **config.pop("data"), **config.pop("model"), **training},
-        "result": read_result(folder) if ended.is_file() else None,
-        "curves": logged(folder),
-    }
-    return Run(folder.resolve().name, folder / METRICS, data)
+    with blaming(str(folder / CONFIG)):
+        training = {key: value for key, value in config.pop("training").items() if value is not None}
+        data: Json = {
+            **config,
+            "kind": "train",
+            "settings": {"task": config["task"], **config.pop("data"), **config.pop("model"), **training},
+        }
+    data["result"] = read_result(folder) if (folder / RESULT).is_file() else None
+    with blaming(str(folder / METRICS), ValueError):
+        data["curves"] = logged(folder)
+    run = Run(folder.resolve().name, folder / METRICS, data)
+    with blaming(str(folder / RESULT), ValueError):
+        _sentence(data)
+    with blaming(str(folder / METRICS), ValueError):
+        curves(run)
+    return run
 
 
 def section(run: Run, name: str) -> str:

@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from subquad.bench.measure import free_bytes
+from subquad.checks import refuse
 from subquad.models import LanguageModel
+from subquad.models.config import GRIDS
 from subquad.models.loop import values_of
 from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
@@ -21,6 +24,19 @@ from subquad.tasks.images import SETS, Images
 BYTES = 256
 LEGIBLE = 64  # pixels of a side
 Shape = tuple[int, int, int]  # rows, columns, channels
+OPTIONS = {  # of the command line, by what a model writes; those on sampling are for all
+    "images": ("count", "out", "shape", "complete", "compile"),
+    "music": ("count", "out", "steps"),
+    "text": ("prompt", "steps"),
+}
+
+
+def check_options(folder: Path, writes: str, given: Mapping[str, Any]) -> None:
+    """Refuse options (those that are not None) that have no meaning for what this model writes."""
+    for name, value in given.items():
+        if value is not None and name not in OPTIONS[writes]:
+            accepted = ", ".join(f"--{option}" for option in OPTIONS[writes])
+            refuse(name, str(value), f"{accepted} and those of sampling for {folder}, which writes {writes}")
 
 
 def image_shape(model: LanguageModel, asked: str | None = None, card: Mapping[str, Any] | None = None) -> Shape | None:
@@ -31,21 +47,36 @@ def image_shape(model: LanguageModel, asked: str | None = None, card: Mapping[st
     """
     if asked is not None:
         parts = asked.lower().split("x")
-        if not 2 <= len(parts) <= 3 or not all(part.isdigit() and int(part) for part in parts):
+        if not 2 <= len(parts) <= 3 or not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
             raise ValueError(f"shape={asked!r} cannot work: accepted is rows x columns [x channels], such as 32x32x3")
         numbers = [int(part) for part in parts]
     elif model.config.embedding.shape is not None:
         numbers = list(model.config.embedding.shape)
     elif card and card.get("task") == Images.name:
-        numbers = list(SETS[card["data"]["set"]].shape)
+        data = card.get("data")
+        name = data.get("set") if isinstance(data, Mapping) else None
+        if not isinstance(name, str) or name not in SETS:
+            raise ValueError(f"the card of this model names no set of images that is known ({name!r}): pass its shape")
+        numbers = list(SETS[name].shape)
     elif model.config.mixture is not None and model.config.transformer.max_length is not None:
         numbers = _square(model.config.transformer.max_length)
     else:
         return None
+    longest = positions_of(model)
+    if asked is not None and longest is not None and math.prod(numbers) > longest:
+        refuse("shape", asked, f"at most {longest:,} pixels, the positions that this model has")
     rows, columns, channels = (*numbers, 1)[:3]
     if channels not in (1, 3):
         raise ValueError(f"channels={channels} cannot work: accepted is 1 (grey) or 3 (red, green, blue)")
     return rows, columns, channels
+
+
+def positions_of(model: LanguageModel) -> int | None:
+    """Tokens that a model can write at most; None where positions are not learned."""
+    embedding = model.config.embedding
+    if embedding.positions in GRIDS and embedding.shape is not None:
+        return math.prod(embedding.shape)
+    return model.config.transformer.max_length if embedding.positions == "learned" else None
 
 
 def _square(pixels: int) -> list[int]:
@@ -102,8 +133,9 @@ def read_upper(path: Path, shape: Shape, shades: int) -> Tensor:
 
     try:
         picture = torch.tensor(imread(path)).float()
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"complete={str(path)!r} cannot work: accepted is an image file ({error})") from error
+    except Exception as error:  # each format has errors of its own for a damaged file
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else "this is none, or damaged"
+        raise ValueError(f"complete={str(path)!r} cannot work: accepted is an image file, and {why}") from error
     picture = picture / 255 if float(picture.max()) > 1 else picture
     picture = picture[..., None] if picture.ndim == 2 else picture[..., :3]
     if tuple(picture.shape[:2]) != shape[:2]:
@@ -119,13 +151,10 @@ def save_sheet(
     origin: dict[str, str] | None = None,
     columns: int | None = None,
 ) -> None:
-    """Images side by side in one PNG, by default as a square; `origin` becomes text inside the file.
-
-    A pixel of a small image is a square of several, so that a person can see it.
-    """
+    """Images side by side in one PNG, by default as a square; `origin` becomes text inside the file."""
     from matplotlib.image import imsave
 
-    times = max(1, LEGIBLE // max(images.shape[1:3]))
+    times = _enlarged(images.shape[1:])
     images = images.repeat_interleave(times, 1).repeat_interleave(times, 2)
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = -(-len(images) // columns)
@@ -150,6 +179,7 @@ def images_to_png(
     compile: bool | None = None,
 ) -> float:
     """Generate with a progress bar, save, say how fast; returns images a second."""
+    _check_room(count, shape)
     vocab = model.config.embedding.vocab or 0
     shades = min(values_of(model), vocab - 1)
     upper = None if complete is None else read_upper(complete, shape, shades)
@@ -170,6 +200,23 @@ def images_to_png(
     return rate
 
 
+def _check_room(count: int, shape: Shape) -> None:
+    """Refuse more images than fit into memory as a sheet, however fast they are written."""
+    if count < 1:
+        refuse("count", count, "an integer of at least 1")
+    size = 16 * math.prod(shape) * (1 + _enlarged(shape) ** 2)  # tokens of 8 bytes, and pixels on their way to a file
+    most = free_bytes("cpu") // size
+    if most < 1:
+        refuse("shape", "x".join(map(str, shape)), f"a smaller one: an image takes {size:,} bytes of memory")
+    if count > most:
+        refuse("count", count, f"at most {most:,} at this shape: more do not fit into memory")
+
+
+def _enlarged(shape: tuple[int, ...]) -> int:
+    """A pixel of a small image is a square of so many, so that a person can see it."""
+    return max(1, LEGIBLE // max(shape[:2]))
+
+
 def text_to_terminal(
     model: LanguageModel,
     console: Console,
@@ -181,13 +228,24 @@ def text_to_terminal(
 ) -> None:
     """Write byte by byte, as it comes; a model over other tokens writes their numbers."""
     vocab = model.config.embedding.vocab or 0
-    tokens = list(prompt.encode()) or [vocab - 1 if vocab > BYTES else ord("\n")]
+    if steps < 1:
+        refuse("steps", steps, "an integer of at least 1")
+    try:
+        tokens = list(prompt.encode())
+    except UnicodeEncodeError:
+        refuse("prompt", prompt, "text in UTF-8")
+    tokens = tokens or [vocab - 1 if vocab > BYTES else ord("\n")]
     if vocab < BYTES:
-        if prompt and not all(part.isdigit() for part in prompt.split()):
+        if prompt and not all(part.isdecimal() and len(part) < 10 for part in prompt.split()):
             raise ValueError(
                 f"prompt={prompt!r} cannot work: this model has {vocab} tokens; give their numbers, as 3 1 4"
             )
         tokens = [int(part) for part in prompt.split()] or [vocab - 1]
+        if max(tokens) >= vocab:
+            refuse("prompt", prompt, f"tokens from 0 to {vocab - 1}")
+    longest = positions_of(model)
+    if longest is not None and len(tokens) + steps - 1 > longest:
+        refuse("steps", steps, f"at most {longest:,} with the prompt's {len(tokens):,}, the positions of this model")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
     for token in model.stream(tokens, steps, sampling=sampling, seed=seed):

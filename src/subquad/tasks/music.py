@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
+from subquad.bench.measure import free_bytes
+from subquad.checks import at_least, counts, one_of, refuse
 from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
 from subquad.models import LanguageModel
@@ -130,6 +131,15 @@ def _grids(path: str | None) -> music.Grids:
     return music.chorales() if path is None else music.midi_files(Path(path))
 
 
+def rate_of(card: Mapping[str, Any]) -> int:
+    """Samples a second of the sound that a model was trained on, by its card; notes have none."""
+    data = card.get("data")
+    rate = data.get("rate", Music.rate) if isinstance(data, Mapping) else Music.rate
+    if not counts([rate]):
+        raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
+    return int(rate)
+
+
 def write_pieces(
     model: LanguageModel,
     out: Path,
@@ -150,8 +160,18 @@ def write_pieces(
             f"vocab={vocab} is no model of music: accepted are {START + 1} (notes), {audio.LEVELS} (sound)"
         )
     notes = vocab == START + 1
+    for name, value in (("count", count), ("steps", 1 if steps is None else steps)):
+        if not counts([value]):
+            refuse(name, value, "an integer of at least 1")
+    ending = ".mid" if notes else ".wav"
+    if not out.name or out.suffix.lower() not in ("", ending):
+        refuse("out", str(out), f"the beginning of names, such as pieces, with or without {ending}")
     longest = model.config.transformer.max_length or 8192
+    if steps is not None and steps > longest:
+        refuse("steps", steps, f"at most {longest:,}, the longest this model knows")
     steps = min(512 if notes else longest, longest) if steps is None else steps
+    if 16 * count * steps > free_bytes("cpu"):
+        refuse("count", count, f"at most {free_bytes('cpu') // (16 * steps):,}: more do not fit into memory")
     most = max(1, largest_batch(model, steps))
     if notes:
         sampling = Sampling(**{**vars(sampling or Sampling()), "exclude": (START,)})

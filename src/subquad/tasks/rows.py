@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from subquad.bench.provenance import origin
-from subquad.bench.saved import save
-from subquad.checks import refuse
+from subquad.bench.saved import blaming, save
+from subquad.checks import at_least, refuse
 from subquad.disk import read_sealed
 from subquad.models.device import available
 from subquad.tasks import TASKS, figures
@@ -37,8 +38,11 @@ class Budget:
     settings: tuple[str, ...] = ()  # beside the table's own, for every row
 
     def __post_init__(self) -> None:
-        if self.leg is not None and not self.leg > 0:
-            refuse("leg", self.leg, "a positive number of minutes")
+        at_least(self, jobs=1)
+        for name in ("minutes", "leg"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                refuse(name, value, "a positive number of minutes")
 
     @property
     def given(self) -> list[str]:
@@ -142,6 +146,11 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
 
 def gather(table: Table, row: Row, run: Path) -> Json:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
+    with blaming(str(run)):
+        return _gather(table, row, run)
+
+
+def _gather(table: Table, row: Row, run: Path) -> Json:
     task, _ = configure(table.task, (), run)
     begun, lines = read_sealed(run / CONFIG)[0], logged(run)
     try:

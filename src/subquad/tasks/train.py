@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from subquad.bench.saved import blaming
 from subquad.checks import check_plain, nearest
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig, TrainingConfig, parse
 from subquad.training.distributed import attempt
-from subquad.training.folder import Folder, read_config
+from subquad.training.folder import CONFIG, Folder, read_config
 from subquad.training.loop import defaults_of, options_of, train
 from subquad.training.run import Result
 from subquad.training.task import Task
@@ -46,6 +47,8 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
         config = read_config(begun)
         if config.task != name:
             raise ValueError(f"{begun} holds a run of {config.task!r}, not of {name!r}: --out chooses another folder")
+        with blaming(str(begun / CONFIG), ValueError):
+            make_task(cls, config.data)
         config = config.override(settings)
         return make_task(cls, config.data), config
     of_data = [setting for setting in settings if setting.strip().startswith("data.")]
@@ -66,5 +69,7 @@ def make_task(cls: type[Task], data: Mapping[str, Any]) -> Task:
     hints = typing.get_type_hints(cls)
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
     for key, value in values.items():
+        if key not in hints:
+            raise ValueError(f"data has no setting {key!r}{nearest(key, hints)}")
         check_plain(f"data.{key}", value, hints[key])
     return cls(**values)

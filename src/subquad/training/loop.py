@@ -2,18 +2,22 @@
 
 import dataclasses
 import errno
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from subquad.bench.saved import blaming
+from subquad.checks import check_plain
 from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import join
-from subquad.training.folder import Folder
+from subquad.training.folder import RESULT, Folder
 from subquad.training.log import Log
+from subquad.training.room import check_batch, check_model
 from subquad.training.run import Result, Run, Stopped
 from subquad.training.signals import Signals
 from subquad.training.task import Task
@@ -45,16 +49,23 @@ def train(
     try:
         resume = resume or ranks.goes_on()
         ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
+        check_model(task, fields, ranks.device)
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
+        if ranks.world == 1 and ranks.device.type == "cpu":
+            check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
         ranks.begun()
         if ranks.first:
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
+            with blaming(str(folder.path / RESULT), ValueError):
+                result = Result(**opened.result)
+                for name, hint in typing.get_type_hints(Result).items():
+                    check_plain(name, getattr(result, name), hint)
             if ranks.first:
                 console.print(f"{folder.path} is finished already", highlight=False, markup=False, soft_wrap=True)
-            return Result(**opened.result)
+            return result
         if opened.checkpoint is not None:
             run.load(opened.checkpoint)
         copy = None if opened.checkpoint is None else opened.checkpoint.history

@@ -119,6 +119,9 @@ def efficiency(
     if not counts([batch]):
         refuse("batch", batch, "an integer of at least 1")
     place = available(device)
+    free, tokens = free_bytes(place), batch * min(lengths)
+    if 16 * SMALL["dim"] * tokens > free or batch * max(lengths) > free:
+        refuse("batch", batch, f"a smaller one, or smaller lengths: {readable(free)} of memory are free")
     dtype = dtype or ("bfloat16" if torch.device(place).type == "cuda" else "float32")
     out.parent.mkdir(parents=True, exist_ok=True)
     with take(out.parent, BUSY):

@@ -38,6 +38,7 @@ from subquad.training.loop import defaults_of, options_of
 
 Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
+SEEDS = 1000  # at most: every run of them is planned before the first begins
 BUSY = "another process runs or measures the arena there"
 SHORTEST = 10.0  # seconds; with less left no run is begun
 
@@ -66,6 +67,8 @@ class Arena:
         for name in ("seeds", "jobs", "steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "an integer of at least 1")
+        if self.seeds > SEEDS:
+            refuse("seeds", self.seeds, f"an integer of at most {SEEDS:,}")
         for name in ("minutes", "cap"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 refuse(name, getattr(self, name), "a positive number")

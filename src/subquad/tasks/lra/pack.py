@@ -40,10 +40,13 @@ def packed(name: str) -> Arrays | None:
     path = generated() / f"{name}{SUFFIX}"
     if not path.exists():
         return None
-    arrays = files.arrays(path, files.unpacked(path, "xz"))
-    if name == "image":
-        arrays["tokens"] = _sums(arrays["tokens"])
-    return arrays
+    try:
+        arrays = files.arrays(path, files.unpacked(path, "xz"))
+        if name == "image":
+            arrays["tokens"] = _sums(arrays["tokens"])
+        return arrays
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: delete it, or pack it again") from error
 
 
 def _small(array: np.ndarray) -> np.ndarray:

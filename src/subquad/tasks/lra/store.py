@@ -38,7 +38,14 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
                     raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+    return {path.stem: _mapped(path) for path in sorted(folder.glob("*.npy"))}
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged: delete {path.parent}, and it is made again") from error
 
 
 def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:

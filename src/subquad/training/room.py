@@ -1,0 +1,62 @@
+"""Whether a run fits into this machine's memory, asked before its folder is written and its first step is tried."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from subquad.bench.measure import allocation_peak, free_bytes
+from subquad.bench.settings import readable
+from subquad.checks import refuse
+from subquad.training.task import Batch, Source, Task
+from subquad.training.weights import make_model
+
+DEEP = 64  # layers from which a stack is counted before it is built
+SUSPICIOUS = 1 / 2000  # of the free memory: a batch whose data takes more is weighed by one example
+
+
+def check_model(task: Task, fields: Mapping[str, Any], device: torch.device) -> None:
+    """Refuse a depth whose weights and gradients do not fit: to build so many layers would take minutes first."""
+    depth = fields.get("depth")
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth <= DEEP:
+        return
+    one, two = (_bytes(make_model(task, {**fields, "depth": layers})) for layers in (1, 2))
+    needed, free = 2 * (one + (depth - 1) * (two - one)), free_bytes(str(device))
+    if needed > free:
+        refuse("model.depth", depth, f"fewer layers: these take {readable(needed)}, {readable(free)} are free")
+
+
+def check_batch(task: Task, model: nn.Module, source: Source, batch: int, pieces: int) -> None:
+    """Refuse a batch, computed in so many pieces, that does not fit into the memory of a CPU.
+
+    A GPU says itself that its memory is full; a process on a CPU would work for minutes and then be killed.
+    """
+    if not len(source):
+        return
+    example, free = source.batch(np.zeros(1, dtype=np.int64), 0), free_bytes("cpu")
+    data = batch * sum(tensor.numel() * tensor.element_size() for tensor in example.values())
+    needed, share = data, -(-batch // pieces)
+    if data > SUSPICIOUS * free:
+        needed += share * _activations(task, model, example)
+    if needed > free:
+        most = max(1, int(batch * free / needed))
+        raise ValueError(
+            f"training.batch={batch} in {pieces:,} micro-batches cannot work: it takes {readable(needed)} of memory, "
+            f"{readable(free)} are free; accepted is about {most:,}, or more with a smaller training.micro_batch"
+        )
+
+
+def _activations(task: Task, model: nn.Module, example: Batch) -> int:
+    """Bytes that the loss of one example and its gradients take, found on a copy."""
+    trial, state = copy.deepcopy(model), torch.get_rng_state()
+    try:
+        return allocation_peak(lambda: task.loss(trial, example).total.backward()) - _bytes(trial)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
