@@ -1,17 +1,20 @@
 """Generation by any causal model: the prompt in parallel, then one token a step from a state in fixed memory."""
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import refuse
-from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of
+from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of, work_of
 from subquad.models.memory import check_memory, imagine
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, batch_of, leaves, map_state, rebuild
+from subquad.models.threads import run_small
 from subquad.ops.lengths import INTEGERS, check_lengths, shape_of
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -63,7 +66,7 @@ def generate(
     """
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
-    with _evaluating(model):
+    with evaluating(model, list(model.modules())):
         loop = _start(
             model, tokens, lengths, steps, state, sampling, seed, stop, logprobs, compile, lanes, unroll=unroll
         )
@@ -109,16 +112,17 @@ def stream(
     capacity  with steps=None, the positions that a growing state holds before it has to grow
     """
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
-    with _evaluating(model):
+    modules = list(model.modules())
+    with evaluating(model, modules):
         loop = _start(model, tokens, lengths, steps, state, sampling, seed, stop, False, compile, 1, capacity=capacity)
-        made = 0
-        while steps is None or made < steps:
-            count = CHECK * 4 if steps is None else steps - made
-            for token, _ in loop.advance(count):
-                yield int(token[0]) if single else token.clone()
-                made += 1
-                if loop.stop is not None and bool(loop.done.all()):
-                    return
+    made = 0
+    while steps is None or made < steps:
+        with evaluating(model, modules):  # not between tokens: a stream may be left half way
+            ((token, _),) = loop.advance(1)
+        yield int(token[0]) if single else token.clone()
+        made += 1
+        if loop.stop is not None and bool(loop.done.all()):
+            return
 
 
 def _start(
@@ -180,7 +184,8 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
             part = tokens[:, start : min(start + piece, count)]
             left = None if lengths is None else (lengths - 1 - start).clamp(0, part.shape[1])
             # from nothing, not from an empty state: a mechanism then knows that the prompt is all there is
-            _, after = decoder.prefill(part, lengths=left, state=state)
+            work = work_of(model, () if state is None else state, part.numel())
+            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
             state = after if state is not None else with_capacity(after, decoder, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
 
@@ -233,12 +238,27 @@ def as_prompt(prompt: Prompt, lengths: Tensor | None, device: torch.device) -> t
     return tokens.to(device, torch.int64), None if lengths is None else lengths.to(device), single
 
 
+_lock = threading.Lock()
+_evaluated: dict[int, tuple[int, list[nn.Module]]] = {}  # by id: how many generate now, modules that were in training
+
+
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Dropout has no place here."""
-    training = model.training
-    model.eval()
+def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """No dropout. Each of the model's modules gets its own mode back once nobody generates with the model any more."""
+    with _lock:
+        users, training = _evaluated.get(id(model), (0, []))
+        if users == 0:
+            training = [module for module in modules if module.training]
+            for module in training:
+                module.training = False
+        _evaluated[id(model)] = users + 1, training
     try:
         yield
     finally:
-        model.train(training)
+        with _lock:
+            users, training = _evaluated.pop(id(model))
+            if users > 1:
+                _evaluated[id(model)] = users - 1, training
+            else:
+                for module in training:
+                    module.training = True
