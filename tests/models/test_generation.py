@@ -248,11 +248,12 @@ def test_streams_of_one_model_do_not_switch_dropout_on_for_each_other() -> None:
     model = make(dropout=0.5).train()
     expected = model.generate([1], 12, seed=4).tolist()
     first, second = model.stream([2], 2), model.stream([1], 12, seed=4)
+    next(first)
     tokens = [next(second), next(second)]
-    list(first)  # ends before the other one
+    list(first)  # began before the other one, and ends before it
     assert [*tokens, *second] == expected
     inner: list[int] = []
-    outer = model.generate([1], 12, seed=4, told=lambda step: inner.extend(model.generate([3], 2).tolist()))
+    outer = model.generate([1], 12, seed=4, told=lambda _: inner.extend(model.generate([3], 2).tolist()))
     assert outer.tolist() == expected
     assert model.training
 

@@ -119,9 +119,10 @@ def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(model.transformer.blocks[1].mixer, "step", interrupt)
-        streams.step()
+        with pytest.raises(KeyboardInterrupt):
+            streams.step()
     for use in (streams.step, lambda: streams.state(id), lambda: streams.admit([[1]])):
         with pytest.raises(RuntimeError, match="interrupted"):
             use()
@@ -136,9 +137,10 @@ def test_an_interrupted_admission_changes_nothing(monkeypatch: pytest.MonkeyPatc
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("subquad.models.streams.make_seeds", interrupt)  # after the prompt's state was written
-        streams.admit([[5] * 9])
+        with pytest.raises(KeyboardInterrupt):
+            streams.admit([[5] * 9])
     assert streams.running == [id]
     assert [streams.step()[id] for _ in range(20)] == expected
     (other,) = streams.admit([[1, 2, 3]], seed=4)
