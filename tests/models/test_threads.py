@@ -141,16 +141,30 @@ def test_an_interrupt_in_the_middle_of_a_step(method: str, call: int) -> None:
 
 def test_a_thread_that_starts_meanwhile_takes_the_users_number() -> None:
     """Its number is fixed when it first uses torch, which may be in the middle of a step of another thread."""
-    numbers: list[int] = []
-    waiting = threading.Event()
-    idle = threading.Thread(target=waiting.wait)  # there is a second thread, as in a server
-    idle.start()
-    run_small(0, lambda: numbers.append(in_thread(torch.get_num_threads)))
-    assert numbers == [OURS]
-    run_small(0, lambda: run_small(0, lambda: numbers.append(in_thread(torch.get_num_threads))))
-    assert numbers == [OURS, OURS]
-    waiting.set()
-    idle.join()
+    assert run_small(0, lambda: in_thread(torch.get_num_threads)) == OURS
+    assert run_small(0, lambda: run_small(0, lambda: in_thread(torch.get_num_threads))) == OURS
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_matrix_products_use_one_thread_too() -> None:
+    """They are MKL's, which has a number of its own."""
+
+    def mkl() -> str:
+        info = torch.__config__.parallel_info()
+        return next(line.split(":")[1].strip() for line in info.splitlines() if "mkl_get_max_threads" in line)
+
+    assert mkl() == str(OURS)
+    assert run_small(0, mkl) == "1"
+    assert mkl() == str(OURS)
+
+
+def test_where_the_number_cannot_be_set_for_one_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_setter", lambda: None)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert run_small(0, torch.get_num_threads) == 1
+    assert torch.get_num_threads() == OURS
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert run_small(0, torch.get_num_threads) == OURS
 
 
 def test_threads_that_generate_at_once_keep_their_own_numbers() -> None:
@@ -196,12 +210,7 @@ def _in_a_fork(model: LanguageModel, pipe: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_generates_too() -> None:
     model = make()
-    waiting = threading.Event()
-    idle = threading.Thread(target=waiting.wait)
-    idle.start()
-    expected = model.generate([1, 2], 6, seed=3).tolist()  # the thread behind this does not live in the fork
-    waiting.set()
-    idle.join()
+    expected = model.generate([1, 2], 6, seed=3).tolist()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_in_a_fork, args=(model, theirs))

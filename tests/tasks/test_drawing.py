@@ -8,7 +8,7 @@ from subquad.tasks.drawing import INK, Drawing
 
 def draw(images: torch.Tensor, width: int = 80, **how: object) -> list[str]:
     file = io.StringIO()
-    Console(file=file, width=width, **how).print(Drawing(images), end="")  # type: ignore[arg-type]
+    Console(file=file, width=width, **how).print(Drawing(images), end="")
     return file.getvalue().splitlines()
 
 

@@ -238,27 +238,41 @@ def as_prompt(prompt: Prompt, lengths: Tensor | None, device: torch.device) -> t
     return tokens.to(device, torch.int64), None if lengths is None else lengths.to(device), single
 
 
+class _Modes(NamedTuple):
+    users: set[object]  # everyone who generates with the model now
+    training: list[nn.Module]  # the modules that were in training before the first of them
+
+
 _lock = threading.Lock()
-_evaluated: dict[int, tuple[int, list[nn.Module]]] = {}  # by id: how many generate now, modules that were in training
+_modes: dict[int, _Modes] = {}  # by the id of a model
 
 
 @contextmanager
 def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """No dropout. Each of the model's modules gets its own mode back once nobody generates with the model any more."""
-    with _lock:
-        users, training = _evaluated.get(id(model), (0, []))
-        if users == 0:
-            training = [module for module in modules if module.training]
+    user = object()
+    try:
+        with _lock:
+            users, training = _modes.setdefault(id(model), _Modes(set(), []))
+            if not users:
+                training[:] = [module for module in modules if module.training]
+            users.add(user)
             for module in training:
                 module.training = False
-        _evaluated[id(model)] = users + 1, training
-    try:
         yield
     finally:
-        with _lock:
-            users, training = _evaluated.pop(id(model))
-            if users > 1:
-                _evaluated[id(model)] = users - 1, training
-            else:
-                for module in training:
-                    module.training = True
+        try:
+            _restore_modes(model, user)
+        except KeyboardInterrupt:  # in the middle of it
+            _restore_modes(model, user)
+            raise
+
+
+def _restore_modes(model: nn.Module, user: object) -> None:
+    with _lock:
+        modes = _modes.get(id(model), _Modes(set(), []))
+        modes.users.discard(user)
+        if not modes.users:
+            for module in modes.training:
+                module.training = True
+            _modes.pop(id(model), None)

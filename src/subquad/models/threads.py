@@ -4,11 +4,11 @@ The threads of an operation wait for each other at its end. In a small operation
 thread gains; and beside a busy process one of the threads is paused for milliseconds at a time, in every operation.
 """
 
+import ctypes
 import functools
-import os
-import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,42 +25,45 @@ Result = TypeVar("Result")
 def run_small(work: float, run: Callable[[], Result]) -> Result:
     """What `run` returns; on one thread if its multiply-adds, `work`, are too few to share.
 
-    The number of threads is as before when this returns or raises. It belongs to the Python thread that calls, so
-    others that generate at the same time are not affected.
+    The number of threads is as before when this returns or raises, an interrupt included. It changes for the calling
+    Python thread alone: others may generate, or start, meanwhile.
     """
     before = torch.get_num_threads()
     if work >= SMALL or before == 1:
         return run()
+    set_own = _setter()
+    if set_own is None:
+        if threading.active_count() > 1:  # torch.set_num_threads also decides for threads that start meanwhile
+            return run()
+        set_own = (torch.set_num_threads,)
     try:
-        torch.set_num_threads(1)
-        if threading.active_count() > 1:
-            _set_for_new_threads(before)
+        for set_number in set_own:
+            set_number(1)
         return run()
     finally:
-        torch.set_num_threads(before)
+        try:
+            set_own[0](before)
+        finally:  # an interrupt may come in between
+            set_own[-1](before)
 
 
-def _set_for_new_threads(number: int) -> None:
-    """A Python thread that uses torch for the first time takes the number that any thread set last, and keeps it.
+@functools.cache
+def _setter() -> tuple[Callable[[int], object], ...] | None:
+    """What sets the number of OpenMP and of MKL for the calling thread alone, in torch's own libraries.
 
-    So a thread that starts while this one is at work would keep one thread for ever, unless another thread sets the
-    number after this one.
+    torch.set_num_threads calls the same, and then keeps the number for every thread that uses torch for the first time
+    later. None where the libraries are built in another way.
     """
-    done = threading.Event()
-    _setter(os.getpid()).put((number, done))
-    done.wait()
-
-
-@functools.lru_cache(maxsize=1)
-def _setter(process: int) -> "queue.SimpleQueue[tuple[int, threading.Event]]":  # noqa: ARG001 (a fork needs its own)
-    """A thread that calls set_num_threads and does nothing else."""
-    orders: queue.SimpleQueue[tuple[int, threading.Event]] = queue.SimpleQueue()
-
-    def obey() -> None:
-        while True:
-            number, done = orders.get()
-            torch.set_num_threads(number)
-            done.set()
-
-    threading.Thread(target=obey, name="set_num_threads", daemon=True).start()
-    return orders
+    try:
+        (path,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.[sd]*")
+        library = ctypes.PyDLL(str(path))
+        found = [library.omp_set_num_threads]
+        if torch.backends.mkl.is_available():
+            found.append(library.MKL_Set_Num_Threads_Local)
+    except (OSError, ValueError, AttributeError):
+        return None
+    before = torch.get_num_threads()
+    found[0](before + 1)
+    obeyed = torch.get_num_threads() == before + 1  # it may belong to an OpenMP that torch does not use
+    found[0](before)
+    return tuple(found) if obeyed else None
