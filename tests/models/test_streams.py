@@ -1,3 +1,4 @@
+import threading
 from typing import Any
 
 import pytest
@@ -106,6 +107,66 @@ def test_memory_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     Streams(model, slots=most, capacity=50)
     with pytest.raises(ValueError, match=f"at most {most}"):
         Streams(model, slots=most + 1, capacity=50)
+
+
+def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers have read the token by then and others have not: what follows would be wrong."""
+    model = make()
+    streams = Streams(model, slots=2, capacity=24)
+    (id,) = streams.admit([[1, 2, 3]])
+    streams.step()
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.transformer.blocks[1].mixer, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            streams.step()
+    for use in (streams.step, lambda: streams.state(id), lambda: streams.admit([[1]])):
+        with pytest.raises(RuntimeError, match="interrupted"):
+            use()
+
+
+def test_an_interrupted_admission_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("softmax")
+    expected = model.generate([1, 2, 3], 20, seed=4).tolist()
+    streams = Streams(model, slots=2, capacity=24)
+    (id,) = streams.admit([[1, 2, 3]], seed=4)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subquad.models.streams.make_seeds", interrupt)  # after the prompt's state was written
+        with pytest.raises(KeyboardInterrupt):
+            streams.admit([[5] * 9])
+    assert streams.running == [id]
+    assert [streams.step()[id] for _ in range(20)] == expected
+    (other,) = streams.admit([[1, 2, 3]], seed=4)
+    assert [streams.step()[other] for _ in range(20)] == expected
+
+
+def test_one_thread_admits_while_another_steps() -> None:
+    model = make(dropout=0.5).train()
+    expected = [model.generate([1, 2], 6, seed=seed).tolist() for seed in range(12)]
+    streams = Streams(model, slots=4, capacity=7)
+    made: dict[int, list[int]] = {}
+    ids: list[int] = []
+
+    def admit() -> None:
+        while len(ids) < 12:
+            if streams.free:
+                ids.extend(streams.admit([[1, 2]], seed=len(ids)))
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    while thread.is_alive() or streams.running:
+        for id, token in streams.step().items():
+            made.setdefault(id, []).append(token)
+    thread.join()
+    assert [made[id] for id in ids] == expected
+    assert model.training
 
 
 def test_what_cannot_work_raises() -> None:

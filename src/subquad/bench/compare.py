@@ -274,7 +274,7 @@ def _summary(row: Row) -> str:
     if row["training_ms"] is None:
         return row["error"] or row["skipped"] or "nothing measured"
     ratio = "" if row["training_ratio"] is None else f" ({row['training_ratio']['median']:.2f} of softmax)"
-    return f"training {_milliseconds(row['training_ms'])}{ratio}, peak {readable(row['peak_bytes'])}"
+    return f"training {milliseconds(row['training_ms'])}{ratio}, peak {readable(row['peak_bytes'])}"
 
 
 def _quality_summary(found: dict[str, Any]) -> str:
@@ -305,9 +305,9 @@ def tables(results: Results, width: int = 120) -> list[Table]:
         found = grown[name]
         other_form = settings["causal"] is None and not row["causal"]
         cells = [name + ("*" if other_form else ""), f"{row['length']:,}"]
-        cells += [_milliseconds(row["training_ms"]), _ratio(row["training_ratio"])]
-        cells += [_milliseconds(row["forward_ms"]), _ratio(row["forward_ratio"])] if wide else []
-        cells += [readable(row["peak_bytes"]), _milliseconds(row["decode_ms"])]
+        cells += [milliseconds(row["training_ms"]), _ratio(row["training_ratio"])]
+        cells += [milliseconds(row["forward_ms"]), _ratio(row["forward_ratio"])] if wide else []
+        cells += [readable(row["peak_bytes"]), milliseconds(row["decode_ms"])]
         cells.append("-" if row["state_bytes"] is None else readable(row["state_bytes"]))
         cells.append(f"{'-' if found['time'] is None else format(found['time'], '.2f')} ({found['documented_time']:g})")
         cells.append("" if name == YARDSTICK else "-" if crossed.get(name) is None else f"{crossed[name]:,}")
@@ -316,23 +316,29 @@ def tables(results: Results, width: int = 120) -> list[Table]:
         table.add_row(*cells, style="bold" if name == YARDSTICK else None)
     if any(not row["causal"] for row in rows) and settings["causal"] is None:
         table.caption, table.caption_justify = "* bidirectional, against bidirectional softmax", "left"
-    reasons = Table(title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("mechanism", "T", "why"):
-        reasons.add_column(column, overflow="fold")
-    for name in growth.names(rows):
-        lost = [row for row in rows if row["mechanism"] == name and (row["error"] or row["skipped"])]
-        if lost:  # the first reason; those of longer lengths follow from it
-            until = "" if len(lost) == 1 else f" to {lost[-1]['length']:,}"
-            reasons.add_row(name, f"{lost[0]['length']:,}{until}", escape(lost[0]["error"] or lost[0]["skipped"]))
-    for missing in results["quality_missing"]:
-        reasons.add_row(missing["mechanism"], missing["task"], escape(missing["reason"]))
     learned = Table(box=None, padding=(0, 2, 0, 0))
     if quality and not wide:  # has no room beside the others
         learned.add_column("learned", no_wrap=True)
         learned.add_column(f"{_metric(quality)} on {results['quality'][0]['task']}", justify="right", no_wrap=True)
         for name in quality:
             learned.add_row(name, _quality_cell(quality, name), style="bold" if name == YARDSTICK else None)
-    return [found for found in (table, learned, reasons) if found.row_count]
+    return [found for found in (table, learned, reasons(results)) if found.row_count]
+
+
+def reasons(results: Results) -> Table:
+    """Why something was not measured."""
+    table = Table(title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("mechanism", "T", "why"):
+        table.add_column(column, overflow="fold")
+    rows = results["rows"]
+    for name in growth.names(rows):
+        lost = [row for row in rows if row["mechanism"] == name and (row["error"] or row["skipped"])]
+        if lost:  # the first reason; those of longer lengths follow from it
+            until = "" if len(lost) == 1 else f" to {lost[-1]['length']:,}"
+            table.add_row(name, f"{lost[0]['length']:,}{until}", escape(lost[0]["error"] or lost[0]["skipped"]))
+    for missing in results["quality_missing"]:
+        table.add_row(missing["mechanism"], missing["task"], escape(missing["reason"]))
+    return table
 
 
 def _longest(rows: list[Row]) -> list[Row]:
@@ -356,7 +362,7 @@ def _quality_cell(quality: dict[str, dict[str, Any]], name: str) -> str:
     return f"{quality[name]['value']:.3f}{unit}"
 
 
-def _milliseconds(found: dict[str, float] | None) -> str:
+def milliseconds(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
     value = found["median"]

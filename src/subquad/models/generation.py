@@ -1,17 +1,20 @@
 """Generation by any causal model: the prompt in parallel, then one token a step from a state in fixed memory."""
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import refuse
-from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of
+from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of, work_of
 from subquad.models.memory import check_memory, imagine
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, batch_of, leaves, map_state, rebuild
+from subquad.models.threads import run_small
 from subquad.ops.lengths import INTEGERS, check_lengths, shape_of
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -63,7 +66,7 @@ def generate(
     """
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
-    with _evaluating(model):
+    with evaluating(model, list(model.modules())):
         loop = _start(
             model, tokens, lengths, steps, state, sampling, seed, stop, logprobs, compile, lanes, unroll=unroll
         )
@@ -109,16 +112,17 @@ def stream(
     capacity  with steps=None, the positions that a growing state holds before it has to grow
     """
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
-    with _evaluating(model):
+    modules = list(model.modules())
+    with evaluating(model, modules):
         loop = _start(model, tokens, lengths, steps, state, sampling, seed, stop, False, compile, 1, capacity=capacity)
-        made = 0
-        while steps is None or made < steps:
-            count = CHECK * 4 if steps is None else steps - made
-            for token, _ in loop.advance(count):
-                yield int(token[0]) if single else token.clone()
-                made += 1
-                if loop.stop is not None and bool(loop.done.all()):
-                    return
+    made = 0
+    while steps is None or made < steps:
+        with evaluating(model, modules):  # not between tokens: a stream may be left half way
+            ((token, _),) = loop.advance(1)
+        yield int(token[0]) if single else token.clone()
+        made += 1
+        if loop.stop is not None and bool(loop.done.all()):
+            return
 
 
 def _start(
@@ -180,7 +184,8 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
             part = tokens[:, start : min(start + piece, count)]
             left = None if lengths is None else (lengths - 1 - start).clamp(0, part.shape[1])
             # from nothing, not from an empty state: a mechanism then knows that the prompt is all there is
-            _, after = decoder.prefill(part, lengths=left, state=state)
+            work = work_of(model, () if state is None else state, part.numel())
+            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
             state = after if state is not None else with_capacity(after, decoder, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
 
@@ -233,12 +238,41 @@ def as_prompt(prompt: Prompt, lengths: Tensor | None, device: torch.device) -> t
     return tokens.to(device, torch.int64), None if lengths is None else lengths.to(device), single
 
 
+class _Modes(NamedTuple):
+    users: set[object]  # everyone who generates with the model now
+    training: list[nn.Module]  # the modules that were in training before the first of them
+
+
+_lock = threading.Lock()
+_modes: dict[int, _Modes] = {}  # by the id of a model
+
+
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Dropout has no place here."""
-    training = model.training
-    model.eval()
+def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """No dropout. Each of the model's modules gets its own mode back once nobody generates with the model any more."""
+    user = object()
     try:
+        with _lock:
+            users, training = _modes.setdefault(id(model), _Modes(set(), []))
+            if not users:
+                training[:] = [module for module in modules if module.training]
+            users.add(user)
+            for module in training:
+                module.training = False
         yield
     finally:
-        model.train(training)
+        try:
+            _restore_modes(model, user)
+        except KeyboardInterrupt:  # in the middle of it
+            _restore_modes(model, user)
+            raise
+
+
+def _restore_modes(model: nn.Module, user: object) -> None:
+    with _lock:
+        modes = _modes.get(id(model), _Modes(set(), []))
+        modes.users.discard(user)
+        if not modes.users:
+            for module in modes.training:
+                module.training = True
+            _modes.pop(id(model), None)

@@ -8,6 +8,8 @@ writes; and the batch is cut into lanes whose kernels overlap, so that the matri
 state of another is read and written.
 """
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from subquad.models import logistic_mixture
 from subquad.models.sampling import Sampling, draw
-from subquad.models.state import State, select
+from subquad.models.state import State, leaves, select
+from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
 
 WARM = 3  # steps before a capture, in which kernels are compiled and loaded
@@ -92,6 +95,7 @@ class Loop:
         rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # lanes begin where compiled kernels expect
         self.lanes = [slice(start, start + rows) for start in range(0, batch, rows)]
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.work = work_of(model, state, batch)
 
     @torch.no_grad()
     def advance(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -104,7 +108,8 @@ class Loop:
             if whole and self.graph is not None:
                 self.graph.replay()
             else:
-                self._run(steps)
+                # not longer than these steps: between tokens the number of threads is the user's
+                run_small(self.work, functools.partial(self._run, steps))
                 self.warm -= steps
             count -= steps
             for i in range(steps):
@@ -228,6 +233,16 @@ def decoder_of(model: Any) -> Any:
 def stack_of(model: Any) -> Any:
     """The layers that write."""
     return model.decoder if hasattr(model, "decoder") else model.transformer
+
+
+def work_of(model: Any, state: State, tokens: int) -> float:
+    """About how many multiply-adds reading `tokens` tokens takes on a CPU, all streams together."""
+    if model.device.type != "cpu":
+        return math.inf
+    if isinstance(state, Prefix):
+        tokens *= state.tokens.shape[1]  # each one reads the prefix again
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return tokens * weights + READ * sum(tensor.numel() for _, tensor in leaves(state))
 
 
 def head_of(model: Any) -> Categorical | Mixture:

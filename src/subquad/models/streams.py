@@ -1,13 +1,15 @@
 """Many streams in one running batch: they come and go while the others go on, as a server needs it."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad.checks import at_least, refuse
-from subquad.models.generation import Prompt, as_prompt, begin, mark_seen
+from subquad.models.generation import Prompt, as_prompt, begin, evaluating, mark_seen
 from subquad.models.loop import Loop, decoder_of, position_of
 from subquad.models.memory import bytes_per_stream, check_memory
 from subquad.models.sampling import Sampling, make_seeds
@@ -40,7 +42,7 @@ class Streams:
         if hasattr(model, "encode"):
             raise ValueError("model reads a source: accepted is a language model")
         check_memory(model, slots, capacity)
-        self.model = model.eval()
+        self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)
         self.sampling = sampling or Sampling()
         device = model.device
@@ -49,12 +51,14 @@ class Streams:
         seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.loop = Loop(model, state, token, seeds, self.sampling, stop, logprobs=True, compile=compile)
         self.sampling.check(self.loop.head.values)
-        self.active = torch.zeros(slots, dtype=torch.int64, device=device)  # 1 where a stream runs
+        self.active: Tensor | None = None  # [slots], 1 where a stream runs; None: to be made from slot_of
         self.stop = frozenset(stop)
         self.slot_of: dict[int, int] = {}
         self.left: dict[int, int] = {}  # positions that a stream may still take
         self.logprobs: dict[int, float] = {}  # of the last step's tokens
         self.next_id = 0
+        self.whole = True  # False while a step writes the states
+        self.lock = threading.RLock()  # a server may admit from one thread and step in another
 
     @property
     def running(self) -> list[int]:
@@ -64,7 +68,6 @@ class Streams:
     def free(self) -> int:
         return self.slots - len(self.slot_of)
 
-    @torch.no_grad()
     def admit(
         self,
         prompts: Prompt,
@@ -74,6 +77,13 @@ class Streams:
         state: State | None = None,
     ) -> list[int]:
         """Start streams from prompts (and states that came before them); the ids by which they are known."""
+        with self._alone():
+            return self._admit(prompts, lengths, seed, state)
+
+    @torch.no_grad()
+    def _admit(
+        self, prompts: Prompt, lengths: Tensor | None, seed: int | Sequence[int], state: State | None
+    ) -> list[int]:
         tokens, lengths, _ = as_prompt(prompts, lengths, self.model.device)
         count, longest = tokens.shape
         if count > self.free:
@@ -100,20 +110,26 @@ class Streams:
             seen = torch.zeros(count, loop.seen.shape[1], dtype=torch.bool, device=tokens.device)
             mark_seen(seen, tokens, lengths)
             loop.seen[rows] = seen
-        self.active[rows] = 1
+        self.active = None
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
-        self.slot_of.update(zip(ids, slots, strict=True))
         self.left.update(zip(ids, left.tolist(), strict=True))
+        self.slot_of.update(zip(ids, slots, strict=True))  # last: until now the slots are free, whatever they hold
         return ids
 
-    @torch.no_grad()
     def step(self) -> dict[int, int]:
         """One token for every running stream, by id; `logprobs` then holds theirs."""
-        if not self.slot_of:
-            return {}
+        with self._alone():
+            return self._step() if self.slot_of else {}
+
+    @torch.no_grad()
+    def _step(self) -> dict[int, int]:
+        self.whole = False
         if self.free:
             # an empty slot is computed like the others: its counters are held at 0, where nothing can run out
+            if self.active is None:
+                runs = set(self.slot_of.values())
+                self.active = torch.tensor([int(slot in runs) for slot in range(self.slots)], device=self.model.device)
             for counter in positions(self.loop.state):
                 counter.mul_(self.active)
         (token, logprob), *_ = self.loop.advance(1)
@@ -125,16 +141,31 @@ class Streams:
             self.left[id] -= 1
             if token_ in self.stop or self.left[id] == 0:
                 self.retire(id)
+        self.whole = True
         return made
 
     def state(self, id: int) -> State:
         """A copy of a stream's state, which has seen all but its last token: to save it, fork it, or admit it again."""
-        return select(self.loop.state, torch.tensor([self._slot(id)], device=self.model.device))
+        with self._alone():
+            return select(self.loop.state, torch.tensor([self._slot(id)], device=self.model.device))
 
     def retire(self, id: int) -> None:
         """End a stream; its slot is free."""
-        self.active[self._slot(id)] = 0
-        del self.slot_of[id], self.left[id]
+        with self.lock:
+            self._slot(id)
+            self.active = None
+            del self.slot_of[id], self.left[id]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread reads or writes states meanwhile; and they are whole."""
+        with self.lock, evaluating(self.model, self.modules):
+            if not self.whole:
+                raise RuntimeError(
+                    "an earlier step of these Streams was interrupted while it wrote their states, so none can go on: "
+                    "accepted is a new Streams, to which the streams are admitted again"
+                )
+            yield
 
     def _slot(self, id: int) -> int:
         if id not in self.slot_of:

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from subquad.ops.impl import Impl, choose
 
@@ -10,9 +11,14 @@ from subquad.ops.impl import Impl, choose
 def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
     """The cache, with slots for `more` entries in every row; it at least doubles when it grows, so that growth is rare.
 
-    A compiled or captured program cannot read `position`: there the caller has preallocated what the program will use.
+    A compiled or captured program cannot read `position`, nor can one that only works out shapes: there the caller has
+    preallocated what the program will use.
     """
-    if torch.compiler.is_compiling() or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (
+        isinstance(position, FakeTensor)
+        or torch.compiler.is_compiling()
+        or (cache.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return cache
     size = cache.shape[1]
     needed = int(position.max()) + more

@@ -113,6 +113,14 @@ def bits_per_dim(model: LanguageModel, images: Tensor) -> float:
     return float(model.loss(with_start(images))) / math.log(2)
 
 
+@torch.no_grad()
+def standard_error(model: LanguageModel, images: Tensor) -> float:
+    """Of bits_per_dim: how far as many other images would move it."""
+    model.eval()
+    bits = model.loss(with_start(images), reduction="none").mean(1) / math.log(2)  # [N]
+    return float(bits.std() / math.sqrt(len(bits)))
+
+
 def generate(model: LanguageModel, count: int, seed: int = 0, temperature: float = 1.0) -> Tensor:
     """`count` images at once, one pixel a step: [count, 64]."""
     shades = Sampling(exclude=(START,), temperature=temperature)  # a pixel is a shade, never the start token
