@@ -19,7 +19,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_count, check_methods, check_plain, check_strided, check_tensor, refuse
+from subquad.checks import (
+    FLOATS,
+    at_least,
+    check_count,
+    check_methods,
+    check_plain,
+    check_strided,
+    check_tensor,
+    refuse,
+)
 from subquad.ops.autocast import autocasts
 from subquad.ops.lengths import check_lengths, shape_of
 from subquad.ops.rotary import rotate
@@ -401,6 +410,11 @@ class Mixer(nn.Module):
             return
         for field, t, shape in zip(memory._fields, memory, self._memory_shape(), strict=True):
             check_tensor(f"context.{field}", t)
+            double = torch.float64  # autocast makes the others
+            if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (self._like.dtype == double)):
+                raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {self._like.dtype}")
+            if field == "lengths" and t.dtype != torch.int64:
+                raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
             if t.shape[:1] != (batch,):
                 raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
             if t.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True)):

@@ -252,9 +252,9 @@ def linear_attention_read(
     """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
     phi = _wide_features(q, feature_map)
     with uncast(q):
-        o = torch.einsum("bthm,bhmv->bthv", phi, state.s)
+        o = torch.einsum("bthm,bhmv->bthv", phi, state.s.to(phi.dtype))
         if normalize:
-            d = torch.einsum("bthm,bhm->bth", phi, state.z)
+            d = torch.einsum("bthm,bhm->bth", phi, state.z.to(phi.dtype))
             o = o / _divisor(d, find_map(feature_map).signed, eps)[..., None]
     return _saturate(o, q.dtype).to(q.dtype)
 
