@@ -10,7 +10,7 @@ from subquad import nn, ops
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.error import approximation_error
-from subquad.models import Classifier, LanguageModel, Matcher, Seq2Seq, Transformer, load
+from subquad.models import Classifier, LanguageModel, Matcher, Sampling, Seq2Seq, Streams, Transformer, load
 
 __version__ = "0.1.0"
 
@@ -20,7 +20,9 @@ __all__ = [
     "LanguageModel",
     "Matcher",
     "Mixer",
+    "Sampling",
     "Seq2Seq",
+    "Streams",
     "Transformer",
     "approximation_error",
     "build",

@@ -1,62 +1,266 @@
-"""Checks of arguments: every error names the argument, the value and what is accepted."""
+"""Checks of arguments: every error names the argument, the value and what is accepted.
+
+`checked` and `check_methods` stand at the public boundary: they compare what came with the type hints before the body
+runs, so that a function itself checks only what a type cannot say (shapes, ranges, devices).
+"""
 
 import difflib
+import functools
+import inspect
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what is computed in
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LARGEST = 2**63 - 1  # that a tensor can hold
+LONGEST_PATH = 500  # characters of a text that an error shows whole
+MASKS = ("mask", "attn_mask", "attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
-def refuse(name: str, value: object, accepted: str) -> None:
+def refuse(name: str, value: object, accepted: str) -> NoReturn:
     """Raise the one form that every error about a value has."""
-    raise ValueError(f"{name}={value!r} cannot work: accepted is {accepted}")
+    raise ValueError(f"{name}={shown(value)} cannot work: accepted is {accepted}")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: as it is written where that is short, otherwise what it is."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"{kind}({value.dtype}, {list(value.shape)}, {value.device})"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{kind}({value.dtype}, {list(value.shape)})"
+    if isinstance(value, str):  # the path of a file may be long, and has to be readable
+        return repr(value) if len(value) <= LONGEST_PATH else f"{value[:40]!r}... ({len(value):,} characters)"
+    if isinstance(value, bytes | list | tuple | dict | set | frozenset) and len(value) > 60:
+        return f"<{kind} of length {len(value)}>"
+    text = repr(value)
+    return text if len(text) <= 120 else f"<{kind}>"
 
 
 def at_least(options: object, **bounds: int) -> None:
     """Refuse options that are not integers of at least their bound."""
     for name, bound in bounds.items():
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < bound:
-            refuse(name, value, f"an integer of at least {bound}")
+        check_count(name, getattr(options, name), bound)
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        refuse(name, value, f"an integer of at least {least}" + (", below 2**63" if _too_large(value) else ""))
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is not a tensor, or a sparse one."""
+    if not isinstance(value, Tensor):
+        refuse(name, value, "a tensor")
+    if value.layout is not torch.strided:
+        check_strided(name, value)
+
+
+def check_heads(shape: str, **tensors: Tensor) -> None:
+    """Refuse tensors that are not of that many dimensions, such as "[B, T, H, D]", of one type and on one device."""
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.ndim != shape.count(",") + 1 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: accepted is {shape} with no empty dimension")
+        if x.dtype not in FLOATS or x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, {first} {like.dtype} on {like.device}:"
+                " accepted is one floating point type of at least 16 bits on one device"
+            )
+        if x.layout is not torch.strided:
+            check_strided(name, x)
+
+
+def check_device(name: str, value: object, meta: bool = True) -> None:
+    """Refuse a device that torch does not know or this machine does not have; without `meta`, one without values."""
+    try:
+        if not meta and torch.device(value).type == "meta":  # type: ignore[call-overload]
+            raise RuntimeError("meta holds no values")
+        torch.empty(0, device=value)  # type: ignore[call-overload]
+    except Exception as error:
+        raise ValueError(
+            f'{name}={shown(value)} cannot work: accepted is a device that is here, such as "cpu"'
+        ) from error
+
+
+def check_strided(name: str, x: Tensor) -> None:
+    """Refuse tensors whose numbers do not lie at fixed strides, such as sparse ones."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {x.layout}: accepted is a dense tensor, such as {name}.to_dense()")
 
 
 def counts(values: Iterable[object]) -> bool:
     """Whether all are integers of at least 1."""
-    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in values)
+    return all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST for n in values)
 
 
 def one_of(options: object, **choices: Iterable[str]) -> None:
     """Refuse options that are not among their choices."""
     for name, accepted in choices.items():
-        if getattr(options, name) not in tuple(accepted):
-            refuse(name, getattr(options, name), " or ".join(f'"{choice}"' for choice in accepted))
+        value = getattr(options, name)
+        if not isinstance(value, str) or value not in tuple(accepted):
+            refuse(name, value, _or(f'"{choice}"' for choice in accepted))
 
 
 PLAIN = {bool: "True or False", int: "an integer", float: "a finite number", str: "a name", type(None): "None"}
 
 
 def check_plain(name: str, value: object, hint: Any) -> None:
-    """Refuse a value of another plain type than the option has; NaN and infinity are no numbers here."""
+    """Refuse a value of another type than the hint says; NaN and infinity are no numbers here."""
+    if torch.compiler.is_compiling():
+        return
+    fits, words = _fitting(hint)
+    if not fits(value):
+        refuse(name, value, words + (" below 2**63" if _too_large(value) else ""))
+
+
+def _too_large(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > LARGEST
+
+
+Fits = Callable[[object], bool]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitting(hint: Any) -> tuple[Fits, str]:
+    """Whether a value is of a hinted type, and that type in words. Hints beyond those known here fit everything."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = [_fitting(part) for part in inner]
+        return lambda value: any(fits(value) for fits, _ in parts), _or(words for _, words in parts)
+    if origin is Literal:
+        words = _or(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in inner)
+        return lambda value: isinstance(value, str | int | None) and value in inner, words
+    if hint is bool:
+        return lambda value: isinstance(value, bool), PLAIN[bool]
+    if hint is int:
+        return lambda value: isinstance(value, int) and type(value) is not bool and abs(value) <= LARGEST, PLAIN[int]
+    if hint is float:
+        return _is_finite, PLAIN[float]
+    if origin is Callable:
+        return callable, "a callable"
+    if origin in (Sequence, list, tuple) and inner and (len(inner) == 1 or inner[-1] is Ellipsis):
+        item_fits, item_words = _fitting(inner[0])
+        kinds = (Sequence,) if origin is Sequence else (list, tuple)  # a list is as good as a tuple
+        return (
+            lambda value: (
+                isinstance(value, kinds) and not isinstance(value, str | bytes) and all(map(item_fits, value))
+            ),
+            f"a list with {item_words} at each place",
+        )
+    if origin in (Mapping, dict):
+        return lambda value: isinstance(value, Mapping), "a dict"
+    if isinstance(hint, type) and origin is None and hint not in (Any, object):
+        name = {"Tensor": "tensor", "State": "state of init_state or prefill"}.get(hint.__name__, hint.__name__)
+        article = "an" if name[0] in "AEIOUaeiou" else "a"
+        return lambda value: isinstance(value, hint), PLAIN.get(hint, f"{article} {name}")
+    return lambda _: True, "anything"
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value)
+
+
+def _or(words: Iterable[str]) -> str:
+    return " or ".join(dict.fromkeys(words))
+
+
+def checked(function: F) -> F:
+    """Refuse arguments that are not of the types in the signature, and keywords that are not in it.
+
+    Nothing is checked while a program is compiled or exported.
+    """
+    signature: _Signature | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal signature
+        if not torch.compiler.is_compiling():
+            if signature is None:
+                signature = _Signature(function)
+            signature.check(args, kwargs)
+        return function(*args, **kwargs)
+
+    return typing.cast(F, call)
+
+
+def check_methods(cls: C) -> C:
+    """Make the public methods that a class defines, and its constructor, `checked`."""
+    for name, method in list(vars(cls).items()):
+        if name.startswith("_") and (name != "__init__" or method.__code__.co_flags & inspect.CO_VARKEYWORDS):
+            continue  # constructors with open keywords look at them by themselves
+        if isinstance(method, types.FunctionType):
+            setattr(cls, name, checked(method))
+        elif isinstance(method, classmethod | staticmethod):
+            setattr(cls, name, type(method)(checked(method.__func__)))
+    return cls
+
+
+class _Signature:
+    """The parameters of a function, ready to be compared with what came."""
+
+    def __init__(self, function: Callable[..., Any]):
+        hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+        self.name = function.__qualname__.removesuffix(".__init__")
+        self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        # types that need no closer look, so that a call costs a microsecond; None: anything may come
+        self.accepted = {
+            name: (_quick(hints.get(name, Any)), hints.get(name, Any))
+            for name, p in parameters.items()
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        }
+        self.positional = [
+            (name, *self.accepted[name])
+            for name, p in parameters.items()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for (name, quick, hint), value in zip(self.positional, args, strict=False):
+            if quick is not None and type(value) not in quick:
+                check_plain(name, value, hint)
+        for name, value in kwargs.items():
+            if name not in self.accepted:
+                if not self.open:
+                    self._refuse_keyword(name)
+                continue
+            quick, hint = self.accepted[name]
+            if quick is not None and type(value) not in quick:
+                check_plain(name, value, hint)
+
+    def _refuse_keyword(self, name: str) -> NoReturn:
+        if name in MASKS:
+            raise TypeError(f"{self.name} takes no {name}: {INSTEAD_OF_MASKS}")
+        known = [known for known in self.accepted if known != "self"]
+        raise TypeError(f"{self.name} has no argument {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
+
+
+INSTEAD_OF_MASKS = (
+    "pass lengths, the number of tokens in each row [B], for right padding, causal=True when building for the future, "
+    "or a pattern such as Local(256) | Global(4) to ops.sparse_attention for who attends to whom"
+)
+
+
+def _quick(hint: Any) -> frozenset[type] | None:
+    """Types of which every value fits a hint."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    accepted = []
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            fits, words = value in typing.get_args(kind), " or ".join(f'"{choice}"' for choice in typing.get_args(kind))
-        elif kind in (int, float):
-            number = isinstance(value, int) or (kind is float and isinstance(value, float) and math.isfinite(value))
-            fits, words = number and not isinstance(value, bool), PLAIN[kind]
-        elif kind in PLAIN:
-            fits, words = isinstance(value, kind), PLAIN[kind]
-        elif typing.get_origin(kind) is Callable:
-            fits, words = callable(value), "a callable"
-        else:
-            return  # the mechanism checks what has structure
-        if fits:
-            return
-        accepted.append(words)
-    refuse(name, value, " or ".join(accepted))
+    if Any in kinds or object in kinds:
+        return None
+    plain = {kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None} - {int, float}
+    return frozenset(plain | ({nn.Parameter} if Tensor in plain else set()))
 
 
 def plain_name(name: str, value: str) -> str:

@@ -132,7 +132,7 @@ def test_what_cannot_work() -> None:
         subquad.build("softmax", dim=DIM, causal=True).remember(x)
     with pytest.raises(ValueError, match="Local has no cross-attention"):
         subquad.build("local", dim=DIM).remember(x)
-    with pytest.raises(ValueError, match="context has shape Memory"):
+    with pytest.raises(ValueError, match="context=<Memory> cannot work: accepted is a tensor"):
         mix.reference(x, context=memory)
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -35,10 +37,11 @@ def test_what_is_there_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_every_command_says_that_there_is_no_gpu(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--device", "cuda", "--out", str(tmp_path)])
+    out = tmp_path / "out.json"  # of a folder or of a file, as the command has it
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--device", "cuda", "--out", str(out)])
     assert result.exit_code in (1, 2)
     assert "torch finds no GPU" in result.output
     assert not isinstance(result.exception, AssertionError)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from subquad.checks import nearest
+from subquad.checks import INSTEAD_OF_MASKS, MASKS, nearest
 from subquad.mechanisms.additive import Additive
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
@@ -62,7 +62,7 @@ def mechanism(name: str) -> type[Mixer]:
     """The class of that name, or a ValueError with the nearest name."""
     if not isinstance(name, str) or name not in MECHANISMS:
         accepted = ", ".join(MECHANISMS)
-        raise ValueError(f"unknown mechanism {name!r}{nearest(name, MECHANISMS)} Accepted: {accepted}")
+        raise ValueError(f"unknown mechanism {name!r}{nearest(name, MECHANISMS)} Accepted as name: {accepted}")
     return MECHANISMS[name]
 
 
@@ -74,6 +74,8 @@ def build(name: str, **options: Any) -> Mixer:
     cls = mechanism(name)
     known = [field.name for field in dataclasses.fields(cls.options_type)]
     for option in options:
+        if option in MASKS:
+            raise TypeError(f"{name} has no option {option!r}: {INSTEAD_OF_MASKS}")
         if option not in known:
             raise TypeError(f"{name} has no option {option!r}{nearest(option, known)} Accepted: {', '.join(known)}")
     if "dim" not in options:

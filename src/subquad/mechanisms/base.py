@@ -19,7 +19,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_plain, refuse
+from subquad.checks import (
+    FLOATS,
+    at_least,
+    check_count,
+    check_methods,
+    check_plain,
+    check_strided,
+    check_tensor,
+    refuse,
+)
+from subquad.ops.autocast import autocasts
 from subquad.ops.lengths import check_lengths, shape_of
 from subquad.ops.rotary import rotate
 
@@ -108,6 +118,7 @@ class Heads(nn.Module):
         return self.out(o.flatten(-2))
 
 
+@check_methods
 class Mixer(nn.Module):
     """Base of all mechanisms: `forward`, `prefill`, `step`, `reference`, `pattern` over checked input."""
 
@@ -124,6 +135,10 @@ class Mixer(nn.Module):
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options at which forty tokens already show it at work
 
     _like: Tensor
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
 
     def __init__(self, options: Options):
         super().__init__()
@@ -272,10 +287,9 @@ class Mixer(nn.Module):
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         """The state before the first token. `capacity`: positions a growing state holds without reallocating."""
         self._check_stateful("init_state")
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            refuse("batch", batch, "an integer of at least 1")
-        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
-            refuse("capacity", capacity, "None or an integer of at least 1")
+        check_count("batch", batch)
+        if capacity is not None:
+            check_count("capacity", capacity)
         return self._init_state(batch, capacity)
 
     def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
@@ -354,11 +368,12 @@ class Mixer(nn.Module):
             raise ValueError(f"{name} has shape {shape_of(x)}: accepted is [batch, T, {dim}]")
         if x.shape[0] == 0 or x.shape[1] == 0:
             raise ValueError(f"{name} has shape {shape_of(x)}: at least one row and one token are needed")
-        cast = torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if x.dtype != self._like.dtype and not cast:
-            raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
+        check_strided(name, x)
         if x.device != self._like.device:
             raise ValueError(f"{name} is on {x.device}: this module is on {self._like.device}")
+        cast = autocasts(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if x.dtype != self._like.dtype and not cast:
+            raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
         limit = self.options.max_length
         if limit is not None and self.traits.fixed_length and x.shape[1] > limit:
             raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
@@ -394,6 +409,12 @@ class Mixer(nn.Module):
         if torch.compiler.is_compiling():
             return
         for field, t, shape in zip(memory._fields, memory, self._memory_shape(), strict=True):
+            check_tensor(f"context.{field}", t)
+            double = torch.float64  # autocast makes the others
+            if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (self._like.dtype == double)):
+                raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {self._like.dtype}")
+            if field == "lengths" and t.dtype != torch.int64:
+                raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
             if t.shape[:1] != (batch,):
                 raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
             if t.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True)):
@@ -435,6 +456,7 @@ class Mixer(nn.Module):
         if torch.compiler.is_compiling():
             return
         for field, t, (dtype, shape) in zip(state._fields, state, self._state_shape(), strict=True):
+            check_tensor(f"state.{field}", t)
             if t.shape[:1] != (batch,):
                 raise ValueError(f"state has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
             fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True))

@@ -22,6 +22,7 @@ from torch import Tensor
 from subquad.checks import one_of
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.ops.autocast import uncast
 from subquad.ops.impl import Impl
 from subquad.ops.linear import (
     LinearState,
@@ -84,7 +85,7 @@ class Efficient(Mixer):
         q, k, v = self.heads.split(x, context)
         count = lengths if context is None else context_lengths
         if self.options.normalize == "softmax":
-            with torch.autocast(x.device.type, enabled=False):
+            with uncast(x):
                 weight, z = _exponentials(_mask(_roomy(k), count))
                 # a feature's normaliser divides its queries, so that no softmax runs along positions
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
@@ -100,7 +101,7 @@ class Efficient(Mixer):
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
         if self.options.normalize == "softmax":
-            with torch.autocast(x.device.type, enabled=False):
+            with uncast(x):
                 if _moderate(k, state.max):
                     sums = self._plain_sums(_roomy(q), _mask(_roomy(k), lengths), _roomy(v), state)
                 else:
@@ -125,7 +126,7 @@ class Efficient(Mixer):
         gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
         values = _wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
         before = LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
-        with torch.autocast(x.device.type, enabled=False):
+        with uncast(x):
             _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
             s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
             o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]

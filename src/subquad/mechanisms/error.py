@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from subquad.checks import checked
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+@checked
 @torch.no_grad()
 def approximation_error(mix: Mixer, x: Tensor) -> Tensor:
     """‖A v − softmax(q·k/√K) v‖ / ‖softmax(q·k/√K) v‖ per head [H], with A the mechanism's own weights on x [B, T, D].

@@ -144,7 +144,7 @@ class Linear(Mixer):
             return state
         return Deferred(*state, make_queue(self._like, state.position, heads, width, width))
 
-    def step(self, x: Tensor, state: State | Deferred, inplace: bool = False) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
         if not isinstance(state, Deferred):
             return super().step(x, state, inplace)
         q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.ops.autocast import uncast
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = 16  # a long row of queries meets the landmarks in so many pieces
@@ -66,7 +67,7 @@ class Nystrom(Mixer):
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         q, k, v = self._qkv(x, context)
-        with torch.autocast(x.device.type, enabled=False):
+        with uncast(x):
             o = self._attend(q, k, v, lengths, lengths if context is None else context_lengths).to(v.dtype)
         if self.conv is not None and context is None:
             present = keep(lengths, x.shape[1])

@@ -88,11 +88,11 @@ class Patterned(Mixer):
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         if state is not None:
             q, k, v = self._project(x, state.position)
-            o, state = self.cache.attend(q, k, v, state, lengths, self.scale)
+            o, state = self.cache._attend(q, k, v, state, lengths, self.scale)
         else:
             q, k, v = self._project(x)
             o, state = self._attend(q, k, v), Patterned._init_state(self, *x.shape[:2])
-            state = self.cache.extend(state, k, v, lengths)
+            state = self.cache._extend(state, k, v, lengths)
         return self.heads.merge(o), state
 
     def _project(self, x: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
     admit,
@@ -137,7 +138,7 @@ class Reformer(Mixer):
     @torch.no_grad()
     def _hash(self, q: Tensor) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):  # sixteen bits would move tokens to other buckets
+        with uncast(q):  # sixteen bits would move tokens to other buckets
             turned = torch.einsum("bthk,hrkm->bhrtm", q.to(wide), self.rotation.to(wide))
         bucket = torch.zeros(turned.shape[:-1], dtype=torch.int64, device=q.device)
         first = 0

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
     admit,
@@ -158,7 +159,7 @@ class Routing(Mixer):
         parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.options.dim // self.options.heads)).unbind(2)
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), uncast(x):
             centroids = self.centroids if centroids is None else centroids
             wide = torch.promote_types(x.dtype, torch.float32)
             near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide), t.to(wide)) for t in normed)

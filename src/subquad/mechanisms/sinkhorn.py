@@ -29,6 +29,7 @@ from torch import Tensor
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits
+from subquad.ops.autocast import uncast
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
@@ -72,7 +73,7 @@ class Sinkhorn(Mixer):
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(-(-size // block) * block, device=x.device) < n[:, None]
         q, k, v = (t.masked_fill(~present[:, :size, None, None], 0) for t in self.heads.split(x))
-        with torch.autocast(x.device.type, enabled=False):
+        with uncast(x):
             sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
             present = present.unflatten(1, (-1, block))  # [B, N, C]
             share = torch.einsum("bhnm,bmc->bnhc", sort, present.to(sort.dtype))  # of real tokens in each sorted slot

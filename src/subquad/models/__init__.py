@@ -4,13 +4,17 @@ from pathlib import Path
 
 import torch
 
+from subquad.checks import check_device, checked
 from subquad.models.classifier import Classifier, ClassifierConfig
 from subquad.models.config import EmbeddingConfig, MixerConfig, TransformerConfig
 from subquad.models.language_model import LanguageModel, LanguageModelConfig
 from subquad.models.lstm import LSTM, LSTMConfig
 from subquad.models.matcher import Matcher, MatcherConfig
 from subquad.models.model import Model
+from subquad.models.sampling import Sampling
 from subquad.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from subquad.models.state import fork, load_state, save_state
+from subquad.models.streams import Streams
 from subquad.models.transformer import Transformer
 
 MODELS: dict[str, type[Model]] = {
@@ -23,6 +27,7 @@ MODELS: dict[str, type[Model]] = {
 }
 
 
+@checked
 def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
     """The model of a run, of a saved model's folder, or of a shipped checkpoint by its name, in eval mode.
 
@@ -31,6 +36,7 @@ def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
     from subquad.models.checkpoints import find
     from subquad.models.store import read_header
 
+    check_device("device", device, meta=False)
     folder = find(directory)
     name = read_header(folder)["model"]
     if name not in MODELS:
@@ -51,9 +57,14 @@ __all__ = [
     "MatcherConfig",
     "MixerConfig",
     "Model",
+    "Sampling",
     "Seq2Seq",
     "Seq2SeqConfig",
+    "Streams",
     "Transformer",
     "TransformerConfig",
+    "fork",
     "load",
+    "load_state",
+    "save_state",
 ]

@@ -6,7 +6,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from subquad.checks import at_least, one_of
-from subquad.models.config import POOLINGS, Config, EmbeddingConfig, TransformerConfig, assemble, optional_at_least
+from subquad.models.config import (
+    POOLINGS,
+    Config,
+    EmbeddingConfig,
+    TransformerConfig,
+    assemble,
+    check_parts,
+    optional_at_least,
+)
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
@@ -22,6 +30,7 @@ class ClassifierConfig(Config):
     head_hidden: int | None = None  # width of a hidden layer before the classes; None: no hidden layer
 
     def __post_init__(self) -> None:
+        check_parts(self)
         at_least(self, classes=1)
         one_of(self, pooling=POOLINGS)
         optional_at_least(self, head_hidden=1)

@@ -7,7 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from subquad.checks import at_least, counts, nearest, one_of, refuse
+from subquad.checks import (
+    INSTEAD_OF_MASKS,
+    MASKS,
+    at_least,
+    check_methods,
+    check_plain,
+    counts,
+    nearest,
+    one_of,
+    refuse,
+    shown,
+)
 from subquad.disk import parse_json
 from subquad.mechanisms import mechanism as mechanism_class
 
@@ -27,8 +38,13 @@ MixerLike = (
 C = TypeVar("C", bound="Config")
 
 
+@check_methods
 class Config:
     """Base of the configs: JSON there and back, strict about keys."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name), f.name) for f in _fields(type(self))}
@@ -37,24 +53,28 @@ class Config:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Any) -> Self:
+        """The config that `to_dict` wrote."""
         known = {f.name: f for f in _fields(cls)}
         if not isinstance(data, Mapping):
             raise ValueError(
-                f"{cls.__name__} cannot be made of {data!r}: accepted is an object with keys {', '.join(known)}"
+                f"{cls.__name__} cannot be made of {shown(data)}: accepted as data is a dict of {', '.join(known)}"
             )
         for key in data:
             if key not in known:
-                raise ValueError(f"{cls.__name__} has no key {key!r}{nearest(key, known)} Accepted: {', '.join(known)}")
+                raise ValueError(
+                    f"{cls.__name__} has no key {key!r}{nearest(key, known)} Accepted in data: {', '.join(known)}"
+                )
         for f in known.values():
             if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{cls.__name__} lacks the key {f.name!r}")
+                raise ValueError(f"{cls.__name__} lacks the key {f.name!r} in data")
         parts = nested(cls)
         return cls(**{key: parts[key].from_dict(value) if key in parts else value for key, value in data.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(parse_json(text, cls.__name__))
+        """The config that `to_json` wrote."""
+        return cls.from_dict(parse_json(text, "text"))
 
 
 @dataclass(frozen=True)
@@ -106,12 +126,14 @@ class TransformerConfig(Config):
         one_of(self, norm=NORMS, norm_position=NORM_POSITIONS, activation=ACTIVATIONS)
         flags(self, "causal", "rotary", "final_norm", "checkpoint", "reversible")
         probabilities(self, "dropout", "ff_dropout", "attention_dropout")
+        check_plain("norm_eps", self.norm_eps, float)
         if not self.norm_eps > 0:
             refuse("norm_eps", self.norm_eps, "a positive number")
         object.__setattr__(self, "mechanism", mixers(self.mechanism, "mechanism"))
         object.__setattr__(self, "options", _check_options(self.options, "options"))
         if self.cross is not None:
             object.__setattr__(self, "cross", mixers(self.cross, "cross"))
+        check_plain("pool", self.pool, int | Sequence[int])
         pools = (self.pool,) if isinstance(self.pool, int) else tuple(self.pool)
         if not pools or not counts(pools):
             refuse("pool", self.pool, "an integer of at least 1 or a sequence of them, cycled over the depth")
@@ -166,7 +188,7 @@ class EmbeddingConfig(Config):
         optional_at_least(self, vocab=1, features=1)
         if (self.vocab is None) == (self.features is None):
             raise ValueError(f"vocab={self.vocab!r} and features={self.features!r} cannot work: pass one of the two")
-        if self.positions == "rotary":
+        if isinstance(self.positions, str) and self.positions == "rotary":
             raise ValueError('positions="rotary" cannot work in an embedding: the mixers rotate, with rotary=True')
         one_of(self, positions=POSITIONS)
         probabilities(self, "embedding_dropout")
@@ -174,6 +196,7 @@ class EmbeddingConfig(Config):
             wanted = f'(rows, columns[, channels]) with positions="grid" or "waves", None with "{self.positions}"'
             refuse("shape", self.shape, wanted)
         if self.shape is not None:
+            check_plain("shape", self.shape, Sequence[int])
             shape = tuple(self.shape)
             if len(shape) < 2 or not counts(shape):
                 refuse("shape", self.shape, "two or three integers of at least 1: (rows, columns[, channels])")
@@ -184,6 +207,12 @@ def check_depth(depth: int) -> None:
     """Refuse stacks that would be built for minutes, and then not fit."""
     if depth > DEEPEST:
         refuse("depth", depth, f"an integer of at most {DEEPEST:,}")
+
+
+def check_parts(config: Config) -> None:
+    """Refuse another thing where a config has a config of its own."""
+    for name, kind in nested(type(config)).items():
+        check_plain(name, getattr(config, name), kind)
 
 
 def optional_at_least(config: object, **bounds: int) -> None:
@@ -221,7 +250,7 @@ def _mixer(value: MixerLike, name: str) -> MixerConfig:
         return value
     if isinstance(value, str):
         return MixerConfig(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and "name" in value and value.keys() <= {"name", "options"}:
         return MixerConfig.from_dict(value)
     if _is_pair(value):
         return MixerConfig(*value)
@@ -289,6 +318,8 @@ def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaul
     homes |= {f.name: "" for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     sorted_fields: dict[str, dict[str, Any]] = {part: {} for part in ("", *parts)}
     for key, value in {**defaults, **_spread_rotary(fields, homes)}.items():
+        if key in MASKS:
+            raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
         if key not in homes:
             raise TypeError(f"{cls.__name__} has no field {key!r}{nearest(key, homes)} Accepted: {', '.join(homes)}")
         sorted_fields[homes[key]][key] = value
@@ -298,6 +329,6 @@ def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaul
 
 def _spread_rotary(fields: Mapping[str, Any], homes: Mapping[str, str]) -> dict[str, Any]:
     """positions="rotary" is one wish with two parts: nothing in the embedding, rotation in the mixers."""
-    if fields.get("positions") == "rotary" and "rotary" in homes:
+    if isinstance(fields.get("positions"), str) and fields["positions"] == "rotary" and "rotary" in homes:
         return {**fields, "positions": "none", "rotary": True}
     return dict(fields)

@@ -35,16 +35,21 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(
-        self, inputs: Tensor, lengths: Tensor | None = None, position: Tensor | None = None, name: str = "tokens"
+        self,
+        inputs: Tensor,
+        lengths: Tensor | None = None,
+        position: Tensor | None = None,
+        name: str = "tokens",
+        lengths_name: str = "lengths",
     ) -> Tensor:
         """`position` [B]: where each row starts (0 if None). What lies beyond `lengths` may hold anything."""
         if self.config.vocab is not None:
-            ids = clean_ids(inputs, self.weight, lengths, name)
+            ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
             x = nn.functional.embedding(ids, self.weight) * self.scale
         else:
-            x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name))
+            x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
         batch, size, _ = x.shape
-        mask = keep(lengths, size)
+        mask = keep(None if lengths is None else lengths.to(x.device), size)
         if self.positions is not None:
             at = torch.arange(size, device=inputs.device)  # [T]
             if position is not None:

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import refuse
-from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of, work_of
+from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
+from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.memory import check_memory, imagine
+from subquad.models.model import Model
 from subquad.models.sampling import Sampling, make_seeds
-from subquad.models.state import State, batch_of, leaves, map_state, rebuild
+from subquad.models.state import State, batch_of, check_state, leaves, map_state, rebuild
 from subquad.models.threads import run_small
-from subquad.ops.lengths import INTEGERS, check_lengths, shape_of
+from subquad.ops.lengths import check_lengths, readable, shape_of
 
-Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 Seed = int | Sequence[int] | Tensor
 
 COMPILE_PAYS = 16384  # steps after which compiling, which takes a minute, has paid
@@ -30,12 +31,19 @@ PIECE = 1 << 26  # outputs of a prompt held at once
 
 
 class Generated(NamedTuple):
+    """What generate(..., full=True) gives. To go on, pass the last token again: the state has not seen it yet.
+
+    first = model.generate(prompt, 10, full=True)
+    more = model.generate(first.tokens[:, -1:], 10, state=first.state)
+    """
+
     tokens: Tensor  # [B, steps], new ones only; a stream that has stopped repeats its stop token
     lengths: Tensor  # [B], new tokens up to and with the stop token
     logprobs: Tensor | None  # [B, steps] of the tokens under the model, before temperature and filters
-    state: State  # has seen everything but the last token: generate(tokens[:, -1:], ..., state=state) goes on
+    state: State  # has seen everything but the last token
 
 
+@checked
 def generate(
     model: Any,
     prompt: Prompt,
@@ -44,6 +52,11 @@ def generate(
     lengths: Tensor | None = None,
     state: State | None = None,
     sampling: Sampling | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: Seed = 0,
     stop: int | Sequence[int] = (),
     logprobs: bool = False,
@@ -57,13 +70,24 @@ def generate(
     prompt    tokens [B, T] (right-padded with `lengths`), a list of lists of any lengths, or one row [T]
     state     what came before the prompt: a state of generate, prefill or load_state, left alone; a repetition penalty
               does not know the tokens in it
-    sampling  Sampling(temperature=..., top_k=..., ...); by default tokens come with the model's probabilities
+    sampling  Sampling(temperature=..., top_k=..., ...); by default tokens come with the model's probabilities.
+              temperature, top_k, top_p, min_p and repetition_penalty may also be given by themselves
     seed      one number (streams take seed, seed + 1, ...) or one a stream; a stream's tokens depend on its own alone
     stop      tokens that end a stream
     compile   torch.compile the step; None: where the run is long enough to pay for it
     lanes     parts of the batch whose kernels overlap on a GPU; None: what is fastest
     told      called with the number of tokens made, after each
+
+    A state has not seen the last token that was drawn, so to continue pass that token again as the prompt:
+
+    first = model.generate(prompt, 10, full=True)
+    more = model.generate(first.tokens[:, -1:], 10, state=first.state)
     """
+    check_model(model)
+    sampling = Sampling.of(
+        sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    check_count("steps", steps)
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
     with evaluating(model, list(model.modules())):
@@ -93,6 +117,7 @@ def generate(
     return Generated(out, ends, None if scores is None else scores.T.contiguous(), loop.state)
 
 
+@checked
 def stream(
     model: Any,
     prompt: Prompt,
@@ -101,6 +126,11 @@ def stream(
     lengths: Tensor | None = None,
     state: State | None = None,
     sampling: Sampling | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: Seed = 0,
     stop: int | Sequence[int] = (),
     compile: bool | None = None,
@@ -110,8 +140,34 @@ def stream(
 
     steps     None: until every stream has stopped, or for ever
     capacity  with steps=None, the positions that a growing state holds before it has to grow
+
+    Everything else is as in `generate`. Arguments are checked at once, tokens are made when they are asked for.
     """
+    check_model(model)
+    sampling = Sampling.of(
+        sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    for name, count in (("steps", steps), ("capacity", capacity)):
+        if count is not None:
+            check_count(name, count)
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
+    check_start(model, tokens, lengths, state, sampling, seed, stop)
+    return _stream(model, tokens, lengths, single, steps, state, sampling, seed, stop, compile, capacity)
+
+
+def _stream(
+    model: Any,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    single: bool,
+    steps: int | None,
+    state: State | None,
+    sampling: Sampling,
+    seed: Seed,
+    stop: int | Sequence[int],
+    compile: bool | None,
+    capacity: int | None,
+) -> Iterator[Any]:
     modules = list(model.modules())
     with evaluating(model, modules):
         loop = _start(model, tokens, lengths, steps, state, sampling, seed, stop, False, compile, 1, capacity=capacity)
@@ -131,7 +187,7 @@ def _start(
     lengths: Tensor | None,
     steps: int | None,
     state: State | None,
-    sampling: Sampling | None,
+    sampling: Sampling,
     seed: Seed,
     stop: int | Sequence[int],
     logprobs: bool,
@@ -140,13 +196,7 @@ def _start(
     capacity: int | None = None,
     unroll: int = 1,
 ) -> Loop:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        refuse("steps", steps, "an integer of at least 1")
-    sampling = sampling or Sampling()
-    sampling.check(values_of(model))
-    stop = (stop,) if isinstance(stop, int) else tuple(stop)
-    if any(not 0 <= token < values_of(model) for token in stop):
-        refuse("stop", stop, f"tokens from 0 to {values_of(model) - 1}")
+    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
     batch, longest = tokens.shape
     before = 0 if state is None else int(position_of(state).max())
     capacity = before + longest - 1 + (steps if steps is not None else max(64, capacity or 0))
@@ -155,6 +205,7 @@ def _start(
     last = torch.full((batch,), longest, device=tokens.device) if lengths is None else lengths
     token = tokens.gather(1, last[:, None] - 1)[:, 0]
     lanes = (2 if batch >= LANES_PAY else 1) if lanes is None else lanes
+    check_count("lanes", lanes)
     seeds = make_seeds(seed, batch, tokens.device)
     compiling = (steps or 0) >= COMPILE_PAYS if compile is None else compile
     # a state that may grow cannot be captured
@@ -166,6 +217,61 @@ def _start(
     return loop
 
 
+def check_model(model: object) -> None:
+    """Refuse what does not generate."""
+    if not isinstance(model, Model) or not hasattr(model, "generate"):
+        raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
+
+
+def check_start(
+    model: Any,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    state: State | None,
+    sampling: Sampling,
+    seed: Seed,
+    stop: int | Sequence[int],
+) -> tuple[int, ...]:
+    """Refuse what a loop could not start from; the stop tokens as a tuple."""
+    check_tokens(model, tokens, lengths, "prompt")
+    values = values_of(model)
+    sampling.check(values)
+    make_seeds(seed, len(tokens), tokens.device)
+    stop = (stop,) if isinstance(stop, int) else tuple(stop)
+    if any(not 0 <= token < values for token in stop):
+        refuse("stop", stop, f"tokens from 0 to {values - 1}")
+    if state is not None:
+        check_given_state(model, state, len(tokens))
+    return stop
+
+
+def check_tokens(model: Any, tokens: Tensor, lengths: Tensor | None, name: str) -> None:
+    """Refuse prompts [B, T] with other tokens than the model has, where they can be read without waiting."""
+    if not readable(tokens):
+        return
+    if lengths is not None:
+        tokens = tokens.masked_fill(torch.arange(tokens.shape[1]) >= lengths[:, None], 0)
+    low, high = (int(v) for v in torch.aminmax(tokens))
+    if low < 0 or high >= vocab_of(model):
+        raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {vocab_of(model) - 1}")
+
+
+def check_given_state(model: Any, state: State, batch: int) -> None:
+    """Refuse a state that is not this model's, or of another batch."""
+    check_state(state)
+    wanted = imagine(decoder_of(model), 1)
+    names, accepted = [name for name, _ in leaves(state)], [name for name, _ in leaves(wanted)]
+    if type(state) is not type(wanted) or names != accepted:
+        raise ValueError(
+            f"state is a {type(state).__name__} of {', '.join(names[:3])}, ...: accepted is a state of this model's "
+            f"init_state, prefill or generate, a {type(wanted).__name__} of {', '.join(accepted[:3])}, ..."
+        )
+    if position_of(state).device != model.device:
+        raise ValueError(f"state is on {position_of(state).device}: this model is on {model.device}")
+    if batch_of(state) != batch:
+        raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
+
+
 def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, state: State | None = None) -> State:
     """The state after all but the last token of each prompt, with room for `capacity` positions; in its own memory."""
     decoder, (batch, longest) = decoder_of(model), tokens.shape
@@ -173,8 +279,7 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
     count = longest - 1
     if state is not None:
-        if batch_of(state) != batch:
-            raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
+        check_given_state(model, state, batch)
         state = with_capacity(map_state(torch.clone, state), decoder, capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)
@@ -211,25 +316,32 @@ def mark_seen(seen: Tensor, tokens: Tensor, lengths: Tensor | None) -> None:
     seen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
-def as_prompt(prompt: Prompt, lengths: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None, bool]:
+def as_prompt(
+    prompt: Prompt, lengths: Tensor | None, device: torch.device, name: str = "prompt"
+) -> tuple[Tensor, Tensor | None, bool]:
     """Tokens [B, T], lengths [B] or None, and whether it was one row without a batch."""
     if not isinstance(prompt, Tensor):
-        rows = list(prompt)
-        if rows and all(isinstance(row, int) for row in rows):
-            prompt = torch.tensor(rows)
+        check_plain(name, prompt, Prompt)
+        if prompt and all(isinstance(row, int) for row in prompt):
+            prompt = torch.tensor(prompt)
         else:
             if lengths is not None:
-                raise ValueError("lengths came with a list of prompts, which has its own: leave it out")
-            if not rows or any(len(row) == 0 for row in rows):  # type: ignore[arg-type]
-                raise ValueError("prompt has an empty row: every stream needs a first token, such as a start token")
-            parts = [torch.as_tensor(row) for row in rows]
+                raise ValueError(f"lengths came with a list of prompts, which has its own: leave it out ({name})")
+            if any(isinstance(row, Tensor) and row.ndim != 1 for row in prompt):
+                refuse(name, prompt, "a list of rows [T]")
+            if not prompt or any(len(row) == 0 for row in prompt):  # type: ignore[arg-type]
+                raise ValueError(f"{name} has an empty row: every stream needs a first token, such as a start token")
+            parts = [torch.as_tensor(row) for row in prompt]
             lengths = torch.tensor([len(part) for part in parts])
             prompt = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     single = prompt.ndim == 1
     tokens = prompt[None] if single else prompt
     if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype not in INTEGERS:
-        found = f"{prompt.dtype} {shape_of(prompt)}"
-        raise ValueError(f"prompt is {found}: accepted are integers [B, T] or [T], at least one a stream")
+        kind = f"{prompt.dtype} {shape_of(prompt)}"
+        raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one a stream")
+    if tokens.device.type == "meta" and device.type != "meta":
+        raise ValueError(f"{name} is on meta and has no values: accepted are tokens on a device that holds them")
+    check_strided(name, tokens)
     lengths = check_lengths(lengths, tokens)
     if lengths is not None and bool((lengths < 1).any()):
         raise ValueError("lengths has a 0: every stream needs a first token, such as a start token")

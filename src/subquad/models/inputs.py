@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from subquad.checks import FLOATS, INTEGERS, check_strided, shown
 from subquad.mechanisms.base import keep
-from subquad.ops.lengths import INTEGERS, check_lengths, readable, shape_of
+from subquad.ops.autocast import autocasts
+from subquad.ops.lengths import check_lengths, readable, shape_of
 
 
-def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str) -> Tensor:
+def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths") -> Tensor:
     """Token ids [B, T] of a `table` [vocab, width], as int64; beyond `lengths` anything may stand."""
     vocab = table.shape[0]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
@@ -16,7 +18,8 @@ def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str) -> 
         raise ValueError(f"{name} has dtype {ids.dtype}: accepted are integers")
     if ids.device != table.device:
         raise ValueError(f"{name} is on {ids.device}: this model is on {table.device}")
-    mask = keep(check_lengths(lengths, ids), ids.shape[1])
+    check_strided(name, ids)
+    mask = keep(check_lengths(lengths, ids, lengths_name), ids.shape[1])
     ids = (ids if mask is None else ids.masked_fill(~mask, 0)).long()
     if readable(ids):
         low, high = (int(v) for v in torch.aminmax(ids))
@@ -25,21 +28,35 @@ def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str) -> 
     return ids
 
 
-def clean_frames(frames: Tensor, like: Tensor, lengths: Tensor | None, name: str) -> Tensor:
+def clean_frames(
+    frames: Tensor, like: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths"
+) -> Tensor:
     """Frames [B, T, width] for a weight `like` [..., width]; beyond `lengths` anything may stand."""
     width = like.shape[-1]
     if not isinstance(frames, Tensor) or frames.ndim != 3 or frames.shape[-1] != width or frames.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(frames)}: accepted is [batch, T, {width}], at least one frame")
     check_type(frames, like, name)
-    return zero_padding(frames, check_lengths(lengths, frames))
+    check_strided(name, frames)
+    return zero_padding(frames, check_lengths(lengths, frames, lengths_name))
 
 
 def check_type(x: Tensor, like: Tensor, name: str) -> None:
     """Refuse another type or another device than a weight's, unless autocast will see to the type."""
-    if x.dtype != like.dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
-        raise ValueError(f"{name} has dtype {x.dtype}: this model computes in {like.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
+    if x.dtype != like.dtype and not (x.dtype in FLOATS and autocasts(x.device)):
+        raise ValueError(f"{name} has dtype {x.dtype}: this model computes in {like.dtype}")
+
+
+def check_position(position: object, batch: int, device: torch.device) -> None:
+    """Refuse what is not the position of each row in a state."""
+    if not isinstance(position, Tensor) or position.ndim != 1 or position.dtype != torch.int64:
+        raise ValueError(f"state.position is {shown(position)}: accepted is int64 [{batch}]")
+    check_strided("state.position", position)
+    if position.shape != (batch,):
+        raise ValueError(f"state has batch {position.shape[0]}: the input has batch {batch}")
+    if position.device != device:
+        raise ValueError(f"state.position is on {position.device}: this model is on {device}")
 
 
 def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:

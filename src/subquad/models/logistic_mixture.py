@@ -31,9 +31,11 @@ def loss(
 ) -> Tensor:
     """-log P(targets) in nats: outputs [B, T, 3·components], integers [B, T]; reductions as in cross_entropy."""
     shape = (*outputs.shape[:-1], count)
-    return over_targets(
-        lambda values: -log_prob(outputs, values, count), targets, shape, lengths, ignore_index, reduction, "targets"
-    )
+
+    def losses(values: Tensor) -> Tensor:
+        return -log_prob(outputs, values, count)
+
+    return over_targets(losses, targets, shape, lengths, ignore_index, reduction, "targets", outputs.device)
 
 
 def log_prob(outputs: Tensor, values: Tensor, count: int = VALUES) -> Tensor:

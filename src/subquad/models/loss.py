@@ -6,20 +6,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import refuse
+from subquad.checks import INTEGERS, check_strided, refuse
 from subquad.mechanisms.base import keep
-from subquad.ops.lengths import INTEGERS, check_lengths, readable, shape_of
+from subquad.ops.lengths import check_lengths, readable, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 
 
-def shift(tokens: Tensor, lengths: Tensor | None, name: str = "tokens") -> tuple[Tensor, Tensor, Tensor | None]:
+def shift(
+    tokens: Tensor, lengths: Tensor | None, name: str = "tokens", lengths_name: str = "lengths"
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, their lengths) of predicting each token from those before it."""
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(
             f"{name} has shape {shape_of(tokens)}: the next token is predicted, so accepted is [batch, T >= 2]"
         )
-    lengths = check_lengths(lengths, tokens)
+    check_strided(name, tokens)
+    lengths = check_lengths(lengths, tokens, lengths_name)
     return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)
 
 
@@ -41,7 +44,7 @@ def cross_entropy(
         flat = nn.functional.cross_entropy(exact.flatten(0, -2), ids.flatten(), reduction="none")
         return flat.view(ids.shape)
 
-    return over_targets(losses, targets, logits.shape, lengths, ignore_index, reduction, name)
+    return over_targets(losses, targets, logits.shape, lengths, ignore_index, reduction, name, logits.device)
 
 
 def over_targets(
@@ -52,6 +55,7 @@ def over_targets(
     ignore_index: int,
     reduction: Reduction,
     name: str,
+    device: torch.device,
 ) -> Tensor:
     """The reduction of any loss of integer targets, for outputs over shape[-1] values."""
     if reduction not in ("mean", "sum", "none"):
@@ -60,6 +64,9 @@ def over_targets(
         raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(shape[:-1])}")
     if targets.dtype not in INTEGERS:
         raise ValueError(f"{name} has dtype {targets.dtype}: accepted are integers")
+    check_strided(name, targets)
+    if targets.device != device:
+        raise ValueError(f"{name} is on {targets.device}: accepted is {device}, where the outputs are")
     there = targets != ignore_index
     mask = None if lengths is None else keep(check_lengths(lengths, targets), targets.shape[1])
     if mask is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import at_least, check_count, check_strided, refuse, shown
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
 from subquad.models.config import (
@@ -18,16 +18,17 @@ from subquad.models.config import (
     EmbeddingConfig,
     assemble,
     check_depth,
+    check_parts,
     flags,
     optional_at_least,
     probabilities,
 )
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
-from subquad.models.inputs import batch_of, zero_padding
+from subquad.models.inputs import batch_of, check_position, zero_padding
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
-from subquad.ops.lengths import check_lengths
+from subquad.ops.lengths import check_lengths, shape_of
 
 
 class State(NamedTuple):
@@ -46,6 +47,7 @@ class LSTMConfig(Config):
     dropout: float = 0.0  # between layers
 
     def __post_init__(self) -> None:
+        check_parts(self)
         at_least(self, dim=1, depth=1)
         check_depth(self.depth)
         optional_at_least(self, outputs=1)
@@ -143,6 +145,7 @@ class LSTM(Model):
     def init_state(self, batch: int, capacity: int | None = None) -> State:  # noqa: ARG002 -- it never grows
         """The state before the first token."""
         self._check_direction("init_state")
+        check_count("batch", batch)
         weight = self.head.weight
         zeros = weight.new_zeros(batch, self.config.depth, self.config.dim)
         return State(zeros, zeros.clone(), torch.zeros(batch, dtype=torch.int64, device=weight.device))
@@ -151,7 +154,7 @@ class LSTM(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
         """A prompt [B, T], from nothing or from a state: (logits [B, T, vocab], the state after it)."""
-        state = self._check_state(state or self.init_state(batch_of(tokens)), batch_of(tokens))
+        state = self._check_state(state if state is not None else self.init_state(batch_of(tokens)), batch_of(tokens))
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
         y, hidden, cell = self.decoder(x, used, state)
@@ -163,6 +166,8 @@ class LSTM(Model):
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
+        if not isinstance(tokens, Tensor) or tokens.ndim != 1:
+            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
         outputs, new = self.prefill(tokens[:, None], state=state)
         if inplace:
             for old, tensor in zip(state, new, strict=True):
@@ -173,9 +178,15 @@ class LSTM(Model):
     def _check_state(self, state: State, batch: int) -> State:
         self._check_direction("prefill")
         wanted = (batch, self.config.depth, self.config.dim)
-        if not isinstance(state, State) or state.hidden.shape != wanted:
-            found = list(state.hidden.shape) if isinstance(state, State) else type(state).__name__
-            raise ValueError(f"state is {found}: accepted is the state of init_state, {list(wanted)}")
+        if not isinstance(state, State):
+            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
+        for name, part in (("hidden", state.hidden), ("cell", state.cell)):
+            if not isinstance(part, Tensor) or part.shape != wanted or part.dtype != self.head.weight.dtype:
+                raise ValueError(f"state.{name} is {shown(part)}: accepted is {self.head.weight.dtype} {list(wanted)}")
+            if part.device != self.device:
+                raise ValueError(f"state.{name} is on {part.device}: this model is on {self.device}")
+            check_strided(f"state.{name}", part)
+        check_position(state.position, batch, self.device)
         return state
 
     def _check_direction(self, method: str) -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from subquad.checks import at_least, one_of
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, optional_at_least
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, check_parts, optional_at_least
 from subquad.models.heads import make_mlp
+from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
 from subquad.models.tower import Tower, check_tower
@@ -23,6 +24,7 @@ class MatcherConfig(Config):
     head_hidden: int | None = None  # None: dim
 
     def __post_init__(self) -> None:
+        check_parts(self)
         at_least(self, classes=1)
         one_of(self, pooling=("mean", "cls"))
         optional_at_least(self, head_hidden=1)
@@ -47,9 +49,9 @@ class Matcher(Model):
 
     def forward(self, a: Tensor, b: Tensor, a_lengths: Tensor | None = None, b_lengths: Tensor | None = None) -> Tensor:
         """Logits [B, classes] of pairs of rows."""
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape[:1] != b.shape[:1]:
-            raise ValueError(f"b has batch {b.shape[0]}: a has batch {a.shape[0]}, and rows are compared in pairs")
-        left, right = self.tower(a, a_lengths, "a"), self.tower(b, b_lengths, "b")
+        if batch_of(a) != batch_of(b):
+            raise ValueError(f"b has batch {batch_of(b)}: a has batch {batch_of(a)}, and rows are compared in pairs")
+        left, right = self.tower(a, a_lengths, "a", "a_lengths"), self.tower(b, b_lengths, "b", "b_lengths")
         return self.head(torch.cat((left, right, left * right, left - right), dim=-1))
 
     def loss(

@@ -6,14 +6,20 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from subquad.checks import check_device, check_methods, refuse
 from subquad.models.config import Config
 
 
+@check_methods
 class Model(nn.Module):
     """Base of the models: `config` rebuilds it, `save` and `load` keep it as safetensors beside JSON."""
 
     config_type: ClassVar[type[Config]]
     config: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
 
     @property
     def device(self) -> torch.device:
@@ -27,6 +33,8 @@ class Model(nn.Module):
         """Write model.safetensors and config.json, whole or not at all."""
         from subquad.models.store import write
 
+        if Path(directory).exists() and not Path(directory).is_dir():
+            refuse("directory", str(directory), "a folder, or a name that nothing has yet")
         write(self, directory)
 
     @classmethod
@@ -34,4 +42,5 @@ class Model(nn.Module):
         """The model that was saved there, in eval mode; bit for bit."""
         from subquad.models.store import read
 
+        check_device("device", device, meta=False)
         return read(cls, directory, device)

@@ -7,15 +7,17 @@ seed and its own outputs: not on the batch, its order, the device, or how often 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, refuse
+from subquad.checks import INTEGERS, LARGEST, at_least, check_count, check_methods, check_plain, refuse, shown
 
 MASK = (1 << 32) - 1
 
 
+@check_methods
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a token is drawn. The filters apply in the order of the fields; what they leave is renormalised."""
@@ -28,11 +30,10 @@ class Sampling:
     min_p: float = 0.0  # tokens of at least this share of the largest probability
 
     def __post_init__(self) -> None:
+        check_plain("exclude", self.exclude, Sequence[int])
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                refuse(name, value, "a number")
+            check_plain(name, getattr(self, name), float)
         if self.temperature < 0:
             refuse("temperature", self.temperature, "a number of at least 0, where 0 is greedy")
         if self.repetition_penalty <= 0:
@@ -44,18 +45,36 @@ class Sampling:
         if self.top_k is not None:
             at_least(self, top_k=1)
 
+    @classmethod
+    def of(cls, sampling: "Sampling | None", **settings: Any) -> "Sampling":
+        """The sampling as given, or made of those settings that are not None."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        if sampling is None:
+            return cls(**given)
+        check_plain("sampling", sampling, cls)
+        if given:
+            names = ", ".join(given)
+            raise ValueError(
+                f"sampling and {names} came together: accepted is sampling=Sampling({names}, ...) or {names}"
+            )
+        return sampling
+
     @property
     def plain(self) -> bool:
         """Whether tokens come with exactly the model's probabilities."""
-        return self == Sampling()
+        return self == PLAIN
 
     def check(self, values: int) -> None:
         """Refuse settings that leave nothing of a vocabulary."""
+        check_count("values", values)
         wrong = [token for token in self.exclude if not 0 <= token < values]
         if wrong:
-            refuse("exclude", self.exclude, f"tokens from 0 to {values - 1}")
+            refuse("exclude", self.exclude, f"tokens from 0 to {values - 1}, with values={values} of them")
         if len(set(self.exclude)) >= values:
             refuse("exclude", self.exclude, "fewer tokens than there are")
+
+
+PLAIN = Sampling()
 
 
 def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -124,11 +143,12 @@ def _mix(x: Tensor) -> Tensor:
 
 def make_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.device) -> Tensor:
     """One seed a stream: as given, or from one number seed, seed + 1, ..."""
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    check_plain("seed", seed, int | Sequence[int] | Tensor)
+    if isinstance(seed, int):
+        if seed > LARGEST - batch:
+            refuse("seed", seed, f"an integer below 2**63 - {batch}, since stream b takes seed + b")
         return seed + torch.arange(batch, device=device)
-    seeds = torch.as_tensor(seed)
-    if seeds.shape != (batch,) or seeds.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"seed is {seeds.dtype} of shape {list(seeds.shape)}: accepted is an integer or one a row, [{batch}]"
-        )
+    seeds = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
+    if seeds.shape != (batch,) or seeds.dtype not in INTEGERS or seeds.device.type == "meta":
+        raise ValueError(f"seed is {shown(seeds)}: accepted is an integer or one a row, [{batch}]")
     return seeds.to(device, torch.int64)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subquad.checks import nearest, refuse
 from subquad.models import generation
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, flags, nested
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_parts, flags, nested
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_of
@@ -36,6 +36,7 @@ class Seq2SeqConfig(Config):
     tie: bool = False  # the output weights are the target embedding's
 
     def __post_init__(self) -> None:
+        check_parts(self)
         flags(self, "share", "tie")
         if self.encoder.dim != self.decoder.dim:
             refuse("decoder.dim", self.decoder.dim, f"the encoder's dim={self.encoder.dim}")
@@ -84,8 +85,10 @@ class Seq2Seq(Model):
         target_lengths: Tensor | None = None,
     ) -> Tensor:
         """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
-        memory, memory_lengths = self.encode(source, source_lengths)
-        x = self.target(target, target_lengths, name="target")
+        memory, memory_lengths = self._encode(source, source_lengths, "source_lengths")
+        if batch_of(target) != len(memory):
+            raise ValueError(f"target has batch {batch_of(target)}: source has batch {len(memory)}")
+        x = self.target(target, target_lengths, name="target", lengths_name="target_lengths")
         return self._logits(self.decoder(x, target_lengths, memory, memory_lengths))
 
     def loss(
@@ -101,13 +104,16 @@ class Seq2Seq(Model):
 
         So the target starts with a start token, which is given and not predicted.
         """
-        inputs, labels, lengths = shift(target, target_lengths, "target")
+        inputs, labels, lengths = shift(target, target_lengths, "target", "target_lengths")
         logits = self(source, inputs, source_lengths, lengths)
         return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="target")
 
     def encode(self, source: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The memory [B, S, D] and its lengths; shorter than the source where layers pool."""
-        memory = self.encoder(self.source(source, lengths, name="source"), lengths)
+        return self._encode(source, lengths, "lengths")
+
+    def _encode(self, source: Tensor, lengths: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
+        memory = self.encoder(self.source(source, lengths, name="source", lengths_name=name), lengths)
         return memory, self.encoder.short_lengths(check_lengths(lengths, source))
 
     def init_state(self, memory: Tensor, memory_lengths: Tensor | None = None, capacity: int | None = None) -> State:
@@ -132,6 +138,8 @@ class Seq2Seq(Model):
     def _positions(self, state: State, tokens: Tensor) -> Tensor:
         if not isinstance(state, State):
             raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
+        if not isinstance(state.memory, tuple):
+            raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
         return self.decoder.check_state(state.decoder, batch_of(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:
@@ -142,6 +150,8 @@ def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqCo
     if config is not None:
         if fields:
             raise TypeError(f"Seq2SeqConfig and keywords ({', '.join(fields)}) came together: pass one or the other")
+        if not isinstance(config, Seq2SeqConfig):
+            raise TypeError(f"config is a {type(config).__name__}: accepted is a Seq2SeqConfig")
         return config
     stacks = [f.name for f in dataclasses.fields(TransformerConfig)]
     inputs = [f.name for f in dataclasses.fields(EmbeddingConfig)]

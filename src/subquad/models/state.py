@@ -4,18 +4,41 @@ A state is a nest of tuples whose leaves are tensors, batch first; nothing here 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subquad.checks import check_count, check_strided, checked, refuse, shown
 from subquad.disk import DIGEST, logger, parse_json
 from subquad.models.store import digest_of, shapes_in
 
 State = Any
 FORMAT = 1
+
+
+def check_state(state: State, name: str = "state") -> None:
+    """Refuse what is not a nest of tuples of tensors, all with one batch and on one device."""
+    like: Tensor | None = None
+    for part in _parts(state):
+        if not isinstance(part, Tensor):
+            raise ValueError(f"{name} holds {shown(part)}: accepted is a state of init_state, prefill or generate")
+        check_strided(name, part)
+        like = part if like is None else like
+        if part.ndim == 0 or part.shape[0] != like.shape[0] or part.device != like.device:
+            raise ValueError(f"{name} holds {shown(like)} and {shown(part)}: accepted is one batch on one device")
+    if like is None:
+        refuse(name, state, "a state of init_state, prefill or generate")
+
+
+def _parts(state: State) -> Iterator[Any]:
+    if isinstance(state, tuple):
+        for part in state:
+            yield from _parts(part)
+    else:
+        yield state
 
 
 def leaves(state: State, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -50,26 +73,34 @@ def select(state: State, rows: Tensor | slice) -> State:
     return map_state(lambda tensor: tensor[rows], state)
 
 
+@checked
 def fork(state: State, count: int) -> State:
     """The state of one stream, `count` times, to be continued in as many ways."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"count={count!r} cannot work: accepted is an integer of at least 1")
+    check_count("count", count)
+    check_state(state)
     rows = batch_of(state)
     if rows != 1:
         raise ValueError(f"state has batch {rows}: fork takes the state of one stream; pick it with select")
     return map_state(lambda tensor: tensor.repeat_interleave(count, 0), state)
 
 
-def join(states: list[State]) -> State:
+@checked
+def join(states: Sequence[State]) -> State:
     """Streams side by side in one batch; growing states must have one capacity."""
     if not states:
         raise ValueError("states is empty: at least one is needed")
+    for number, state in enumerate(states):
+        check_state(state, f"states[{number}]")
     columns = [dict(leaves(state)) for state in states]
     for other in columns[1:]:
         for name, tensor in columns[0].items():
             if name not in other or other[name].shape[1:] != tensor.shape[1:]:
                 found = list(other[name].shape[1:]) if name in other else "nothing"
-                raise ValueError(f"{name} is {list(tensor.shape[1:])} a stream in one state, {found} in another")
+                raise ValueError(
+                    f"states: {name} is {list(tensor.shape[1:])} a stream in one state, {found} in another"
+                )
+            if other[name].dtype != tensor.dtype or other[name].device != tensor.device:
+                raise ValueError(f"states: {name} is {shown(tensor)} in one state, {shown(other[name])} in another")
     return rebuild(states[0], {name: torch.cat([column[name] for column in columns]) for name in columns[0]})
 
 
@@ -93,10 +124,16 @@ def size(state: State) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in leaves(state))
 
 
+@checked
 def save_state(state: State, path: str | Path) -> None:
     """Write a state to one safetensors file."""
     from safetensors.torch import save_file
 
+    check_state(state)
+    if any(tensor.device.type == "meta" for _, tensor in leaves(state)):
+        raise ValueError("state is on meta and has no values: accepted is a state on a device that holds them")
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        refuse("path", str(path), "a file in a folder that exists")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in leaves(state)}
     shared: dict[str, Tensor] = {}  # safetensors refuses two names for one memory
     for name, tensor in tensors.items():
@@ -106,6 +143,7 @@ def save_state(state: State, path: str | Path) -> None:
     save_file(shared, path, metadata={"subquad": json.dumps({**header, DIGEST: digest_of(shared, header)})})
 
 
+@checked
 def load_state(path: str | Path, like: State) -> State:
     """Read a state back into the nest, the types and the device of `like`, such as init_state(1).
 
@@ -114,6 +152,9 @@ def load_state(path: str | Path, like: State) -> State:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
+    check_state(like, "like")
+    if not Path(path).is_file():
+        refuse("path", str(path), "a file that save_state wrote")
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("subquad", "{}")

@@ -146,7 +146,7 @@ def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
         checked = cls.config_type.from_dict(config)
         with torch.device("meta"):
             wanted = tensors_of(cls(checked))
-    except (RuntimeError, OverflowError, TypeError) as error:
+    except (ValueError, RuntimeError, OverflowError, TypeError) as error:
         said = str(error).partition("\n")[0]
         raise ValueError(f"{weights} does not fit its config, of which no model can be built: {said}") from error
     missing, unknown = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())

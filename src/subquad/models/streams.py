@@ -8,14 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, refuse
-from subquad.models.generation import Prompt, as_prompt, begin, evaluating, mark_seen
-from subquad.models.loop import Loop, decoder_of, position_of
+from subquad.checks import at_least, check_methods, refuse
+from subquad.models.generation import (
+    Prompt,
+    Seed,
+    as_prompt,
+    begin,
+    check_given_state,
+    check_model,
+    check_tokens,
+    evaluating,
+    mark_seen,
+)
+from subquad.models.loop import Loop, decoder_of, position_of, values_of
 from subquad.models.memory import bytes_per_stream, check_memory
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, overwrite, positions, select
 
 
+@check_methods
 class Streams:
     """streams = Streams(model, slots=64, capacity=2048)
 
@@ -25,6 +36,11 @@ class Streams:
 
     Memory is taken once: `slots` rows of `bytes_per_stream`, and the batch always has that many rows, so that a
     stream's numbers do not depend on who else is there. A stream that draws a stop token, or is full, is retired.
+
+    `state(id)` has not seen the stream's last token, so to continue from it pass that token again as the prompt:
+
+    state, last = streams.state(ids[1]), tokens[ids[1]]
+    ids = streams.admit([[last]], state=state)
     """
 
     def __init__(
@@ -34,23 +50,39 @@ class Streams:
         slots: int,
         capacity: int,
         sampling: Sampling | None = None,
-        stop: Sequence[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: int | Sequence[int] = (),
         compile: bool = False,
     ):
         self.slots, self.capacity = slots, capacity
         at_least(self, slots=1, capacity=1)
+        check_model(model)
         if hasattr(model, "encode"):
             raise ValueError("model reads a source: accepted is a language model")
+        self.sampling = Sampling.of(
+            sampling,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        self.sampling.check(values_of(model))
+        stop = (stop,) if isinstance(stop, int) else tuple(stop)
+        if any(not 0 <= token < values_of(model) for token in stop):
+            refuse("stop", stop, f"tokens from 0 to {values_of(model) - 1}")
         check_memory(model, slots, capacity)
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)
-        self.sampling = sampling or Sampling()
         device = model.device
         state = decoder_of(model).init_state(slots, capacity)
         token = torch.zeros(slots, dtype=torch.int64, device=device)
         seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.loop = Loop(model, state, token, seeds, self.sampling, stop, logprobs=True, compile=compile)
-        self.sampling.check(self.loop.head.values)
         self.active: Tensor | None = None  # [slots], 1 where a stream runs; None: to be made from slot_of
         self.stop = frozenset(stop)
         self.slot_of: dict[int, int] = {}
@@ -73,7 +105,7 @@ class Streams:
         prompts: Prompt,
         *,
         lengths: Tensor | None = None,
-        seed: int | Sequence[int] = 0,
+        seed: Seed = 0,
         state: State | None = None,
     ) -> list[int]:
         """Start streams from prompts (and states that came before them); the ids by which they are known."""
@@ -81,15 +113,17 @@ class Streams:
             return self._admit(prompts, lengths, seed, state)
 
     @torch.no_grad()
-    def _admit(
-        self, prompts: Prompt, lengths: Tensor | None, seed: int | Sequence[int], state: State | None
-    ) -> list[int]:
-        tokens, lengths, _ = as_prompt(prompts, lengths, self.model.device)
+    def _admit(self, prompts: Prompt, lengths: Tensor | None, seed: Seed, state: State | None) -> list[int]:
+        tokens, lengths, _ = as_prompt(prompts, lengths, self.model.device, "prompts")
+        check_tokens(self.model, tokens, lengths, "prompts")
         count, longest = tokens.shape
         if count > self.free:
             raise ValueError(
                 f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
             )
+        seeds = make_seeds(seed, count, tokens.device)
+        if state is not None:
+            check_given_state(self.model, state, count)
         before = torch.zeros(count, dtype=torch.int64) if state is None else position_of(state).cpu()
         own = torch.full((count,), longest) if lengths is None else lengths.cpu()
         left = self.capacity - (before + own - 1)
@@ -104,7 +138,7 @@ class Streams:
         overwrite(loop.state, rows, new)
         last = own.to(tokens.device)[:, None] - 1
         loop.token[rows] = tokens.gather(1, last)[:, 0]
-        loop.seeds[rows] = make_seeds(seed, count, tokens.device)
+        loop.seeds[rows] = seeds
         loop.done[rows] = False
         if loop.seen is not None:
             seen = torch.zeros(count, loop.seen.shape[1], dtype=torch.bool, device=tokens.device)

@@ -30,8 +30,10 @@ class Tower(nn.Module):
                 transformer = dataclasses.replace(transformer, max_length=transformer.max_length + 1)
         self.transformer = Transformer(transformer)
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None = None, name: str = "tokens") -> Tensor:
-        x = self.embedding(inputs, lengths, name=name)
+    def forward(
+        self, inputs: Tensor, lengths: Tensor | None = None, name: str = "tokens", lengths_name: str = "lengths"
+    ) -> Tensor:
+        x = self.embedding(inputs, lengths, name=name, lengths_name=lengths_name)
         lengths = check_lengths(lengths, x)
         if self.cls is not None:
             x = torch.cat((self.cls.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_type, clean_frames, zero_padding
+from subquad.models.inputs import check_position, check_type, clean_frames, zero_padding
 from subquad.models.model import Model
 from subquad.ops.lengths import check_lengths, shape_of
 
@@ -84,6 +85,10 @@ class Transformer(Model):
 
     def short_lengths(self, lengths: Tensor | None) -> Tensor | None:
         """Lengths of the output's rows: those of the input, unless layers pool."""
+        if lengths is not None and (lengths.ndim != 1 or lengths.dtype not in INTEGERS):
+            raise ValueError(f"lengths is {shown(lengths)}: accepted is one integer a row, [B]")
+        if lengths is not None:
+            check_strided("lengths", lengths)
         for block in self._blocks():
             lengths = shorten(lengths, block.pool)
         return lengths
@@ -91,6 +96,7 @@ class Transformer(Model):
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         """The state before the first token. `capacity`: positions growing states hold without reallocating."""
         self._check_stateful("init_state")
+        check_count("batch", batch)
         layers = tuple(block.init_state(batch, capacity) for block in self._blocks())
         return State(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
@@ -140,6 +146,7 @@ class Transformer(Model):
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
         check_type(x, self._weight(), "x")
+        check_strided("x", x)
         position, states = self.check_state(state, x.shape[0])
         memories, memory_lengths = self._memories(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
@@ -150,11 +157,10 @@ class Transformer(Model):
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
         """(positions, the layers' states) of a state that fits this model and the batch."""
-        if not isinstance(state, State) or len(state.layers) != len(self.blocks):
+        if not isinstance(state, State) or not isinstance(state.layers, tuple) or len(state.layers) != len(self.blocks):
             wanted = f"the state of init_state or prefill, {len(self.blocks)} layers"
             raise ValueError(f"state is {_kind(state)}: accepted is {wanted}")
-        if state.position.shape != (batch,):
-            raise ValueError(f"state has batch {state.position.shape[0]}: the input has batch {batch}")
+        check_position(state.position, batch, self.device)
         return state.position, state.layers
 
     def _blocks(self) -> list[Block]:
@@ -222,6 +228,7 @@ class Transformer(Model):
         if not isinstance(memory, Tensor) or memory.ndim != 3 or memory.shape[::2] != (batch, self.config.dim):
             raise ValueError(f"memory has shape {shape_of(memory)}: accepted is [{batch}, S, {self.config.dim}]")
         check_type(memory, self._weight(), "memory")
+        check_strided("memory", memory)
         return check_lengths(lengths, memory, "memory_lengths")
 
     def _check_stateful(self, method: str) -> None:
@@ -233,4 +240,5 @@ class Transformer(Model):
 
 
 def _kind(state: object) -> str:
-    return f"a state of {len(state.layers)} layers" if isinstance(state, State) else f"a {type(state).__name__}"
+    whole = isinstance(state, State) and isinstance(state.layers, tuple)
+    return f"a state of {len(state.layers)} layers" if whole else f"a {type(state).__name__}"  # type: ignore[attr-defined]

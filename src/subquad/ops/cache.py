@@ -20,8 +20,13 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
         or (cache.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return cache
+    if position.is_meta:
+        return cache
     size = cache.shape[1]
-    needed = int(position.max()) + more
+    low, high = (int(n) for n in torch.aminmax(position))
+    if low < 0 or (more and high > size):
+        raise ValueError(f"state.position ranges from {low} to {high}: this state holds {size} places")
+    needed = high + more
     if needed <= size:
         return cache
     grown = cache.new_zeros(cache.shape[0], max(needed, 2 * size) - size, *cache.shape[2:])

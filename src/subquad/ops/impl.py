@@ -16,13 +16,11 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     """
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f'impl={impl!r} for {op}: accepted are "auto", "torch", "triton"')
-    if impl == "torch":
-        return "torch"
+    if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
+        return "torch"  # the interpreter is for tests, so it is only entered by name
     reason = unsupported
     if importlib.util.find_spec("triton") is None:
         reason = "triton is not installed"
-    elif impl == "auto" and x.device.type != "cuda":
-        return "torch"  # the interpreter is for tests, so it is only entered by name
     elif x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reason = f"the tensors are on {x.device.type}, and Triton runs on cuda (on a CPU only with TRITON_INTERPRET=1)"
     if reason is None:

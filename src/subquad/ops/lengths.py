@@ -3,23 +3,42 @@
 import torch
 from torch import Tensor
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from subquad.checks import check_strided
 
 
-def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
-    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None; values are looked at on the CPU."""
+def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths", size: int | None = None) -> Tensor | None:
+    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None; values are looked at on the CPU.
+
+    They are at most T, or `size`.
+    """
     if lengths is None:
         return None
-    batch, size = x.shape[:2]
+    batch, size = x.shape[0], x.shape[1] if size is None else size
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
         raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{batch}]")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
+    if lengths.device.type == "meta" and x.device.type != "meta":
+        raise ValueError(f"{name} is on meta and has no values: accepted are lengths on {x.device}")
+    check_strided(name, lengths)
     if readable(lengths):
         low, high = (int(v) for v in torch.aminmax(lengths.long()))
         if low < 0 or high > size:
             raise ValueError(f"{name} ranges from {low} to {high}: accepted is 0 to T={size}")
     return lengths.to(x.device, torch.int64)
+
+
+def check_op_lengths(name: str, lengths: Tensor, rows: int, most: int, device: torch.device) -> None:
+    """Refuse lengths that an op could not hand to a kernel as they are."""
+    if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"{name} is {lengths.dtype} of shape {tuple(lengths.shape)}: accepted are integers of shape [B] = ({rows},)"
+        )
+    if lengths.device != device:
+        raise ValueError(f"{name} is on {lengths.device}, q on {device}: accepted is one device")
+    check_strided(name, lengths)
+    if readable(lengths) and bool(((lengths < 0) | (lengths > most)).any()):
+        raise ValueError(f"{name}={lengths.tolist()}: accepted are lengths from 0 to {most}")
 
 
 def readable(x: Tensor) -> bool:

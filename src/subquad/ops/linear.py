@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import check_heads, check_strided, check_tensor, checked, shown
+from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import readable
+from subquad.ops.lengths import check_op_lengths, readable
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
@@ -101,6 +103,7 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
+@checked
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -134,7 +137,7 @@ def linear_attention(
     found = find_map(feature_map)
     _check_inputs(q, k, v, causal, eps)
     _check_masks(q, k, causal, lengths, key_lengths, cu_seqlens, log_gate)
-    name = feature_map if found.fused and isinstance(feature_map, str) else "identity"
+    name, shape = feature_map if found.fused and isinstance(feature_map, str) else "identity", q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
         # the kernels would take lengths for queries and keys alike, so these keys are emptied here
         padded = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]  # [B, S]
@@ -145,12 +148,10 @@ def linear_attention(
         lengths = key_lengths
     elif not found.fused:
         q, k = found.apply(q), found.apply(k)
-    if q.shape[:3] + k.shape[3:] != q.shape or q.dim() != 4:
-        raise ValueError(
-            f"feature_map gave shapes {tuple(q.shape)} and {tuple(k.shape)}: accepted is a map [..., K] -> [..., M]"
-        )
+    if not found.fused:
+        _check_features(q, k, v, shape)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    s0, z0 = _check_state(initial_state, rows, q, v)
+    s0, z0 = _check_state("initial_state", initial_state, rows, q, v)
     if choose(impl, "linear_attention", q, _unsupported(q, v)) == "triton":
         from subquad.ops.linear_fused import fused_linear_attention as core
     else:
@@ -173,6 +174,7 @@ def linear_attention(
     return (o, LinearState(s, z)) if return_state else o
 
 
+@checked
 def linear_attention_step(
     q_t: Tensor,
     k_t: Tensor,
@@ -194,10 +196,12 @@ def linear_attention_step(
     _check_step(q_t, k_t, v_t, log_gate, eps)
     name = feature_map if found.fused and isinstance(feature_map, str) else "identity"
     if not found.fused:
+        shape = q_t.shape
         q_t, k_t = found.apply(q_t), found.apply(k_t)
-    s, z = _check_state(state, q_t.shape[0], q_t[:, None], v_t[:, None])
-    if s is None or z is None:
-        raise ValueError("state=None: accepted is a LinearState, such as the one linear_attention returns")
+        _check_features(q_t, k_t, v_t, shape)
+    s, z = _check_state("state", state, q_t.shape[0], q_t[:, None], v_t[:, None])
+    assert s is not None
+    assert z is not None
     if choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton":
         from subquad.ops.linear_fused import fused_linear_attention_step as core
     else:
@@ -233,7 +237,7 @@ def linear_attention_sums(
     if lengths is not None:
         padded = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]  # [B, S]
         phi = phi.masked_fill(padded[..., None, None], 0)
-    with torch.autocast(k.device.type, enabled=False):
+    with uncast(k):
         return LinearState(torch.einsum("bshm,bshv->bhmv", phi, v), phi.sum(1))
 
 
@@ -247,10 +251,10 @@ def linear_attention_read(
 ) -> Tensor:
     """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
     phi = _wide_features(q, feature_map)
-    with torch.autocast(q.device.type, enabled=False):
-        o = torch.einsum("bthm,bhmv->bthv", phi, state.s)
+    with uncast(q):
+        o = torch.einsum("bthm,bhmv->bthv", phi, state.s.to(phi.dtype))
         if normalize:
-            d = torch.einsum("bthm,bhm->bth", phi, state.z)
+            d = torch.einsum("bthm,bhm->bth", phi, state.z.to(phi.dtype))
             o = o / _divisor(d, find_map(feature_map).signed, eps)[..., None]
     return _saturate(o, q.dtype).to(q.dtype)
 
@@ -286,7 +290,7 @@ def recurrent_linear_attention_step(
     else:
         s = torch.addcmul(s, k[..., None], x[..., None, :])
         z = z + k
-    with torch.autocast(q.device.type, enabled=False):
+    with uncast(q):
         o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
     if normalize:
         o = o / _divisor((q * z).sum(-1, keepdim=True), signed, eps)
@@ -493,7 +497,7 @@ def _each_slab(work: Callable[[slice, slice], None], q: Tensor, cu_seqlens: Tens
     slabs = [(slice(i, i + rows), slice(j, j + some)) for i in range(0, batch, rows) for j in range(0, heads, some)]
 
     def run(slab: tuple[slice, slice]) -> None:
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), uncast(q):
             work(*slab)
 
     if threads == 1 or len(slabs) == 1:
@@ -824,14 +828,7 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: accepted is [B, T, H, D] with no empty dimension")
-        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}:"
-                " accepted is one floating point type on one device"
-            )
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
     if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
         raise ValueError(
             f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}: accepted is the same batch, heads and width"
@@ -848,17 +845,6 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> 
         raise ValueError(f"eps={eps}: accepted is a number above 0")
 
 
-def _check_lengths(name: str, lengths: Tensor, rows: int, most: int, device: torch.device) -> None:
-    if lengths.shape != (rows,) or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise ValueError(
-            f"{name} is {lengths.dtype} of shape {tuple(lengths.shape)}: accepted are integers of shape [B] = ({rows},)"
-        )
-    if lengths.device != device:
-        raise ValueError(f"{name} is on {lengths.device}, q on {device}: accepted is one device")
-    if readable(lengths) and bool(((lengths < 0) | (lengths > most)).any()):
-        raise ValueError(f"{name}={lengths.tolist()}: accepted are lengths from 0 to {most}")
-
-
 def _check_masks(
     q: Tensor,
     k: Tensor,
@@ -871,13 +857,13 @@ def _check_masks(
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
     if lengths is not None:
-        _check_lengths("lengths", lengths, batch, keys, q.device)
+        check_op_lengths("lengths", lengths, batch, keys, q.device)
     if key_lengths is not None:
         if causal or lengths is not None:
             raise ValueError(
                 "key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False"
             )
-        _check_lengths("key_lengths", key_lengths, batch, keys, q.device)
+        check_op_lengths("key_lengths", key_lengths, batch, keys, q.device)
     if cu_seqlens is not None:
         if lengths is not None or key_lengths is not None:
             raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
@@ -892,6 +878,7 @@ def _check_masks(
                 f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}:"
                 f" accepted are int32 or int64 of shape [N+1] on {q.device}"
             )
+        check_strided("cu_seqlens", cu_seqlens)
         if readable(cu_seqlens):
             ends = cu_seqlens.tolist()
             if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
@@ -910,46 +897,52 @@ def _check_masks(
 
 
 def _check_gate(log_gate: Tensor) -> None:
+    check_strided("log_gate", log_gate)
     if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
 
 
-def _check_state(state: LinearState | None, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:
+    """Refuse what a caller's map made of q, which was of that shape, and k, if it is no map [..., K] -> [..., M]."""
+    for x in (q, k):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != v.device:
+            raise ValueError(f"feature_map gave {shown(x)}: accepted is a map of tensors [..., K] -> [..., M]")
+    if q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
+        raise ValueError(
+            f"feature_map gave shapes {tuple(q.shape)} and {tuple(k.shape)}: accepted is a map [..., K] -> [..., M]"
+        )
+
+
+def _check_state(
+    which: str, state: LinearState | None, rows: int, q: Tensor, v: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """s and z, in at least float32; q [R, T, H, M] and v [R, T, H, V] give the widths."""
     if state is None:
         return None, None
     s, z = state
     shape = (rows, q.shape[2] if q.dim() == 4 else q.shape[1], q.shape[-1], v.shape[-1])
     dtype = torch.promote_types(v.dtype, torch.float32)
-    for name, x, accepted in (("s", s, shape), ("z", z, shape[:-1])):
+    for name, x, accepted in ((f"{which}.s", s, shape), (f"{which}.z", z, shape[:-1])):
+        check_tensor(name, x)
         if x.shape != accepted or x.device != q.device:
-            raise ValueError(
-                f"state.{name} has shape {tuple(x.shape)} on {x.device}: accepted is {accepted} on {q.device}"
-            )
+            raise ValueError(f"{name} has shape {tuple(x.shape)} on {x.device}: accepted is {accepted} on {q.device}")
         if x.dtype != dtype:
-            raise ValueError(f"state.{name} is {x.dtype}: accepted is {dtype} with {v.dtype} values")
+            raise ValueError(f"{name} is {x.dtype}: accepted is {dtype} with {v.dtype} values")
     return s, z
 
 
 def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, eps: float) -> None:
-    for name, x in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)):
-        if x.dim() != 3 or 0 in x.shape or x.shape[:2] != q_t.shape[:2]:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, q_t {tuple(q_t.shape)}: accepted is [B, H, D], none of them zero"
-            )
-        if not x.is_floating_point() or x.dtype != q_t.dtype or x.device != q_t.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q_t {q_t.dtype} on {q_t.device}:"
-                " accepted is one floating point type on one device"
-            )
+    check_heads("[B, H, D]", q_t=q_t, k_t=k_t, v_t=v_t)
     if k_t.shape != q_t.shape:
         raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
+    if v_t.shape[:2] != q_t.shape[:2]:
+        raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
     if not eps > 0:  # with 0 a query whose features meet none of the keys' would be 0/0
         raise ValueError(f"eps={eps}: accepted is a number above 0")
     if log_gate is not None:
-        if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point():
+        if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point() or log_gate.device != q_t.device:
             raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)}:"
-                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])}"
+                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
+                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])} on {q_t.device}"
             )
         _check_gate(log_gate)

@@ -28,6 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.checks import (
+    INTEGERS,
+    LARGEST,
+    check_count,
+    check_device,
+    check_methods,
+    check_strided,
+    checked,
+    refuse,
+    shown,
+)
+
 __all__ = [
     "Block",
     "Dense",
@@ -45,12 +57,18 @@ __all__ = [
 ]
 
 COUNTED = 2**22  # keys that `pairs` looks up at once
+DENSEST = 2**36  # pairs of a matrix that is written out
 Length = int | Tensor | None
 Head = int | Tensor | None
 
 
+@check_methods
 class Pattern(ABC):
     """A set of pairs (query, key). Patterns are values: they compare, hash, and print as the code that makes them."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
 
     @property
     def atoms(self) -> "tuple[Pattern, ...]":
@@ -69,6 +87,11 @@ class Pattern(ABC):
 
         `length`: how many keys exist; `head`: draw for that head, or those, instead of the one that a Random names.
         """
+        _check_indices(i=i, j=j, length=length, head=head)
+        return self._allowed(i, j, causal, length, head)
+
+    def _allowed(self, i: Tensor, j: Tensor, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
+        """`mask` of indices that are known to be right."""
         inside = self._mask(i, j, causal, length, head)
         return inside & (j <= i) if causal else inside
 
@@ -77,6 +100,14 @@ class Pattern(ABC):
 
         `head`: as for mask; one, or one for each query [n].
         """
+        if i.ndim != 1:
+            raise ValueError(f"i has shape {tuple(i.shape)}: accepted are the positions of n queries, [n]")
+        check_count("S", S, 0)
+        _check_indices(i=i, head=head)
+        if isinstance(head, Tensor) and head.shape not in ((), i.shape):
+            raise ValueError(
+                f"head has shape {tuple(head.shape)}: accepted is one, or one for each query, {tuple(i.shape)}"
+            )
         rows, found = i[:, None], []
         for at, atom in enumerate(self.atoms):
             j = atom._keys(i, S, causal, head)
@@ -85,19 +116,25 @@ class Pattern(ABC):
                 new = new & (j <= rows)
             for earlier in self.atoms[:at]:
                 heads = head[:, None] if isinstance(head, Tensor) else head
-                new = new & ~earlier.mask(rows, j, causal=causal, length=S, head=heads)
+                new = new & ~earlier._allowed(rows, j, causal, S, heads)
             found.append(torch.where(new, j, -1))
         return torch.cat(found, 1)
 
     def dense(
-        self, T: int, S: int | None = None, *, causal: bool = False, device: torch.device | None = None
+        self, T: int, S: int | None = None, *, causal: bool = False, device: torch.device | str | None = None
     ) -> Tensor:
         """The 0/1 matrix, bool [T, S], of T queries and S keys (S = T unless said)."""
+        _check_sizes(T, S)
+        if device is not None:
+            check_device("device", device)
+        if T * (T if S is None else S) > DENSEST:
+            refuse("T", T, f"T·S of at most 2**{DENSEST.bit_length() - 1}: count larger ones with pairs")
         i, j = torch.arange(T, device=device), torch.arange(T if S is None else S, device=device)
-        return self.mask(i[:, None], j[None], causal=causal, length=len(j)).expand(len(i), len(j)).contiguous()
+        return self._allowed(i[:, None], j[None], causal, len(j)).expand(len(i), len(j)).contiguous()
 
     def pairs(self, T: int, S: int | None = None, *, causal: bool = False) -> int:
         """How many pairs `dense` would hold, counted at the cost of the pattern and without that matrix."""
+        _check_sizes(T, S)
         S = T if S is None else S
         if any(isinstance(atom, Dense) for atom in self.atoms):
             corner = min(T, S)
@@ -111,6 +148,7 @@ class Pattern(ABC):
 
     def draw(self, T: int, path: str | Path, *, causal: bool = False, title: str | None = None) -> None:
         """Write a picture of `dense(T)`, queries down and keys across."""
+        check_count("T", T)
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5, 5), layout="constrained")
@@ -140,11 +178,33 @@ class Pattern(ABC):
         return f"{type(self).__name__}({', '.join(map(repr, values))})"
 
 
+def _check_sizes(T: int, S: int | None) -> None:
+    check_count("T", T, 0)
+    if S is not None:
+        check_count("S", S, 0)
+
+
+def _check_indices(**indices: int | Tensor | None) -> None:
+    """Refuse what are no integers, or tensors of them on one device whose shapes broadcast."""
+    tensors = {name: x for name, x in indices.items() if isinstance(x, Tensor)}
+    first = next(iter(tensors.values()), None)
+    for name, x in tensors.items():
+        if x.dtype not in INTEGERS or (first is not None and x.device != first.device):
+            raise ValueError(f"{name}={shown(x)} cannot work: accepted are integers, on one device with the others")
+        check_strided(name, x)
+    if len({x.shape for x in tensors.values()}) > 1:
+        try:
+            torch.broadcast_shapes(*(x.shape for x in tensors.values()))
+        except RuntimeError as error:
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+            raise ValueError(f"{shapes}: accepted are shapes that broadcast") from error
+
+
 def _at_least(pattern: Pattern, **least: int) -> None:
     for name, low in least.items():
         value = getattr(pattern, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{type(pattern).__name__}: {name} must be an integer >= {low}, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= LARGEST:
+            raise ValueError(f"{type(pattern).__name__}: {name} must be an integer >= {low}, got {shown(value)}")
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -241,9 +301,11 @@ class Summary(Pattern):
 
     def columns(self, S: int, device: torch.device | None = None) -> Tensor:
         """The columns below S, ascending: int64 [about S·c/l]."""
-        j = torch.arange(-(-S // self.l), device=device)[:, None] * self.l + self.l - self.c * (self.shift + 1)
+        check_count("S", S, 0)
+        first = self.l - self.c * (self.shift + 1)
+        j = torch.arange(-(-S // self.l), device=device)[:, None] * self.l + first
         j = (j + torch.arange(self.c, device=device)).flatten()
-        return j[j < S]
+        return j[: S // self.l * self.c + min(max(S % self.l - first, 0), self.c)]
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         place = j % self.l + 0 * i
@@ -266,7 +328,7 @@ class Global(Pattern):
         return (i < self.tokens) | (j < self.tokens)
 
     def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
-        rows = not causal and bool((i < self.tokens).any())
+        rows = not causal and (i.is_meta or bool((i < self.tokens).any()))
         j = torch.arange(S if rows else min(self.tokens, S), device=i.device).expand(len(i), -1)
         return torch.where((i[:, None] < self.tokens) | (j < self.tokens), j, -1)
 
@@ -297,6 +359,7 @@ class Random(Pattern):
 
         `length` (keys, not blocks) is needed without `causal`; it and `head` are integers or broadcast with row.
         """
+        _check_indices(row=row, length=length, head=head)
         row = row.to(torch.int64)
         if causal:
             stop, gap_start, gap = row - max(self.apart, 1) + 1, row, torch.zeros_like(row)
@@ -390,17 +453,30 @@ ATOMS: dict[str, type[Pattern]] = {
 }
 
 
+@checked
 def from_json(text: str) -> Pattern:
     """The pattern that `Pattern.to_json` wrote."""
     pattern: Pattern | None = None
-    for entry in json.loads(text):
+    try:
+        entries = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"text={shown(text)} cannot work: accepted is the JSON that to_json writes") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        refuse("text", text, "the JSON that to_json writes, a list of atoms")
+    for entry in entries:
         name = entry.pop("atom", None)
-        if name not in ATOMS:
-            raise ValueError(f"atom {name!r} is not one of {', '.join(ATOMS)}")
-        atom = ATOMS[name](**entry)
+        if not isinstance(name, str) or name not in ATOMS:
+            raise ValueError(f"text has an atom {shown(name)}, which is not one of {', '.join(ATOMS)}")
+        known = [field.name for field in fields(ATOMS[name])]  # type: ignore[arg-type]
+        if not entry.keys() <= set(known):
+            raise ValueError(f"text has {name} with {', '.join(entry)}: accepted are {', '.join(known)}")
+        try:
+            atom = ATOMS[name](**entry)
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(f"text has {name} with {', '.join(entry) or 'nothing'}: {error}") from error
         pattern = atom if pattern is None else pattern | atom
     if pattern is None:
-        raise ValueError("a pattern needs at least one atom, got an empty list")
+        raise ValueError("text is an empty list: a pattern needs at least one atom")
     return pattern
 
 
@@ -424,7 +500,7 @@ class Reach:
         for size, before in self.blocks:
             held = held | (j // size >= i // size - before)
         for summary in self.summaries:
-            held = held | summary.mask(i, j)
+            held = held | summary._allowed(i, j)
         return (held | self.everything) & (j <= i)
 
     def size(self, T: int) -> int:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from subquad.ops.autocast import uncast
+
 Norms = Literal["chi", "sqrt"]
 SHORT = 1e-6  # a vector shorter than this has no direction: it is divided by this
 
@@ -70,13 +72,13 @@ def draw_directions(
 def project(x: Tensor, directions: Tensor) -> Tensor:
     """ω·x in at least float32, under autocast too: [B, T, H, K], [H, M, K] -> [B, T, H, M]."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
+    with uncast(x):
         return torch.einsum("bthk,hmk->bthm", x.to(exact), directions.to(exact))
 
 
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """The Gaussian kernel's features, [B, T, H, 2M], in at least float32 or in `dtype`; unit: those of x/|x|."""
-    with torch.autocast(x.device.type, enabled=False):
+    with uncast(x):
         return _Fourier.apply(x, directions, unit, dtype or _wide(x))
 
 
@@ -112,7 +114,7 @@ def positive(
     dtype  of the result: at least float32 if not given
     """
     origin = found.largest if unit is None else found.half + unit
-    with torch.autocast(x.device.type, enabled=False):
+    with uncast(x):
         return _Positive.apply(x, directions, found, origin, scale, unit is not None, eps, dtype or _wide(x))
 
 
@@ -193,7 +195,7 @@ def _product(x: Tensor, directions: Tensor) -> Tensor:
 
 def _product_backward(ctx, grad, x, directions, scale=1.0):  # type: ignore[no-untyped-def]
     """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None where not needed."""
-    with torch.autocast(x.device.type, enabled=False):
+    with uncast(x):
         grad, dx, of_directions = _rows(grad), None, None  # [H, B*T, M]
         if ctx.needs_input_grad[0]:
             empty = grad.new_empty(*grad.shape[:2], directions.shape[-1])

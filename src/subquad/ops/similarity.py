@@ -5,7 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from subquad.checks import check_heads, checked, shown
+from subquad.ops.lengths import check_op_lengths, readable
 
+
+@checked
 def similarity_attention(
     q: Tensor,
     k: Tensor,
@@ -25,14 +29,7 @@ def similarity_attention(
                  differs from S it is taken as key_lengths
     key_lengths  [B] right padding of keys and values alone, for cross-attention
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: accepted is [B, T, H, D] with no empty dimension")
-        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}:"
-                " accepted is one floating point type on one device"
-            )
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
     if k.shape[0] != batch or k.shape[2] != heads or v.shape[:3] != k.shape[:3]:
@@ -47,27 +44,16 @@ def similarity_attention(
     if key_lengths is not None and (causal or lengths is not None):
         raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False")
     for name, n in (("lengths", lengths), ("key_lengths", key_lengths)):
-        if n is None:
-            continue
-        if (
-            n.shape != (batch,)
-            or n.is_floating_point()
-            or n.is_complex()
-            or n.dtype == torch.bool
-            or n.device != q.device
-        ):
-            raise ValueError(
-                f"{name} is {n.dtype} of shape {tuple(n.shape)} on {n.device}:"
-                f" accepted are integers of shape [B] = ({batch},) on {q.device}"
-            )
-        if not torch.compiler.is_compiling() and bool(((n < 0) | (n > keys)).any()):
-            raise ValueError(f"{name}={n.tolist()}: accepted are lengths from 0 to {keys}")
+        if n is not None:
+            check_op_lengths(name, n, batch, keys, q.device)
     weight = sim(q, k)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.device != q.device:
+        raise ValueError(f"sim gave {shown(weight)}: accepted are floating point weights [B, H, T, S] on {q.device}")
     if weight.shape != (batch, heads, queries, keys):
         raise ValueError(
             f"sim gave shape {tuple(weight.shape)}: accepted is [B, H, T, S] = {(batch, heads, queries, keys)}"
         )
-    if not torch.compiler.is_compiling() and bool((weight < 0).any()):
+    if readable(weight) and bool((weight < 0).any()):
         raise ValueError("sim gave negative weights: accepted are weights of at least 0")
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if causal:

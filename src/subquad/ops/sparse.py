@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import check_heads, checked
 from subquad.ops.impl import choose
+from subquad.ops.lengths import check_op_lengths
 from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary, from_json
 
 __all__ = ["sparse_attention"]
@@ -67,6 +69,7 @@ def sparse_attention(
     return_lse: Literal[True],
     impl: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
+@checked
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -112,20 +115,21 @@ def sparse_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, key_lengths: Tensor | None) -> None:
-    if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
+    if v.shape != k.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"{shapes}: q must be [B, T, H, D], and k and v [B, S, Hkv, D]")
-    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: T and S must be at least 1, and H a multiple of Hkv")
-    if q.dtype != k.dtype or q.dtype != v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"q, k, v must have one floating type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: H must be a multiple of Hkv")
     if causal and q.shape[1] != k.shape[1]:
         raise ValueError(f"causal=True needs as many keys as queries, got T={q.shape[1]}, S={k.shape[1]}")
     if causal and key_lengths is not None:
         raise ValueError("key_lengths is for cross-attention; with causal=True use lengths")
-    for name, n in (("lengths", lengths), ("key_lengths", key_lengths)):
-        if n is not None and (n.shape != q.shape[:1] or n.dtype.is_floating_point or n.dtype == torch.bool):
-            raise ValueError(f"{name} must be integers of shape [B] = [{q.shape[0]}], got {n.dtype} {tuple(n.shape)}")
+    if lengths is not None:
+        most = q.shape[1] if key_lengths is not None else max(q.shape[1], k.shape[1])
+        check_op_lengths("lengths", lengths, q.shape[0], most, q.device)
+    if key_lengths is not None:
+        check_op_lengths("key_lengths", key_lengths, q.shape[0], k.shape[1], q.device)
 
 
 def _unsupported(q: Tensor) -> str | None:
@@ -291,13 +295,13 @@ class Job(NamedTuple):
     def seen(self, atom: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
         """Which pairs of a tile are this atom's and no earlier atom's: bool [1 or B, N, 1, m, n]."""
         i, j = queries[..., None, :, None], (keys if keys.ndim == 3 else keys[None])[..., None, None, :]
-        return atom.mask(i, j, length=self.length, causal=self.causal) & self.left(atom, i, j)
+        return atom._allowed(i, j, self.causal, self.length) & self.left(atom, i, j)
 
     def left(self, atom: Pattern, i: Tensor, j: Tensor) -> Tensor:
         """Which pairs exist and are no earlier atom's."""
         left = (j >= 0) & (j < self.length)
         for earlier in self.atoms[: self.atoms.index(atom)]:
-            left = left & ~earlier.mask(i, j, length=self.length, causal=self.causal)
+            left = left & ~earlier._allowed(i, j, self.causal, self.length)
         return left
 
     @property

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import check_count, check_heads, check_methods, check_tensor, refuse
 from subquad.ops.cache import append, with_room
+from subquad.ops.lengths import check_op_lengths
 from subquad.ops.patterns import Pattern, Random, Summary, reach
 
 ROWS = 256  # queries that meet the cache at once
@@ -33,6 +35,7 @@ class SparseState(NamedTuple):
     position: Tensor  # [B]
 
 
+@check_methods
 class SparseCache:
     """How a pattern, or one for each head, is decoded; the tensors are in the `SparseState` that goes in and comes out.
 
@@ -43,6 +46,8 @@ class SparseCache:
 
     def __init__(self, patterns: Pattern | Sequence[Pattern]):
         self.patterns = (patterns,) if isinstance(patterns, Pattern) else tuple(patterns)
+        if not self.patterns:
+            refuse("patterns", patterns, "a Pattern, or one for each head")
         need = reach(self.patterns)
         summaries = [[atom for atom in p.atoms if isinstance(atom, Summary)] for p in self.patterns]
         shapes = {(atom.l, atom.c) for head in summaries for atom in head}
@@ -60,15 +65,23 @@ class SparseCache:
 
     def size(self, length: int) -> int:
         """Slots for a row of that many tokens."""
+        check_count("length", length, 0)
         return self.pinned + self.ring + self.columns * -(-length // self.block)
 
     def empty(self, batch: int, heads: int, width: int, capacity: int, like: Tensor) -> SparseState:
         """The state before the first token, with room for `capacity` of them and the type and device of `like`."""
+        for name, value in (("batch", batch), ("heads", heads), ("width", width)):
+            check_count(name, value)
+        check_count("capacity", capacity, 0)
         k = like.new_zeros(batch, self.size(capacity), heads, width)
         return SparseState(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=like.device))
 
     def extend(self, state: SparseState, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> SparseState:
         """The state after tokens with keys and values [B, T, H, ·], lengths[b] of them in row b; the old one stays."""
+        self._check(state, lengths, k=k, v=v)
+        return self._extend(state, k, v, lengths)
+
+    def _extend(self, state: SparseState, k: Tensor, v: Tensor, lengths: Tensor | None) -> SparseState:
         after = state.position + (k.shape[1] if lengths is None else lengths)
         if self.everything:
             k, v = append(state.k, k, state.position), append(state.v, v, state.position)
@@ -96,9 +109,15 @@ class SparseCache:
         scale: float | None = None,
     ) -> tuple[Tensor, SparseState]:
         """Causal attention of new tokens [B, T, H, ·] to the state and to themselves, and the state after them."""
+        self._check(state, lengths, q=q, k=k, v=v)
+        return self._attend(q, k, v, state, lengths, scale)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState, lengths: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, SparseState]:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self.everything:
-            new = self.extend(state, k, v, lengths)
+            new = self._extend(state, k, v, lengths)
             return self._gathered(q, new, state.position, scale), new
         outputs = []
         for start in range(0, q.shape[1], ROWS):
@@ -110,8 +129,41 @@ class SparseCache:
             weights = _softmax_over(scores, self._visible(state, at))
             outputs.append(torch.einsum("bhts,bshv->bthv", weights.to(values.dtype), values))
             seen = None if lengths is None else (lengths - start).clamp(0, qs.shape[1])
-            state = self.extend(state, ks, vs, seen)
+            state = self._extend(state, ks, vs, seen)
         return torch.cat(outputs, 1), state
+
+    def _check(self, state: SparseState, lengths: Tensor | None, **tokens: Tensor) -> None:
+        """Refuse tokens [B, T, H, ·] and a state that do not go together."""
+        check_heads("[B, T, H, D]", **tokens)
+        k = tokens["k"]
+        batch, size, heads, _ = k.shape
+        if len(self.patterns) not in (1, heads):
+            raise ValueError(f"k has {heads} heads: this cache was made for {len(self.patterns)} patterns, one a head")
+        for name, x in tokens.items():
+            if x.shape[:3] != k.shape[:3] or (name == "q" and x.shape != k.shape):
+                raise ValueError(f"{name} has shape {tuple(x.shape)}, k {tuple(k.shape)}: accepted is the same")
+        for name, cache, width in (("k", state.k, k.shape[3]), ("v", state.v, tokens["v"].shape[3])):
+            check_tensor(f"state.{name}", cache)
+            if cache.ndim != 4 or cache.shape[::2] != (batch, heads) or cache.shape[3] != width:
+                wanted = f"[{batch}, C, {heads}, {width}]"
+                raise ValueError(
+                    f"state.{name} has shape {tuple(cache.shape)}: accepted is {wanted}, as `empty` makes it"
+                )
+            if not cache.is_floating_point() or cache.device != k.device or cache.shape[1] < self.pinned + self.ring:
+                raise ValueError(
+                    f"state.{name} is {cache.dtype} {tuple(cache.shape)} on {cache.device}: accepted are at least"
+                    f" {self.pinned + self.ring} places of numbers on {k.device}, as `empty` makes them"
+                )
+        if state.v.shape[1] != state.k.shape[1]:
+            raise ValueError(f"state.v holds {state.v.shape[1]} places: state.k holds {state.k.shape[1]}")
+        check_tensor("state.position", state.position)
+        if state.position.shape != (batch,) or state.position.dtype != torch.int64 or state.position.device != k.device:
+            raise ValueError(
+                f"state.position is {state.position.dtype} of shape {tuple(state.position.shape)} on"
+                f" {state.position.device}: accepted is int64 of shape ({batch},) on {k.device}"
+            )
+        if lengths is not None:
+            check_op_lengths("lengths", lengths, batch, size, k.device)
 
     def _held(self, pattern: Pattern, size: int, position: Tensor) -> Tensor:
         """The position whose key each slot holds for heads of that pattern, [B, C]; -1 for none."""
@@ -130,7 +182,7 @@ class SparseCache:
         ring = last - (last - torch.arange(self.ring, device=device)) % max(self.ring, 1)
         elsewhere = ring < self.pinned
         if summary is not None:
-            elsewhere = elsewhere | summary.mask(ring, ring)
+            elsewhere = elsewhere | summary._allowed(ring, ring)
         return torch.cat((pinned, torch.where(elsewhere, -1, ring), log), 1)
 
     def _visible(self, state: SparseState, at: Tensor) -> Tensor:
@@ -138,7 +190,7 @@ class SparseCache:
 
         def visible(pattern: Pattern) -> Tensor:
             j = torch.cat((self._held(pattern, state.k.shape[1], state.position), at), 1)[:, None]
-            return pattern.mask(at[..., None], j, causal=True) & (j >= 0)
+            return pattern._allowed(at[..., None], j, True) & (j >= 0)
 
         return self._per_head(visible).movedim(-1, 1)
 
