@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.base import Mixer, Traits
+from subquad.ops.lengths import symbolic
 
 
 class FNet(Mixer):
@@ -64,8 +65,9 @@ def chirp_z(x: Tensor, lengths: Tensor) -> Tensor:
     # k² modulo 2n in integers: the angle stays exact however long the row
     angle = math.pi * (index.square() % (2 * n)).to(x.real.dtype) / n  # [B, T]
     chirp = torch.polar(torch.ones_like(angle), angle)
-    width = 1 << (2 * size - 2).bit_length()  # a power of two, which is twice as fast as 2T - 1
-    between = chirp.new_zeros(len(chirp), width - 2 * size + 1)
+    # a power of two, which is twice as fast as 2T - 1
+    width = 2 * size if symbolic(size) else 1 << (2 * size - 2).bit_length()
+    between = chirp.new_zeros(chirp.shape[0], width - 2 * size + 1)
     around = torch.cat((chirp, between, chirp[:, 1:].flip(1)), dim=1)  # at k - j, negative differences wrapped
     kernel = torch.fft.fft(around, dim=1)
     signal = torch.fft.fft(x * chirp.conj()[..., None], n=width, dim=1)
