@@ -136,11 +136,9 @@ class Additive(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
         dropout = self.options.dropout if self.training else 0.0
-        if not symbolic(*q.shape[:2], k.shape[1]):
-            return attend(q, k, v, counts, self.score, dropout)
-        if dropout:
-            return attend_rows(q, k, v, counts, self.score, dropout)
-        return _operator([q, k, v, counts, self.score], "")
+        if symbolic(*q.shape[:2], k.shape[1]):
+            return _operator([q, k, v, counts, self.score], str(dropout), dropout > 0)
+        return attend(q, k, v, counts, self.score, dropout)
 
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
@@ -152,7 +150,7 @@ class Additive(Mixer):
         return scores.softmax(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float = 0.0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
     """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
     budget = GPU_PAIRS if k.is_cuda else PAIRS
     rows = max(1, budget // max(1, k.numel()))
@@ -174,4 +172,4 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, 
     return torch.einsum("bhts,bshv->bthv", weights, v)
 
 
-_operator = attention_operator("additive", lambda inputs, _: attend(*inputs))
+_operator = attention_operator("additive", lambda inputs, dropout: attend(*inputs, float(dropout)))

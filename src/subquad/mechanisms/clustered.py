@@ -91,8 +91,10 @@ class Clustered(Mixer):
         q, k, v = self._project(x, context)
         if self.options.causal:
             bits = self._bits(q)
-            if symbolic(q.shape[1]) and not self._dropout():
-                return self.heads.merge(_operator([q, k, v, bits], json.dumps(dataclasses.asdict(self.options))))
+            if symbolic(q.shape[1]):
+                options = dataclasses.replace(self.options, dropout=self._dropout())
+                settings = json.dumps(dataclasses.asdict(options))
+                return self.heads.merge(_operator([q, k, v, bits], settings, options.dropout > 0))
             return self.heads.merge(self._causal(q, k, v, bits))
         return self.heads.merge(self._bidirectional(q, k, v, lengths, lengths if context is None else context_lengths))
 
@@ -312,7 +314,7 @@ def _causally(inputs: Sequence[Tensor], options: str) -> Tensor:
     mix = Clustered.__new__(Clustered)
     nn.Module.__init__(mix)
     mix.options, mix.scale = Options(**json.loads(options)), inputs[0].shape[-1] ** -0.5
-    return mix.eval()._causal(*inputs)
+    return mix._causal(*inputs)
 
 
 _operator = attention_operator("clustered_causal", _causally)

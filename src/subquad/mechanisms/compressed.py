@@ -166,7 +166,7 @@ class Compressed(Mixer):
             stride - 1, device=device
         )  # [B, stride-1]
         kept = kept.clamp(max=k.shape[1] - 1)  # beyond the row's tokens anything may stand
-        rows = torch.arange(len(x), device=device)[:, None]
+        rows = torch.arange(x.shape[0], device=device)[:, None]
         slots_k, slots_v = self._compress(k, v, first)
         new = State(
             append(state.k, slots_k, first),

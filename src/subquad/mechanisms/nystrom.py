@@ -162,7 +162,7 @@ class Nystrom(Mixer):
         if lengths is None and length % size == 0:
             return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
-        n = torch.full((len(t),), length, device=t.device) if lengths is None else lengths.clamp(min=1)
+        n = torch.full(t.shape[:1], length, device=t.device) if lengths is None else lengths.clamp(min=1)
         n = n[:, None, None]
         m = n.clamp(max=size)
         segment = (torch.arange(1, length + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row

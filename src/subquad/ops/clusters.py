@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subquad.ops.lengths import symbolic
 
+
 @torch.no_grad()
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
     """On which side of each plane x lies, -1 or 1: x [..., K], planes [M, K + 1] with the bias last -> [..., M]."""
