@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from subquad.mechanisms import MECHANISMS
 from tests.mechanisms import laws
 from tests.mechanisms.laws import DIM, Case, T, tokens
 
@@ -23,10 +24,11 @@ STATIC_ONLY: dict[str, str] = {}
 CASES = list(laws.cases())
 FEW = [(name, case) for name, case in CASES if name.endswith("-0")]
 MORE = [(name, case) for name, case in CASES if not name.endswith("-0")]
+FORMS = {name: laws.forms(case) for name, case in CASES}
 
 
 def over(found: Iterable[tuple[str, Case]], *wanted: str) -> Any:
-    pairs = [(name, case, form) for name, case in found for form in laws.forms(case) if form in wanted]
+    pairs = [(name, case, form) for name, case in found for form in FORMS[name] if form in wanted]
     return pytest.mark.parametrize(
         ("case", "form"), [p[1:] for p in pairs], ids=[f"{n}-{form}" for n, _, form in pairs]
     )
@@ -67,16 +69,14 @@ def test_export_of_a_step(case: Case, form: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_export_of_each_kind_of_random_features(kernel: str, grad: bool) -> None:
     """Their backward is written by hand, which an exported program does not keep."""
-    case = Case(
-        laws.MECHANISMS["performer"], {"dim": DIM, "heads": 4, "causal": True, "features": 12, "kernel": kernel}
-    )
+    case = Case(MECHANISMS["performer"], {"dim": DIM, "heads": 4, "causal": True, "features": 12, "kernel": kernel})
     laws.export_keeps_numbers(case, "lengths", grad)
 
 
 @pytest.mark.parametrize(("name", "options"), [("additive", {}), ("clustered", {"clusters": 4, "topk": 6, "block": 5})])
 def test_dropout_in_a_program_for_any_length(name: str, options: dict[str, Any]) -> None:
     """Backward computes the loop again, and drops what forward dropped."""
-    case = Case(laws.MECHANISMS[name], {"dim": DIM, "heads": 4, "causal": True, "dropout": 0.3, **options})
+    case = Case(MECHANISMS[name], {"dim": DIM, "heads": 4, "causal": True, "dropout": 0.3, **options})
     any_size = torch.export.Dim.DYNAMIC
     shapes = {"x": {0: any_size, 1: any_size}}
     program = torch.export.export(case.build().train(), (tokens(3, T, DIM),), dynamic_shapes=shapes).module()

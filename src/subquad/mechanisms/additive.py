@@ -9,6 +9,7 @@ Departures  several heads, and values hₛ = V cₛ with an output projection, a
 Verified    tests/mechanisms/test_additive.py: against a scalar loop over the paper's formula, 1e-12
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,4 +173,9 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, 
     return torch.einsum("bhts,bshv->bthv", weights, v)
 
 
-_operator = attention_operator("additive", lambda inputs, dropout: attend(*inputs, float(dropout)))
+def _attend_inputs(inputs: Sequence[Tensor], dropout: str) -> Tensor:
+    q, k, v, counts, score = inputs
+    return attend(q, k, v, counts, score, float(dropout))
+
+
+_operator = attention_operator("additive", _attend_inputs)

@@ -179,10 +179,12 @@ class Compressed(Mixer):
         if fresh and not symbolic(size):
             whole = size // stride
             return self.heads.merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
-        slots_k, slots_v, rows = new.k.to(q.dtype), new.v.to(q.dtype), size if symbolic(size) else ROWS
+        slots_k, slots_v = new.k.to(q.dtype), new.v.to(q.dtype)
+        if symbolic(size):
+            return self.heads.merge(self._attend_first(q, slots_k, slots_v, seen)), new
         parts = [
-            self._attend_first(q[:, start : start + rows], slots_k, slots_v, seen[:, start : start + rows])
-            for start in (range(0, size, rows) if rows < size else (0,))
+            self._attend_first(q[:, start : start + ROWS], slots_k, slots_v, seen[:, start : start + ROWS])
+            for start in range(0, size, ROWS)
         ]
         return self.heads.merge(torch.cat(parts, dim=1)), new
 

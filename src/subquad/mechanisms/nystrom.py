@@ -102,22 +102,20 @@ class Nystrom(Mixer):
         return *self._rotate(q, k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
-        dropout = self.options.dropout if self.training else 0.0
+        few = self.options.landmarks
         if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
             q, k, v = q.float(), k.float(), v.float()
         if symbolic(q.shape[1], k.shape[1]):
             return self._attend_any(q, k, v, lengths, key_lengths)
         if q.shape[1] <= few or k.shape[1] <= few:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout).transpose(1, 2)
-
+            q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), _visible(key_lengths, k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout()).transpose(1, 2)
         return self._attend_long(q, k, v, lengths, key_lengths)
 
     def _attend_any(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
     ) -> Tensor:
-        """Of a size that stands for any number: as rows of that length, of which short ones are exact, behind padding."""
+        """Of a size that stands for any number: as padded rows of that length, of which short ones are exact."""
         size, few = q.shape[1], self.options.landmarks
         lengths, key_lengths = (
             torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
@@ -131,7 +129,7 @@ class Nystrom(Mixer):
     ) -> Tensor:
         """Of rows of more tokens than landmarks, padding included."""
         few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
-        dropout = self.options.dropout if self.training else 0.0
+        dropout = self._dropout()
         few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         few_visible = _visible(key_lengths, few)
@@ -151,6 +149,9 @@ class Nystrom(Mixer):
             own = own if key_lengths is None else own & ~own_key
             o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
         return o.transpose(1, 2)
+
+    def _dropout(self) -> float:
+        return self.options.dropout if self.training else 0.0
 
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
         """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]

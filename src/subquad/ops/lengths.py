@@ -28,7 +28,7 @@ def readable(x: Tensor) -> bool:
 
 
 def symbolic(*sizes: int) -> bool:
-    """Whether a size stands for any number: an exported program serves all of them, so no branch may ask which it is."""
+    """Whether a size stands for any number: an exported program serves them all, so no branch may ask which it is."""
     strict = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()  # hides which sizes are symbols
     return strict or any(isinstance(size, torch.SymInt) for size in sizes)
 

@@ -121,8 +121,8 @@ def positive(
         return _Positive.apply(x, directions, found, origin, scale, unit is not None, eps, dtype or _wide(x))
 
 
-# An exported program keeps what an autograd.Function computes and drops its backward, so that it needs expressions which
-# torch can differentiate: the same numbers, for more memory.
+# An exported program keeps what an autograd.Function computes but not its backward, so it gets expressions that torch
+# can differentiate: the same numbers, for more memory.
 
 
 def _plain_fourier(x: Tensor, directions: Tensor, unit: bool, dtype: torch.dtype) -> Tensor:
