@@ -77,6 +77,10 @@ class Clustered(Mixer):
         super().__init__(options)
         self.heads = Heads(options.dim, options.heads)
         self.scale = (options.dim // options.heads) ** -0.5
+        # of the operator, which a traced forward cannot write
+        self.settings, self.settings_without_dropout = (
+            json.dumps(dataclasses.asdict(o)) for o in (options, dataclasses.replace(options, dropout=0.0))
+        )
         # the last column shifts planes off the origin, so that near in Hamming distance is near and not just parallel
         self.register_buffer("planes", torch.empty(options.bits, options.dim // options.heads + 1))
         self.planes: Tensor
@@ -92,9 +96,8 @@ class Clustered(Mixer):
         if self.options.causal:
             bits = self._bits(q)
             if symbolic(q.shape[1]):
-                options = dataclasses.replace(self.options, dropout=self._dropout())
-                settings = json.dumps(dataclasses.asdict(options))
-                return self.heads.merge(_operator([q, k, v, bits], settings, options.dropout > 0))
+                settings = self.settings if self._dropout() else self.settings_without_dropout
+                return self.heads.merge(_operator([q, k, v, bits], settings, self._dropout() > 0))
             return self.heads.merge(self._causal(q, k, v, bits))
         return self.heads.merge(self._bidirectional(q, k, v, lengths, lengths if context is None else context_lengths))
 
