@@ -9,6 +9,7 @@ Departures  several heads, and values hₛ = V cₛ with an output projection, a
 Verified    tests/mechanisms/test_additive.py: against a scalar loop over the paper's formula, 1e-12
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits, keep
 from subquad.ops.cache import append
+from subquad.ops.lengths import symbolic
+from subquad.ops.opaque import attention_operator
 
 PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once
 GPU_PAIRS = 2**28  # the same on a GPU, which small pieces leave idle
@@ -133,24 +136,10 @@ class Additive(Mixer):
         return lengths.clamp(min=1)[:, None].expand(batch, size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-        """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
-        budget = GPU_PAIRS if k.is_cuda else PAIRS
-        rows = max(1, budget // max(1, k.numel()))
-        if rows >= q.shape[1]:
-            return self._attend_rows(q, k, v, counts)
-        parts = [
-            checkpoint(self._attend_rows, part, k, v, count, use_reentrant=False)
-            for part, count in zip(q.split(rows, 1), counts.split(rows, 1), strict=True)
-        ]
-        return torch.cat(parts, dim=1)
-
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-        pairs = torch.tanh(q[:, :, None] + k[:, None])  # [B, T, S, H, hidden]
-        scores = torch.einsum("btshm,hm->bhts", pairs, self.score.to(pairs.dtype))
-        hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None, :, None]  # [B, 1, T, S]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        weights = nn.functional.dropout(weights, self.options.dropout, self.training)
-        return torch.einsum("bhts,bshv->bthv", weights, v)
+        dropout = self.options.dropout if self.training else 0.0
+        if symbolic(*q.shape[:2], k.shape[1]):
+            return _operator([q, k, v, counts, self.score], str(dropout), dropout > 0)
+        return attend(q, k, v, counts, self.score, dropout)
 
     def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
         scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
@@ -160,3 +149,33 @@ class Additive(Mixer):
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
         return scores.softmax(-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
+    """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
+    budget = GPU_PAIRS if k.is_cuda else PAIRS
+    rows = max(1, budget // max(1, k.numel()))
+    if rows >= q.shape[1]:
+        return attend_rows(q, k, v, counts, score, dropout)
+    parts = [
+        checkpoint(attend_rows, part, k, v, count, score, dropout, use_reentrant=False)
+        for part, count in zip(q.split(rows, 1), counts.split(rows, 1), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
+    pairs = torch.tanh(q[:, :, None] + k[:, None])  # [B, T, S, H, hidden]
+    scores = torch.einsum("btshm,hm->bhts", pairs, score.to(pairs.dtype))
+    hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None, :, None]  # [B, 1, T, S]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    weights = nn.functional.dropout(weights, dropout)
+    return torch.einsum("bhts,bshv->bthv", weights, v)
+
+
+def _attend_inputs(inputs: Sequence[Tensor], dropout: str) -> Tensor:
+    q, k, v, counts, score = inputs
+    return attend(q, k, v, counts, score, float(dropout))
+
+
+_operator = attention_operator("additive", _attend_inputs)

@@ -142,7 +142,7 @@ class Bigbird(Patterned):
         if state is not None:
             y, state = super()._prefill(x, lengths, self._count(state, 1))
         else:
-            tokens = self.tokens.expand(len(x), -1, -1)
+            tokens = self.tokens.expand(x.shape[0], -1, -1)
             y, state = super()._prefill(torch.cat((tokens, x), 1), self._longer(lengths), None)
             y = y[:, len(self.tokens) :]
         return y, self._count(state, -1)
@@ -156,7 +156,7 @@ class Bigbird(Patterned):
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """g': what the learned tokens are after reading themselves and the sequence, [B, block, D]."""
-        tokens = self.tokens.expand(len(x), -1, -1)
+        tokens = self.tokens.expand(x.shape[0], -1, -1)
         if self.options.causal:
             return tokens
         q, k, v = self._project_read(tokens, x)
@@ -166,7 +166,7 @@ class Bigbird(Patterned):
         return tokens + self.heads.merge(o)
 
     def _read_dense(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        tokens = self.tokens.expand(len(x), -1, -1)
+        tokens = self.tokens.expand(x.shape[0], -1, -1)
         if self.options.causal:
             return tokens
         q, k, v = self._project_read(tokens, x)
@@ -186,7 +186,7 @@ class Bigbird(Patterned):
     def _last_block_first(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Positions [B, T] that move each row's last block to its front, where global tokens are, and those back."""
         at = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        stop = at.new_full((len(x), 1), x.shape[1]) if lengths is None else lengths[:, None]
+        stop = at.new_full((x.shape[0], 1), x.shape[1]) if lengths is None else lengths[:, None]
         last = stop.clamp(max=self.options.block)
         there = torch.where(at < last, at + stop - last, at - last)
         back = torch.where(at < stop - last, at + last, at - stop + last)

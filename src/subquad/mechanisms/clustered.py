@@ -21,20 +21,26 @@ Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (cau
             starts k-means elsewhere
 """
 
+import dataclasses
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
+from subquad.ops.lengths import symbolic
+from subquad.ops.opaque import attention_operator
 from subquad.ops.prefix import join_softmax, join_top, prefix
 
+CHUNK = 32  # queries of a cluster that sit together, where an even share of them is not known
 PAIRS_A_KEY = 16  # to fetch a key for a cluster takes as long as so many pairs of a query and a key
 
 
@@ -71,6 +77,10 @@ class Clustered(Mixer):
         super().__init__(options)
         self.heads = Heads(options.dim, options.heads)
         self.scale = (options.dim // options.heads) ** -0.5
+        # of the operator, which a traced forward cannot write
+        self.settings, self.settings_without_dropout = (
+            json.dumps(dataclasses.asdict(o)) for o in (options, dataclasses.replace(options, dropout=0.0))
+        )
         # the last column shifts planes off the origin, so that near in Hamming distance is near and not just parallel
         self.register_buffer("planes", torch.empty(options.bits, options.dim // options.heads + 1))
         self.planes: Tensor
@@ -84,7 +94,11 @@ class Clustered(Mixer):
     ) -> Tensor:
         q, k, v = self._project(x, context)
         if self.options.causal:
-            return self.heads.merge(self._causal(q, k, v))
+            bits = self._bits(q)
+            if symbolic(q.shape[1]):
+                settings = self.settings if self._dropout() else self.settings_without_dropout
+                return self.heads.merge(_operator([q, k, v, bits], settings, self._dropout() > 0))
+            return self.heads.merge(self._causal(q, k, v, bits))
         return self.heads.merge(self._bidirectional(q, k, v, lengths, lengths if context is None else context_lengths))
 
     def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +108,7 @@ class Clustered(Mixer):
     def _bidirectional(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
     ) -> Tensor:
-        clusters, (_, size, heads, _) = self.options.clusters, q.shape
+        clusters, topk, (_, size, heads, _) = self.options.clusters, self.options.topk, q.shape
         counts = None if lengths is None else lengths[:, None].expand(-1, heads)
         _, label = hamming_clusters(self._bits(q), clusters, self.options.iterations, counts)  # [B, H, T]
         if lengths is not None:
@@ -110,7 +124,10 @@ class Clustered(Mixer):
             o = torch.einsum("bhns,bshv->bhnv", self._dropped(weights), _wide(v))
             return _pick(o, own).to(v.dtype).transpose(1, 2)
 
-        found, top = scores.topk(min(self.options.topk, k.shape[1]), dim=-1)  # [B, H, N, topk]
+        if symbolic(k.shape[1]):  # there may be fewer keys than topk
+            scores, weights = (F.pad(t, (0, topk), value=x) for t, x in ((scores, -torch.inf), (weights, 0.0)))
+            v = F.pad(v, (0, 0, 0, 0, 0, topk))
+        found, top = scores.topk(min(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
         mass = weights.gather(-1, top).sum(-1, keepdim=True)
         rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), _wide(v))
         exact = self._over(top.masked_fill(found == -torch.inf, -1), q * self.scale, k, v, label)
@@ -119,8 +136,8 @@ class Clustered(Mixer):
     def _over(self, top: Tensor, q: Tensor, k: Tensor, v: Tensor, label: Tensor) -> Tensor:
         """Softmax attention of each query over its cluster's top keys [B, H, N, topk], [B, H, T, V]."""
         clusters, size, keys = self.options.clusters, q.shape[1], k.shape[1]
-        chunk = -(-size // clusters)
-        if size * keys <= PAIRS_A_KEY * most_slots(size, clusters, chunk) * top.shape[-1]:
+        chunk = CHUNK if symbolic(size) else -(-size // clusters)
+        if not symbolic(size, keys) and size * keys <= PAIRS_A_KEY * most_slots(size, clusters, chunk) * top.shape[-1]:
             chosen = torch.zeros(*top.shape[:-1], keys + 1, dtype=torch.bool, device=top.device)
             chosen = chosen.scatter_(-1, torch.where(top < 0, keys, top), True)[..., :-1]  # [B, H, N, S]
             visible = _pick(chosen, label.clamp(min=0)[..., None]) & (label >= 0)[..., None]
@@ -131,9 +148,8 @@ class Clustered(Mixer):
         o, _ = slot_attention(q, k, v, slots.query, index, visible, dropout=self._dropout())
         return give_back(o, slots.place)
 
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor) -> Tensor:
         size, block, dtype = q.shape[1], self.options.block, v.dtype
-        bits = self._bits(q)
         q, k, v = (_wide(F.pad(t, (0, 0, 0, 0, 0, -size % block))) for t in (q * self.scale, k, v))
         own, mass = self._own_block(q, k, v)  # [B, H, T, V] and [B, H, T]
         parts, start = [own[:, :, :block]], block
@@ -294,3 +310,14 @@ def _wide(x: Tensor) -> Tensor:
 def _pick(x: Tensor, index: Tensor) -> Tensor:
     """x [B, H, N, D] at index [B, H, T, 1] -> [B, H, T, D]"""
     return x.gather(2, index.expand(-1, -1, -1, x.shape[-1]))
+
+
+def _causally(inputs: Sequence[Tensor], options: str) -> Tensor:
+    """The causal form at these options, which takes no parameters."""
+    mix = Clustered.__new__(Clustered)
+    nn.Module.__init__(mix)
+    mix.options, mix.scale = Options(**json.loads(options)), inputs[0].shape[-1] ** -0.5
+    return mix._causal(*inputs)
+
+
+_operator = attention_operator("clustered_causal", _causally)

@@ -28,6 +28,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.cache import append
 from subquad.ops.dense import dense_attention
+from subquad.ops.lengths import padding, symbolic
 from subquad.ops.rotary import rotate
 
 ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
@@ -80,9 +81,14 @@ class Compressed(Mixer):
         q, k, v = self.heads.split(x, context)
         q, stride = self._turn(q, torch.arange(x.shape[1], device=x.device)), self.options.stride
         if self.options.causal:
+            if symbolic(x.shape[1]):
+                seen = (torch.arange(x.shape[1], device=x.device)[None] + 1) // stride  # [1, T]
+                return self.heads.merge(self._attend_first(q, *self._compress_all(k, v, None), seen))
             whole = k.shape[1] // stride * stride
             return self.heads.merge(self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole])))
         counts = lengths if context is None else context_lengths
+        if counts is None and symbolic(k.shape[1]):
+            counts = torch.full(k.shape[:1], k.shape[1], device=x.device)  # there are more slots than needed
         k, v = self._compress_all(k, v, counts)
         return self.heads.merge(self._attend(q, k, v, self._visible(counts, k.shape[1])))
 
@@ -99,7 +105,7 @@ class Compressed(Mixer):
         present = keep(lengths, k.shape[1])
         if present is not None:
             k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
-        missing = -k.shape[1] % self.options.stride
+        missing = padding(k.shape[1], self.options.stride)
         return self._compress(*(F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (k, v)))
 
     def _visible(self, lengths: Tensor | None, slots: int) -> Tensor | None:
@@ -160,7 +166,7 @@ class Compressed(Mixer):
             stride - 1, device=device
         )  # [B, stride-1]
         kept = kept.clamp(max=k.shape[1] - 1)  # beyond the row's tokens anything may stand
-        rows = torch.arange(len(x), device=device)[:, None]
+        rows = torch.arange(x.shape[0], device=device)[:, None]
         slots_k, slots_v = self._compress(k, v, first)
         new = State(
             append(state.k, slots_k, first),
@@ -169,18 +175,17 @@ class Compressed(Mixer):
             v[rows, kept].to(state.last_v.dtype),
             position,
         )
-        if fresh:
+        seen = (at + 1) // stride  # [B, T]
+        if fresh and not symbolic(size):
             whole = size // stride
             return self.heads.merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
-        parts = []
-        for start in range(0, size, ROWS):
-            part = q[:, start : start + ROWS]
-            seen = ((at[:, start : start + ROWS] + 1) // stride)[:, None, :, None]  # [B, 1, T, 1]
-            visible = torch.arange(new.k.shape[1], device=device) < seen.clamp(min=1)
-            o = self._attend(part, new.k.to(q.dtype), new.v.to(q.dtype), visible)
-            parts.append(
-                o if self.nothing is None else torch.where(seen.movedim(1, -1) > 0, o, self.nothing.to(o.dtype))
-            )
+        slots_k, slots_v = new.k.to(q.dtype), new.v.to(q.dtype)
+        if symbolic(size):
+            return self.heads.merge(self._attend_first(q, slots_k, slots_v, seen)), new
+        parts = [
+            self._attend_first(q[:, start : start + ROWS], slots_k, slots_v, seen[:, start : start + ROWS])
+            for start in range(0, size, ROWS)
+        ]
         return self.heads.merge(torch.cat(parts, dim=1)), new
 
     def _compress(self, k: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -203,6 +208,12 @@ class Compressed(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return dense_attention(q, k, v, mask, dropout=self.options.dropout if self.training else 0.0)
+
+    def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Queries that see the first `seen` [B or 1, T] slots."""
+        visible = torch.arange(k.shape[1], device=k.device) < seen[:, None, :, None].clamp(min=1)  # [B or 1, 1, T, N]
+        o = self._attend(q, k, v, visible)
+        return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n: as so many heads they

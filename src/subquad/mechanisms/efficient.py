@@ -24,6 +24,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.autocast import uncast
 from subquad.ops.impl import Impl
+from subquad.ops.lengths import padding, symbolic
 from subquad.ops.linear import (
     LinearState,
     linear_attention,
@@ -176,11 +177,11 @@ class Efficient(Mixer):
         sum of linear attention, where every feature is a head of width one; inside a block, see `_within`.
         """
         length = q.shape[1]
-        size = min(BLOCK, 1 << (length - 1).bit_length())
-        padding = (0, 0, 0, -length % size)
-        rho = F.pad(q.transpose(1, 2).log_softmax(-1), padding).unflatten(2, (-1, size))  # [B, H, N, C, K]
-        k = F.pad(k.transpose(1, 2), padding, value=PADDED).unflatten(2, (-1, size))
-        v = F.pad(v.transpose(1, 2), padding).unflatten(2, (-1, size))
+        size = BLOCK if symbolic(length) else min(BLOCK, 1 << (length - 1).bit_length())
+        more = (0, 0, 0, padding(length, size))
+        rho = F.pad(q.transpose(1, 2).log_softmax(-1), more).unflatten(2, (-1, size))  # [B, H, N, C, K]
+        k = F.pad(k.transpose(1, 2), more, value=PADDED).unflatten(2, (-1, size))
+        v = F.pad(v.transpose(1, 2), more).unflatten(2, (-1, size))
 
         largest = torch.cat((state.max[:, :, None], k.detach().amax(-2)), dim=2).cummax(dim=2).values  # [B, H, N+1, K]
         before, after = largest[:, :, :-1], largest[:, :, 1:]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.base import Mixer, Traits
+from subquad.ops.lengths import symbolic
 
 
 class FNet(Mixer):
@@ -60,13 +61,22 @@ def chirp_z(x: Tensor, lengths: Tensor) -> Tensor:
     """
     size = x.shape[1]
     n = lengths.clamp(min=1)[:, None]
-    index = torch.arange(size, device=x.device)
-    # k² modulo 2n in integers: the angle stays exact however long the row
-    angle = math.pi * (index.square() % (2 * n)).to(x.real.dtype) / n  # [B, T]
-    chirp = torch.polar(torch.ones_like(angle), angle)
-    width = 1 << (2 * size - 2).bit_length()  # a power of two, which is twice as fast as 2T - 1
-    between = chirp.new_zeros(len(chirp), width - 2 * size + 1)
-    around = torch.cat((chirp, between, chirp[:, 1:].flip(1)), dim=1)  # at k - j, negative differences wrapped
+
+    def make_chirp(index: Tensor) -> Tensor:
+        # k² modulo 2n in integers: the angle stays exact however long the row
+        angle = math.pi * (index.square() % (2 * n)).to(x.real.dtype) / n
+        return torch.polar(torch.ones_like(angle), angle)
+
+    chirp = make_chirp(torch.arange(size, device=x.device))  # [B, T]
+    # `around` is the chirp at k - j, negative differences wrapped
+    if symbolic(size):
+        width = 2 * size
+        index = torch.arange(width, device=x.device)
+        around = make_chirp(torch.minimum(index, width - index))
+    else:
+        width = 1 << (2 * size - 2).bit_length()  # a power of two, which is twice as fast as 2T - 1
+        between = chirp.new_zeros(len(chirp), width - 2 * size + 1)
+        around = torch.cat((chirp, between, chirp[:, 1:].flip(1)), dim=1)
     kernel = torch.fft.fft(around, dim=1)
     signal = torch.fft.fft(x * chirp.conj()[..., None], n=width, dim=1)
     return torch.fft.ifft(signal * kernel[..., None], dim=1)[:, :size] * chirp.conj()[..., None]

@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import patterned
 from subquad.mechanisms.base import keep
 from subquad.mechanisms.patterned import Patterned
+from subquad.ops.lengths import symbolic
 from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
@@ -94,7 +96,11 @@ class Longformer(Patterned):
         if self.global_rows:
             q, k, v = self._project_global(x)
             rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
-            o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
+            if symbolic(x.shape[1]):  # there may be fewer tokens than global ones
+                here = torch.arange(x.shape[1], device=x.device)[:, None, None] < rows.shape[1]
+                o = torch.where(here, F.pad(rows, (0, 0, 0, 0, 0, x.shape[1]))[:, : x.shape[1]], o)
+            else:
+                o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
         return self.heads.merge(o)
 
     def _reference(
@@ -127,8 +133,9 @@ class Longformer(Patterned):
     def _project_global(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q' of the global tokens, k' and v' of all."""
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
-        q = self.global_q(x[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
+        few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x
+        q = self.global_q(few[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
         if self.options.rotary:
             positions = torch.arange(x.shape[1], device=x.device)
-            q, k = rotate(q, positions[: q.shape[1]]), rotate(k, positions)
+            q, k = rotate(q, torch.arange(q.shape[1], device=x.device)), rotate(k, positions)
         return q, k, v

@@ -11,7 +11,6 @@ Verified    tests/mechanisms/test_mixed.py: one part over all heads with W_in = 
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,6 +86,7 @@ class Mixed(Mixer):
         if stateful:
             self.fields = [[f for f in _fields(mix.state_type) if f != "position"] for mix in mixers]
         self.memory_fields = [[f for f in _fields(mix.memory_type) if f != "lengths"] for mix in mixers]
+        _ = self.state_type, self.memory_type  # made here, because a compiled program cannot make a class
 
     @property
     def state_type(self) -> type:  # type: ignore[override]
@@ -173,11 +173,16 @@ class Mixed(Mixer):
         return states
 
 
-@lru_cache
+_classes: dict[tuple[str, ...], type] = {}  # torch.compile looks into a dict, and past an lru_cache
+
+
 def state_class(*names: str) -> type:
     """The flat state of these fields: one class for all modules whose parts keep the same, and it can be pickled."""
-    plain = namedtuple("State", names)  # type: ignore[misc]
-    return type("State", (plain,), {"__slots__": (), "__reduce__": lambda self: (make_state, (names, tuple(self)))})
+    if names not in _classes:
+        plain = namedtuple("State", names)  # type: ignore[misc]
+        reduce = {"__reduce__": lambda self: (make_state, (names, tuple(self)))}
+        _classes[names] = type("State", (plain,), {"__slots__": (), **reduce})
+    return _classes[names]
 
 
 def make_state(names: tuple[str, ...], values: tuple[Tensor, ...]) -> Any:

@@ -27,6 +27,7 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.autocast import uncast
+from subquad.ops.lengths import padding, symbolic
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = 16  # a long row of queries meets the landmarks in so many pieces
@@ -102,14 +103,34 @@ class Nystrom(Mixer):
         return *self._rotate(q, k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
-        dropout = self.options.dropout if self.training else 0.0
+        few = self.options.landmarks
         if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
             q, k, v = q.float(), k.float(), v.float()
+        if symbolic(q.shape[1], k.shape[1]):
+            return self._attend_any(q, k, v, lengths, key_lengths)
         if q.shape[1] <= few or k.shape[1] <= few:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout).transpose(1, 2)
+            q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), _visible(key_lengths, k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout()).transpose(1, 2)
+        return self._attend_long(q, k, v, lengths, key_lengths)
 
+    def _attend_any(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
+    ) -> Tensor:
+        """Of a size that stands for any number: as padded rows of that length, of which short ones are exact."""
+        size, few = q.shape[1], self.options.landmarks
+        lengths, key_lengths = (
+            torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
+            for t, n in ((q, lengths), (k, key_lengths))
+        )
+        q, k, v = (F.pad(t, (0, 0, 0, 0, 0, few + 1)) for t in (q, k, v))
+        return self._attend_long(q, k, v, lengths, key_lengths)[:, :size]
+
+    def _attend_long(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
+    ) -> Tensor:
+        """Of rows of more tokens than landmarks, padding included."""
+        few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
+        dropout = self._dropout()
         few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         few_visible = _visible(key_lengths, few)
@@ -130,17 +151,20 @@ class Nystrom(Mixer):
             o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
         return o.transpose(1, 2)
 
+    def _dropout(self) -> float:
+        return self.options.dropout if self.training else 0.0
+
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
         """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]
 
         In t's own type, so that A and both long factors are made of the same landmarks.
         """
-        length, size = t.shape[1], min(self.options.landmarks, t.shape[1])
+        length, size = t.shape[1], self.options.landmarks
         exact = torch.promote_types(t.dtype, torch.float32)
         if lengths is None and length % size == 0:
             return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
-        n = torch.full((len(t),), length, device=t.device) if lengths is None else lengths.clamp(min=1)
+        n = torch.full(t.shape[:1], length, device=t.device) if lengths is None else lengths.clamp(min=1)
         n = n[:, None, None]
         m = n.clamp(max=size)
         segment = (torch.arange(1, length + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
@@ -195,7 +219,7 @@ def convolve(v: Tensor, kernel: Tensor) -> Tensor:
     # rows of one element more than the matrix has columns: each row starts one column later
     rows = F.pad(kernel[:, None].expand(-1, BLOCK, -1), (0, BLOCK))  # [H, BLOCK, around + 1]
     band = rows.flatten(1)[:, : BLOCK * around].unflatten(1, (BLOCK, around))
-    padded = F.pad(v, (0, 0, 0, 0, width // 2, width // 2 + -length % BLOCK))
+    padded = F.pad(v, (0, 0, 0, 0, width // 2, width // 2 + padding(length, BLOCK)))
     windows = padded.unfold(1, around, BLOCK)  # [B, N, H, V, around]
     return torch.einsum("hca,bnhva->bnchv", band, windows).flatten(1, 2)[:, :length]
 
@@ -206,7 +230,7 @@ def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, drop
     The gradient of attention is one program on a GPU for each block of keys, and there are few keys: so the queries
     are cut into pieces, as many rows of a batch.
     """
-    pieces = math.gcd(q.shape[2], PIECES)
+    pieces = 1 if symbolic(q.shape[2]) else math.gcd(q.shape[2], PIECES)
     q = q.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [B*pieces, H, T/pieces, K]
     few_k, values = few_k.repeat_interleave(pieces, 0), values.repeat_interleave(pieces, 0)
     visible = None if visible is None else visible.repeat_interleave(pieces, 0)

@@ -53,6 +53,7 @@ from subquad.ops.buckets import (
     sorted_slots,
 )
 from subquad.ops.cache import append
+from subquad.ops.lengths import at_most, symbolic
 
 SELF = 1e5  # finite: what a token loses by attending to itself
 
@@ -152,15 +153,15 @@ class Reformer(Mixer):
     ) -> Tensor:
         """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
         size, chunk = q.shape[1], self.options.chunk
-        if lists is None and size**2 <= self._pairs(size):
+        if lists is None and not symbolic(size) and size**2 <= self._pairs(size):
             return self._attend_short(q, k, v, bucket)
         token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
         if lists is not None and start is not None:
             bucket, token = in_reach(lists, bucket, start)
         if self.strict:
-            slots = rank_slots(bucket, self.buckets, min(chunk, bucket.shape[-1]))
+            slots = rank_slots(bucket, self.buckets, at_most(chunk, bucket.shape[-1]))
         else:
-            slots = sorted_slots(bucket, min(chunk, size), ahead=not self.options.causal)
+            slots = sorted_slots(bucket, at_most(chunk, size), ahead=not self.options.causal)
         queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)  # [B, H, R, N, C] and [..., W]
         visible = same_bucket(bucket, slots)
         if self.options.causal:
@@ -169,8 +170,8 @@ class Reformer(Mixer):
         visible &= (rows >= 0)[..., None]
 
         bias = -SELF * (queries[..., :, None] == keys[..., None, :]).to(torch.promote_types(q.dtype, torch.float32))
+        *_, places, width = slots.query.shape
         if self.options.rounds > 1:
-            *_, places, width = slots.query.shape
             code = slots.place // width + bucket * (places + 1)
             codes = torch.full((*code.shape[:-1], k.shape[1] + 1), -9, device=q.device)  # the last one is for padding
             codes = codes.scatter_(-1, torch.where(bucket < 0, k.shape[1], token), code)
@@ -180,7 +181,7 @@ class Reformer(Mixer):
             q, k, v, rows, keys, visible, bias, self._dropout()
         )  # [B, H, R·N, C, V] and [B, H, R·N, C]
         rounds = torch.arange(self.options.rounds, device=q.device)[:, None]
-        place = slots.place[..., -size:] + rounds * slots.query.shape[-2:].numel()  # [B, H, R, T]
+        place = slots.place[..., -size:] + rounds * (places * width)  # [B, H, R, T]
         share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
         o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
         return self.out(o.transpose(1, 2).flatten(-2))

@@ -54,7 +54,7 @@ from subquad.ops.buckets import (
 )
 from subquad.ops.cache import append
 from subquad.ops.clusters import kmeans_step
-from subquad.ops.lengths import check_lengths
+from subquad.ops.lengths import at_most, check_lengths, symbolic
 
 
 class State(NamedTuple):
@@ -179,11 +179,15 @@ class Routing(Mixer):
         q, k, v, _, near = routed
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
-        if size <= self.options.window:  # every centroid takes them all, and their mean is what one gives
+        if (
+            not symbolic(size) and size <= self.options.window
+        ):  # every centroid takes them all, and their mean is what one gives
             near = tuple(nearness[:, :, :1] for nearness in near)
         for nearness in near:
             if lengths is not None:
                 nearness = nearness.masked_fill(~keep(lengths, size)[:, None, None], -torch.inf)  # type: ignore[index]
+            if symbolic(size):  # there may be fewer tokens than places
+                nearness = F.pad(nearness, (0, self.options.window), value=-torch.inf)
             # Half of the digits: equal tokens stay equal after a product in another order, and position decides
             steps = (nearness / torch.finfo(nearness.dtype).eps ** 0.5).round()
             steps, tokens = (t[..., : self.options.window] for t in steps.sort(dim=-1, descending=True, stable=True))
@@ -211,7 +215,7 @@ class Routing(Mixer):
     def _attend(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
         """Of a whole sequence: by all pairs where few tokens would leave most places of the slots empty."""
         size = routed.q.shape[1]
-        if size**2 <= slot_pairs(size, self.options.clusters, self.options.window):
+        if not symbolic(size) and size**2 <= slot_pairs(size, self.options.clusters, self.options.window):
             return self._all_pairs(routed, clusters)
         return self._by_rank(routed, clusters)
 
@@ -236,7 +240,7 @@ class Routing(Mixer):
         if lists is not None and start is not None:
             cluster, token = in_reach(lists, cluster, start)
             asked = F.pad(asked, (cluster.shape[-1] - size, 0), value=-1)
-        slots = rank_slots(cluster, self.options.clusters, min(self.options.window, cluster.shape[-1]))
+        slots = rank_slots(cluster, self.options.clusters, at_most(self.options.window, cluster.shape[-1]))
         if not self.shared:
             slots = asking_slots(slots, cluster, asked)
         queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)

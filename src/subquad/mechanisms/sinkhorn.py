@@ -30,6 +30,7 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits
 from subquad.ops.autocast import uncast
+from subquad.ops.lengths import padding
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
@@ -71,7 +72,7 @@ class Sinkhorn(Mixer):
     ) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
-        present = torch.arange(-(-size // block) * block, device=x.device) < n[:, None]
+        present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
         q, k, v = (t.masked_fill(~present[:, :size, None, None], 0) for t in self.heads.split(x))
         with uncast(x):
             sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
@@ -115,7 +116,7 @@ class Sinkhorn(Mixer):
 
     def _blocks(self, t: Tensor) -> Tensor:
         """[B, T, H, K] -> [B, N, C, H, K], the last block completed with zeros."""
-        return F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % self.options.block)).unflatten(1, (-1, self.options.block))
+        return F.pad(t, (0, 0, 0, 0, 0, padding(t.shape[1], self.options.block))).unflatten(1, (-1, self.options.block))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
@@ -125,11 +126,12 @@ class Sinkhorn(Mixer):
     def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
         """R of rows with n [B] tokens, zero beyond them: [B, H, N, N], or its first rows for sortcut."""
         block, exact = self.options.block, torch.promote_types(q.dtype, torch.float32)
-        starts = torch.arange(0, q.shape[1], block, device=q.device)
+        size = q.shape[1]
+        starts = torch.arange(0, size + padding(size, block), block, device=q.device)
         sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
         mean_k = self._blocks(k.to(exact)).sum(2) / sizes
         if self.options.causal:
-            mean_q = q.to(exact).cumsum(1)[:, starts] / (starts + 1)[:, None, None]
+            mean_q = q.to(exact).cumsum(1)[:, starts.clamp(max=size - 1)] / (starts + 1)[:, None, None]
         else:
             mean_q = self._blocks(q.to(exact)).sum(2) / sizes
         logits = torch.einsum("bnhk,bmhk->bhnm", mean_q, mean_k) / math.sqrt(q.shape[-1])
@@ -142,7 +144,7 @@ class Sinkhorn(Mixer):
             return F.pad(past, (0, 1, 1, 0))
         real = starts < n[:, None]  # [B, N]
         identity = (
-            torch.eye(len(starts), dtype=torch.bool, device=q.device) & ~real[:, None]
+            torch.eye(starts.shape[0], dtype=torch.bool, device=q.device) & ~real[:, None]
         )  # for blocks beyond the row
         logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
         logits = logits.masked_fill(identity[:, None], 0)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.ops.lengths import at_most, padding
 
 
 class State(NamedTuple):
@@ -110,8 +111,8 @@ class TransformerXL(Mixer):
         Queries go in blocks of C, each against the C + span keys that some query of the block can see.
         """
         size, span = q.shape[1], self.options.memory + self._after()
-        c = min(size, self.options.memory)
-        extra = -size % c
+        c = at_most(self.options.memory, size)
+        extra = padding(size, c)
         q = F.pad(q, (0, 0, 0, 0, 0, extra)).unflatten(1, (-1, c))  # [B, N, C, H, K]
         k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
         seen = F.pad(seen, (0, extra)).unfold(1, c + span, c)  # [B, N, C + span]

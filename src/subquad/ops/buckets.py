@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.ops.lengths import padding, symbolic
+
 
 class Slots(NamedTuple):
     """Who sits together: the queries of each slot and the keys they may look at."""
@@ -34,7 +36,8 @@ def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
 
 def most_slots(size: int, buckets: int, chunk: int) -> int:
     """How many `rank_slots` may need for `size` tokens: a bound that does not depend on the data."""
-    return min(size, size // chunk + buckets)
+    slots = size // chunk + buckets
+    return slots + 2 if symbolic(size) else min(size, slots)
 
 
 def slot_pairs(size: int, buckets: int, chunk: int) -> int:
@@ -48,7 +51,9 @@ def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
     bucket [G, T]. `ahead`: and the slot after. Cheaper than `rank_slots`, which fills slots in part, but here a token's
     slot depends on all the others.
     """
-    return _with_neighbours(sorted_places(bucket), bucket >= 0, -(-bucket.shape[-1] // chunk), chunk, ahead)
+    size = bucket.shape[-1]
+    slots = (size + padding(size, chunk)) // chunk
+    return _with_neighbours(sorted_places(bucket), bucket >= 0, slots, chunk, ahead)
 
 
 def sorted_places(bucket: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.ops.lengths import symbolic
+
 
 @torch.no_grad()
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
@@ -35,7 +37,8 @@ def hamming_clusters(
         first = spread * lengths[..., None] // clusters
         member = bits * (torch.arange(size, device=bits.device) < lengths[..., None])[..., None]
     centroids = bits.gather(-2, first[..., None].expand(*first.shape, bits.shape[-1]))
-    for _ in range(iterations if clusters < size else 0):  # otherwise every token is a centroid, and none would move
+    moves = symbolic(size) or clusters < size  # otherwise every token is a centroid, and none would move
+    for _ in range(iterations if moves else 0):
         label = nearest_bits(bits, centroids)
         votes = torch.zeros_like(centroids).scatter_add_(-2, label[..., None].expand_as(bits), member)
         centroids = torch.where(votes == 0, centroids, votes.sign())

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from subquad.ops.lengths import symbolic
+
 PAIRS = 1 << 20  # weights alive at once, where torch would make all of them
 
 
@@ -26,8 +28,9 @@ def dense_attention(
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
     size, keys = q.shape[2], k.shape[2]
-    rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * keys))
-    if not dropout or q.device.type != "cpu" or rows >= size:
+    whole = not dropout or q.device.type != "cpu" or symbolic(*q.shape, keys)
+    rows = size if whole else max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * keys))
+    if rows >= size:
         o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
         return o.transpose(1, 2)
 

@@ -46,5 +46,24 @@ def readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def symbolic(*sizes: int) -> bool:
+    """Whether a size stands for any number: an exported program serves them all, so no branch may ask which it is."""
+    strict = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()  # hides which sizes are symbols
+    return strict or any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def padding(size: int, block: int) -> int:
+    """How many more tokens make whole blocks.
+
+    A program for any size has special cases for one block, and for no padding: there are always some and three of them.
+    """
+    return (size // block + 3) * block - size if symbolic(size) else -size % block
+
+
+def at_most(limit: int, size: int) -> int:
+    """The smaller of the two; the limit, where the size stands for any number."""
+    return limit if symbolic(size) else min(limit, size)
+
+
 def shape_of(x: object) -> object:
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

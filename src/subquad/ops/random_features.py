@@ -78,6 +78,8 @@ def project(x: Tensor, directions: Tensor) -> Tensor:
 
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """The Gaussian kernel's features, [B, T, H, 2M], in at least float32 or in `dtype`; unit: those of x/|x|."""
+    if torch.compiler.is_exporting():
+        return _plain_fourier(x, directions, unit, dtype or _wide(x))
     with uncast(x):
         return _Fourier.apply(x, directions, unit, dtype or _wide(x))
 
@@ -90,6 +92,7 @@ def trigonometric(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def exponents(x: Tensor, directions: Tensor, scale: float = 1.0) -> Exponents:
     """The exponents of the positive features of scale·x."""
+    x = x.detach()  # a program exported without gradients forgets the no_grad above
     scores = _product(x, directions)
     largest = scale * _tokens(scores.amax(-1, keepdim=True), x)[..., 0]
     norm = torch.linalg.vector_norm(x, dim=-1, dtype=scores.dtype)
@@ -113,9 +116,35 @@ def positive(
     eps    is added in units of a token's own largest feature
     dtype  of the result: at least float32 if not given
     """
+    if torch.compiler.is_exporting():
+        return _plain_positive(x, directions, scale, unit, eps, dtype or _wide(x))
     origin = found.largest if unit is None else found.half + unit
     with uncast(x):
         return _Positive.apply(x, directions, found, origin, scale, unit is not None, eps, dtype or _wide(x))
+
+
+# An exported program keeps what an autograd.Function computes but not its backward, so it gets expressions that torch
+# can differentiate: the same numbers, for more memory.
+
+
+def _plain_fourier(x: Tensor, directions: Tensor, unit: bool, dtype: torch.dtype) -> Tensor:
+    scores = project(x, directions)
+    if unit:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scores.dtype)
+        scores = scores * norm.clamp(min=SHORT).reciprocal()
+    return torch.cat((scores.sin(), scores.cos()), -1).to(dtype) * scores.shape[-1] ** -0.5
+
+
+def _plain_positive(
+    x: Tensor, directions: Tensor, scale: float, unit: Tensor | None, eps: float, dtype: torch.dtype
+) -> Tensor:
+    scores = scale * project(x, directions)
+    largest = scores.amax(-1, keepdim=True)
+    origin = largest
+    if unit is not None:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scores.dtype)
+        origin = (scale * norm).square() / 2 + math.log(scores.shape[-1]) / 2 + unit[..., None]
+    return ((scores - origin).exp() + eps * (largest - origin).exp()).to(dtype)
 
 
 class _Fourier(torch.autograd.Function):

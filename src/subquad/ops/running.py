@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.ops.lengths import padding
+
 SUM_BLOCK = 64
 MAX_BLOCK = 128
 
@@ -27,7 +29,7 @@ def running_sum(x: Tensor, start: Tensor) -> Tensor:
 
 def running_max(x: Tensor) -> Tensor:
     """The largest so far along the last axis, bit for bit that of one scan: [..., T] -> [..., T]."""
-    blocks = F.pad(x, (0, -x.shape[-1] % MAX_BLOCK), value=-torch.inf).unflatten(-1, (-1, MAX_BLOCK))
+    blocks = F.pad(x, (0, padding(x.shape[-1], MAX_BLOCK)), value=-torch.inf).unflatten(-1, (-1, MAX_BLOCK))
     within = blocks.cummax(-1).values
     before = F.pad(within[..., -1].cummax(-1).values, (1, -1), value=-torch.inf)
     return torch.maximum(within, before[..., None]).flatten(-2)[..., : x.shape[-1]]

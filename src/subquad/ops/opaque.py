@@ -1,0 +1,58 @@
+"""Attention whose loop runs as often as the sequence is long, as one node of a program that is exported for any length.
+
+Such a program has no loop whose length is a size of its input. Inside an operator Python runs it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Compute = Callable[[Sequence[Tensor], str], Tensor]
+
+
+def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], str, bool], Tensor]:
+    """`compute(inputs, settings)` as the operator subquad::<name>; the third argument says whether it is random.
+
+    The inputs are q [B, T, H, K], k, v [B, S, H, V] and any other tensors; the result is [B, T, H, V] of v's type.
+    It is computed again for the gradients, with the random numbers of the first time.
+    """
+
+    def forward(inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:
+        return _repeatable(compute, inputs, settings, seed).contiguous()
+
+    def shape_only(inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:  # noqa: ARG001
+        q, _, v = inputs[:3]
+        return v.new_empty(*q.shape[:3], v.shape[3])
+
+    def remember(ctx: Any, inputs: tuple[Sequence[Tensor], str, Tensor | None], output: Tensor) -> None:  # noqa: ARG001
+        tensors, ctx.settings, seed = inputs
+        ctx.save_for_backward(seed, *tensors)
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], None, None]:
+        seed, *tensors = ctx.saved_tensors
+        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        with torch.enable_grad():
+            o = _repeatable(compute, inputs, ctx.settings, seed)
+        floating = [t for t in inputs if t.requires_grad]
+        grads = iter(torch.autograd.grad(o, floating, grad, allow_unused=True))
+        return [next(grads) if t.requires_grad else None for t in inputs], None, None
+
+    operator = torch.library.custom_op(f"subquad::{name}", forward, mutates_args=())
+    operator.register_fake(shape_only)
+    operator.register_autograd(differentiate, setup_context=remember)
+
+    def run(inputs: list[Tensor], settings: str, random: bool) -> Tensor:
+        return operator(inputs, settings, torch.randint(2**62, ()) if random else None)
+
+    return run
+
+
+def _repeatable(compute: Compute, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:
+    if seed is None:
+        return compute(inputs, settings)
+    device = inputs[0].device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        return compute(inputs, settings)
