@@ -95,7 +95,7 @@ class Clustered(Mixer):
         q, k, v = self._project(x, context)
         if self.options.causal:
             bits = self._bits(q)
-            if symbolic(q.shape[1]):
+            if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # which takes minutes over the loop
                 settings = self.settings if self._dropout() else self.settings_without_dropout
                 return self.heads.merge(_operator([q, k, v, bits], settings, self._dropout() > 0))
             return self.heads.merge(self._causal(q, k, v, bits))

@@ -30,7 +30,7 @@ from subquad.ops.autocast import uncast
 from subquad.ops.lengths import padding, symbolic
 
 BLOCK = 64  # tokens that a convolution makes at once
-PIECES = 16  # a long row of queries meets the landmarks in so many pieces
+PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so many pieces, the most that divide it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, drop
     The gradient of attention is one program on a GPU for each block of keys, and there are few keys: so the queries
     are cut into pieces, as many rows of a batch.
     """
-    pieces = 1 if symbolic(q.shape[2]) else math.gcd(q.shape[2], PIECES)
+    pieces = 1 if symbolic(q.shape[2]) else next(n for n in PIECES if q.shape[2] % n == 0)
     q = q.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [B*pieces, H, T/pieces, K]
     few_k, values = few_k.repeat_interleave(pieces, 0), values.repeat_interleave(pieces, 0)
     visible = None if visible is None else visible.repeat_interleave(pieces, 0)

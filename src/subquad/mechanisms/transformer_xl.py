@@ -113,7 +113,9 @@ class TransformerXL(Mixer):
         size, span = q.shape[1], self.options.memory + self._after()
         c = at_most(self.options.memory, size)
         extra = padding(size, c)
-        q = F.pad(q, (0, 0, 0, 0, 0, extra)).unflatten(1, (-1, c))  # [B, N, C, H, K]
+        # padded without heads: torch.compile(dynamic=True) errs on the gradient of padding that comes in another layout
+        q = F.pad(q.flatten(2), (0, 0, 0, extra)).unflatten(2, (self.options.heads, -1))
+        q = q.unflatten(1, (-1, c))  # [B, N, C, H, K]
         k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
         seen = F.pad(seen, (0, extra)).unfold(1, c + span, c)  # [B, N, C + span]
         content = torch.einsum("bnchk,bnhks->bnhcs", q + self.u, k)

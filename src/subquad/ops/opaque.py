@@ -3,7 +3,8 @@
 Such a program has no loop whose length is a size of its input. Inside an operator Python runs it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,23 +31,42 @@ def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], s
         tensors, ctx.settings, seed = inputs
         ctx.save_for_backward(seed, *tensors)
 
+    def backward(grad: Tensor, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> list[Tensor]:
+        with _autograd():
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+            o = _repeatable(compute, leaves, settings, seed)
+            floating = [t for t in leaves if t.requires_grad]
+            grads = iter(torch.autograd.grad(o, floating, grad, allow_unused=True, materialize_grads=True))
+        return [next(grads).contiguous() if t.requires_grad else torch.zeros_like(t) for t in leaves]
+
+    def backward_shapes(grad: Tensor, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> list[Tensor]:  # noqa: ARG001
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
+
     def differentiate(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], None, None]:
-        seed, *tensors = ctx.saved_tensors
-        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
-        with torch.enable_grad():
-            o = _repeatable(compute, inputs, ctx.settings, seed)
-        floating = [t for t in inputs if t.requires_grad]
-        grads = iter(torch.autograd.grad(o, floating, grad, allow_unused=True))
-        return [next(grads) if t.requires_grad else None for t in inputs], None, None
+        seed, *inputs = ctx.saved_tensors
+        grads = gradients(grad, inputs, ctx.settings, seed)
+        return [g if t.is_floating_point() else None for g, t in zip(grads, inputs, strict=True)], None, None
 
     operator = torch.library.custom_op(f"subquad::{name}", forward, mutates_args=())
     operator.register_fake(shape_only)
+    gradients = torch.library.custom_op(f"subquad::{name}_backward", backward, mutates_args=())
+    gradients.register_fake(backward_shapes)
     operator.register_autograd(differentiate, setup_context=remember)
 
     def run(inputs: list[Tensor], settings: str, random: bool) -> Tensor:
         return operator(inputs, settings, torch.randint(2**62, ()) if random else None)
 
     return run
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd as outside of operators, inside of which torch switches it off."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
 
 
 def _repeatable(compute: Compute, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:

@@ -119,8 +119,9 @@ def positive(
     if torch.compiler.is_exporting():
         return _plain_positive(x, directions, scale, unit, eps, dtype or _wide(x))
     origin = found.largest if unit is None else found.half + unit
+    b = eps * (found.largest - origin).exp()[..., None]
     with uncast(x):
-        return _Positive.apply(x, directions, found, origin, scale, unit is not None, eps, dtype or _wide(x))
+        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or _wide(x))
 
 
 # An exported program keeps what an autograd.Function computes but not its backward, so it gets expressions that torch
@@ -147,6 +148,10 @@ def _plain_positive(
     return ((scores - origin).exp() + eps * (largest - origin).exp()).to(dtype)
 
 
+# Inside an autograd.Function torch.compile(dynamic=True) takes numbers that are written out or passed, but none of a
+# module's, a default's or an option's: hence 1e-6 in place of SHORT.
+
+
 class _Fourier(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, directions, unit, dtype):  # type: ignore[no-untyped-def]
@@ -154,7 +159,7 @@ class _Fourier(torch.autograd.Function):
         inverse = None
         if unit:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scores.dtype)
-            inverse = norm.clamp(min=SHORT).reciprocal()  # [B, T, H, 1]
+            inverse = norm.clamp(min=1e-6).reciprocal()  # [B, T, H, 1]
             scores *= _rows(inverse)
         sin, cos = (torch.empty_like(scores, dtype=dtype) for _ in range(2))
         phi = torch.cat((torch.sin(scores, out=sin), torch.cos(scores, out=cos)), -1)
@@ -171,10 +176,10 @@ class _Fourier(torch.autograd.Function):
         of_scores = (cos * of_sin).addcmul_(sin, of_cos, value=-1)
         if inverse is not None:
             of_scores *= inverse.to(of_scores.dtype)
-        dx, of_directions = _product_backward(ctx, of_scores, x, directions)
+        dx, of_directions = _product_backward(ctx, of_scores, x, directions, 1.0)
         if inverse is not None and dx is not None:  # a unit vector moves at right angles to itself
             along = (dx * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
-            along.masked_fill_(inverse > 0.999 / SHORT, 0)
+            along.masked_fill_(inverse > 0.999e6, 0)
             dx = dx.addcmul(along.to(dx.dtype), x.to(dx.dtype), value=-1)
         return None if dx is None else dx.to(x.dtype), of_directions, None, None
 
@@ -186,9 +191,8 @@ class _Positive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, directions, found, origin, scale, moves, eps, dtype):  # type: ignore[no-untyped-def]
-        b = eps * (found.largest - origin).exp()[..., None]
-        scores = torch.add(_rows(origin[..., None]).neg(), found.scores, alpha=scale, out=found.scores)
+    def forward(ctx, x, directions, scores, origin, b, scale, moves, dtype):  # type: ignore[no-untyped-def]
+        scores = torch.add(_rows(origin[..., None]).neg(), scores, alpha=scale, out=scores)
         phi = scores.exp_() if dtype == scores.dtype else torch.exp(scores, out=torch.empty_like(scores, dtype=dtype))
         phi += _rows(b).to(dtype)
         phi = _tokens(phi, x)
@@ -222,7 +226,7 @@ def _product(x: Tensor, directions: Tensor) -> Tensor:
     return torch.bmm(rows.to(wide), directions.to(wide).mT)
 
 
-def _product_backward(ctx, grad, x, directions, scale=1.0):  # type: ignore[no-untyped-def]
+def _product_backward(ctx, grad, x, directions, scale):  # type: ignore[no-untyped-def]
     """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None where not needed."""
     with uncast(x):
         grad, dx, of_directions = _rows(grad), None, None  # [H, B*T, M]
