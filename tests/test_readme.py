@@ -181,7 +181,7 @@ def test_the_examples_run() -> None:
         exec(block, names)
 
 
-def test_every_folder_named_exists() -> None:
+def test_every_place_named_exists() -> None:
     root = README.parent
-    for path in re.findall(r"^(src/\S+|bench/|results/|tests/)", README.read_text(), re.MULTILINE):
-        assert (root / path).is_dir(), path
+    for path in re.findall(r"^(src/\S+|bench/|results/|checkpoints/|guides/|tests/)", README.read_text(), re.MULTILINE):
+        assert (root / path).is_dir() if path.endswith("/") else (root / path).is_file(), path

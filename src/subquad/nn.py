@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subquad.checks import at_least, check_plain, refuse
 from subquad.mechanisms import build
-from subquad.ops.lengths import readable, shape_of
+from subquad.ops.lengths import require, shape_of
 
 # where torch.nn.MultiheadAttention keeps the weights that `Heads` keeps
 FROM_TORCH = {
@@ -175,7 +175,7 @@ class MultiheadAttention(nn.Module):
         shapes = ((size, size), (x.shape[0] * self.num_heads, size, size))
         hidden = _hidden(mask, "attn_mask", shapes, x, accepted)
         future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-        _require((hidden == future).all(), f"attn_mask cannot work: accepted is {accepted}")
+        require((hidden == future).all(), f"attn_mask cannot work: accepted is {accepted}")
 
 
 def _rename_weights(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -192,7 +192,7 @@ def _lengths(mask: Tensor, context: Tensor, batched: bool) -> Tensor:
     accepted += ": False, or 0, for tokens, then True, or -inf, for padding"
     padding = _hidden(mask, "key_padding_mask", ((batch, size) if batched else (size,),), context, accepted)
     padding = padding.view(batch, size)
-    _require(
+    require(
         (padding[:, 1:] >= padding[:, :-1]).all(), f"key_padding_mask cannot work: accepted is {accepted}"
     )  # once padded, always padded
     return size - padding.sum(-1)
@@ -209,13 +209,5 @@ def _hidden(mask: Tensor, name: str, shapes: tuple[tuple[int, ...], ...], x: Ten
     if not mask.is_floating_point():
         raise ValueError(f"{name} has dtype {mask.dtype}: accepted are bools and floats")
     hidden = mask == -torch.inf
-    _require((hidden | (mask == 0)).all(), f"{name} cannot work: accepted is {accepted}")
+    require((hidden | (mask == 0)).all(), f"{name} cannot work: accepted is {accepted}")
     return hidden
-
-
-def _require(holds: Tensor, error: str) -> None:
-    """Raise unless it holds; where the value cannot be read without waiting, the device does."""
-    if not readable(holds):
-        torch._assert_async(holds, error)
-    elif not holds:
-        raise ValueError(error)

@@ -166,6 +166,7 @@ def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch:
 
 ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or whose two sides another test computes
     "mechanisms.additive.GPU_PAIRS": "PAIRS on a GPU",
+    "mechanisms.clustered.CHUNK": "of exported programs; mechanisms/test_export.py",
     "mechanisms.efficient.NOTHING": "stands for minus infinity",
     "mechanisms.efficient.PADDED": "stands for minus infinity",
     "mechanisms.performer.NOTHING": "stands for minus infinity",
@@ -189,6 +190,7 @@ ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or 
     "ops.linear_fused.PROGRAMS": "ops/test_linear_triton.py",
     "ops.linear_fused.WALKS": "ops/test_linear_triton.py",
     "ops.patterns.COUNTED": "ops/test_patterns.py",
+    "ops.patterns.DENSEST": "ops/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
     "ops.sparse_triton.SPLIT": "ops/test_sparse_triton.py",
 }
@@ -211,4 +213,6 @@ def _is_number(node: ast.expr) -> bool:
         return _is_number(node.left) and _is_number(node.right)
     if isinstance(node, ast.UnaryOp):
         return _is_number(node.operand)
+    if isinstance(node, ast.Tuple):
+        return all(map(_is_number, node.elts))
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)

@@ -95,6 +95,12 @@ def test_pairs_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
             assert pattern.pairs(37, causal=causal) == int(pattern.dense(37, causal=causal).sum())
 
 
+def test_a_matrix_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"T=1000000 cannot work: accepted is T·S of at most 2\*\*36"):
+        Local(3).dense(10**6)
+    assert Local(3).pairs(10**6) == 7 * 10**6 - 12
+
+
 @some
 @given(patterns(), st.integers(1, 60), st.data())
 def test_causal_patterns_are_prefix_stable(pattern: Pattern, T: int, data: st.DataObject) -> None:

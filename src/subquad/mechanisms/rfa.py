@@ -41,7 +41,7 @@ from subquad.ops.random_features import SHORT, draw_directions, fourier
 class State(NamedTuple):
     s: Tensor  # [B, H, M, V] at least float32
     z: Tensor  # [B, H, M]
-    squares: Tensor  # [B, H] Σ wₛ²
+    weight_squares: Tensor  # [B, H] Σ wₛ²
     position: Tensor  # [B]
 
 
@@ -116,7 +116,7 @@ class RFA(Mixer):
         state = state if state is not None else self._init_state(x.shape[0], None)
         q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
         before = LinearState(state.s, state.z)
-        squares, last = self._squares(gate, state.squares, x, lengths)
+        squares, last = self._squares(gate, state.weight_squares, x, lengths)
         q = _over_unit(q, squares)
         o, sums = linear_attention(
             q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
@@ -126,7 +126,7 @@ class RFA(Mixer):
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         x = x[:, None]
         q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
-        squares, last = self._squares(gate, state.squares, x, None)
+        squares, last = self._squares(gate, state.weight_squares, x, None)
         q = _over_unit(q, squares)
         gate = None if gate is None else gate[:, 0]
         before = LinearState(state.s, state.z)
@@ -181,7 +181,7 @@ class RFA(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """Σ wₛ² over the keys up to each, [B, T, H], and after each row's last, [B, H]; `start` before the first."""
         wide = torch.promote_types(self._like.dtype, torch.float32)
-        start = start if start is not None else x.new_zeros(len(x), self.options.heads, dtype=wide)
+        start = start if start is not None else x.new_zeros(x.shape[0], self.options.heads, dtype=wide)
         if gate is None:
             upto = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
             return start[:, None] + upto, start + (x.shape[1] if lengths is None else lengths[:, None])

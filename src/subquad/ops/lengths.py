@@ -65,5 +65,13 @@ def at_most(limit: int, size: int) -> int:
     return limit if symbolic(size) else min(limit, size)
 
 
+def require(holds: Tensor, error: str) -> None:
+    """ValueError unless it holds; where the value cannot be read without waiting, the device itself fails."""
+    if not readable(holds):
+        torch._assert_async(holds, error)
+    elif not holds:
+        raise ValueError(error)
+
+
 def shape_of(x: object) -> object:
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_heads, checked, shown
-from subquad.ops.lengths import check_op_lengths, readable
+from subquad.ops.lengths import check_op_lengths, require
 
 
 @checked
@@ -53,8 +53,7 @@ def similarity_attention(
         raise ValueError(
             f"sim gave shape {tuple(weight.shape)}: accepted is [B, H, T, S] = {(batch, heads, queries, keys)}"
         )
-    if readable(weight) and bool((weight < 0).any()):
-        raise ValueError("sim gave negative weights: accepted are weights of at least 0")
+    require((weight >= 0).all(), "sim gave negative weights: accepted are weights of at least 0")
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if causal:
         weight = weight.tril()

@@ -28,8 +28,7 @@ def load(folder: Path) -> Run:
             "settings": {"task": config["task"], **config.pop("data"), **config.pop("model"), **training},
         }
     data["result"] = read_result(folder) if (folder / RESULT).is_file() else None
-    with blaming(str(folder / METRICS), ValueError):
-        data["curves"] = logged(folder)
+    data["curves"] = logged(folder)
     run = Run(folder.resolve().name, folder / METRICS, data)
     with blaming(str(folder / RESULT), ValueError):
         _sentence(data)
