@@ -33,18 +33,16 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds; ValueError names a file that is not UTF-8, not JSON or nested too deep."""
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        wrong = error.object[error.start]
-        raise ValueError(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is JSON in UTF-8") from error
-    return parse_json(text, path)
+    return parse_json(path.read_bytes(), path)
 
 
-def parse_json(text: str, source: object) -> Any:
+def parse_json(text: str | bytes, source: object) -> Any:
     """JSON from anywhere; `source` is what an error names."""
     try:
-        data = json.loads(text)
+        data = json.loads(text if isinstance(text, str) else text.decode())
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise ValueError(f"{source} holds {wrong:#04x} at byte {error.start:,}: accepted is JSON in UTF-8") from error
     except RecursionError:
         raise ValueError(f"{source} is nested too deep: accepted are {DEEPEST} levels") from None
     except ValueError as error:  # JSONDecodeError, or a number of too many digits

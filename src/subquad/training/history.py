@@ -82,7 +82,7 @@ def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    line = parse_json(raw.decode(), "it")
+    line = parse_json(raw, "it")
     plain = isinstance(line, dict) and type(line.get("step")) is int and isinstance(line.get("split"), str)
     if not plain or not all(
         isinstance(value, str) if key in ("split", CHECK) else value is None or isinstance(value, int | float)
