@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,5 +105,7 @@ def digest_of(data: Any) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged file to a name that no reader takes for it; what was there under that name goes."""
-    return path.replace(path.with_name(f"{path.name}.damaged"))
+    """Move a damaged file or folder to a name that no reader takes for it, in place of what has that name already."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # a folder does not replace another
+    return path.replace(aside)

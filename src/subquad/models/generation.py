@@ -237,11 +237,16 @@ def check_start(
     values = values_of(model)
     sampling.check(values)
     make_seeds(seed, len(tokens), tokens.device)
+    if state is not None:
+        check_given_state(model, state, len(tokens))
+    return check_stop(stop, values)
+
+
+def check_stop(stop: int | Sequence[int], values: int) -> tuple[int, ...]:
+    """The stop tokens as a tuple; refused if the model, of so many values, cannot draw them."""
     stop = (stop,) if isinstance(stop, int) else tuple(stop)
     if any(not 0 <= token < values for token in stop):
         refuse("stop", stop, f"tokens from 0 to {values - 1}")
-    if state is not None:
-        check_given_state(model, state, len(tokens))
     return stop
 
 

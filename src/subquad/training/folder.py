@@ -95,7 +95,7 @@ class Folder:
             raise ValueError(f"{said}: no checkpoint is left to go on from; --out begins anew elsewhere")
         notes += [f"{said}; the one before it is used" for said in damaged.values()]
         for path in damaged:
-            checkpoints.set_aside(path)
+            set_aside(path)
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")
             return Opened(None, notes)
@@ -119,7 +119,7 @@ class Folder:
                 older = checkpoints.read(path)
                 if not self._damage_of_best(older):
                     for later in newer:
-                        checkpoints.set_aside(later)
+                        set_aside(later)
                     return older, [f"{damage}; training goes on from {path.name}, and makes these weights again"]
             newer.append(path)
         return newest, []
