@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,19 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}: accepted is a JSON object")
     return data
+
+
+@contextlib.contextmanager
+def blaming(what: str, *also: type[Exception]) -> Iterator[None]:
+    """Turn errors of code that takes a file's content apart into a sentence that names where it came from."""
+    kinds: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, *also)
+    try:
+        yield
+    except kinds as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is of another kind"
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start:,} is not UTF-8"
+        raise ValueError(f"{what} is damaged, or not what subquad writes: {why}") from error
 
 
 def write_sealed(path: Path, data: Mapping[str, Any], allow_nan: bool = False) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from subquad.bench.measure import free_bytes
 from subquad.checks import check_count, refuse
+from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loop import values_of

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.bench.measure import free_bytes
 from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
+from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.bench.saved import blaming
 from subquad.checks import check_plain
+from subquad.disk import blaming
 from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig

@@ -22,7 +22,6 @@ from subquad.bench.measure import (
     Subject,
     first_line,
     first_run,
-    free_bytes,
     grown,
     spread,
     tensor_bytes,
@@ -33,6 +32,7 @@ from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import readable
 from subquad.checks import check_count, counts, refuse
 from subquad.data import files, imdb
+from subquad.machine import free_bytes
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier
 from subquad.models.blocks import Block
