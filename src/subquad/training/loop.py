@@ -49,7 +49,7 @@ def train(
     try:
         resume = resume or ranks.goes_on()
         ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
-        check_model(task, fields, ranks.device)
+        ranks.decide(lambda: check_model(task, fields, ranks.device, ranks.sharded))
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
         if ranks.world == 1 and ranks.device.type == "cpu":
             check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)
