@@ -12,7 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,7 @@ def check_tensor(name: str, value: object) -> None:
     """Refuse what is not a tensor, or a sparse one."""
     if not isinstance(value, Tensor):
         refuse(name, value, "a tensor")
-    if value.layout is not torch.strided:
-        check_strided(name, value)
+    check_strided(name, value)
 
 
 def check_heads(shape: str, **tensors: Tensor) -> None:
@@ -78,8 +77,7 @@ def check_heads(shape: str, **tensors: Tensor) -> None:
                 f"{name} is {x.dtype} on {x.device}, {first} {like.dtype} on {like.device}:"
                 " accepted is one floating point type of at least 16 bits on one device"
             )
-        if x.layout is not torch.strided:
-            check_strided(name, x)
+        check_strided(name, x)
 
 
 def check_device(name: str, value: object, meta: bool = True) -> None:
@@ -216,29 +214,28 @@ class _Signature:
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
         self.name = function.__qualname__.removesuffix(".__init__")
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        # types that need no closer look, so that a call costs a microsecond; None: anything may come
         self.accepted = {
-            name: (_quick(hints.get(name, Any)), hints.get(name, Any))
+            name: _Accepted.of(name, hints.get(name, Any))
             for name, p in parameters.items()
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         }
         self.positional = [
-            (name, *self.accepted[name])
+            self.accepted[name]
             for name, p in parameters.items()
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for (name, quick, hint), value in zip(self.positional, args, strict=False):
-            if quick is not None and type(value) not in quick:
+        for (name, hint, quick, fits), value in zip(self.positional, args, strict=False):
+            if type(value) not in quick and not fits(value):
                 check_plain(name, value, hint)
         for name, value in kwargs.items():
             if name not in self.accepted:
                 if not self.open:
                     self._refuse_keyword(name)
                 continue
-            quick, hint = self.accepted[name]
-            if quick is not None and type(value) not in quick:
+            _, hint, quick, fits = self.accepted[name]
+            if type(value) not in quick and not fits(value):
                 check_plain(name, value, hint)
 
     def _refuse_keyword(self, name: str) -> NoReturn:
@@ -254,13 +251,19 @@ INSTEAD_OF_MASKS = (
 )
 
 
-def _quick(hint: Any) -> frozenset[type] | None:
-    """Types of which every value fits a hint."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if Any in kinds or object in kinds:
-        return None
-    plain = {kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None} - {int, float}
-    return frozenset(plain | ({nn.Parameter} if Tensor in plain else set()))
+class _Accepted(NamedTuple):
+    """What a parameter accepts."""
+
+    name: str
+    hint: Any
+    quick: frozenset[type]  # types of which every value fits, so that most calls cost a microsecond
+    fits: Fits
+
+    @classmethod
+    def of(cls, name: str, hint: Any) -> "_Accepted":
+        kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        plain = {kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None} - {int, float}
+        return cls(name, hint, frozenset(plain | ({nn.Parameter} if Tensor in plain else set())), _fitting(hint)[0])
 
 
 def plain_name(name: str, value: str) -> str:

@@ -413,21 +413,23 @@ def train(
     given += [] if data is None else [f"data.set={json.dumps(data)}"]
     given += [] if minutes is None else [f"training.minutes={minutes}"]
     folder = Path("runs") / task if out is None else out
-    said = console if os.environ.get("RANK", "0") == "0" else Terminal(quiet=True)  # once, of all that torchrun started
+    rank_console = (
+        console if os.environ.get("RANK", "0") == "0" else Terminal(quiet=True)
+    )  # once, of all that torchrun started
     _check_folder("out", folder)
     try:
-        result = start(task, folder, given, resume=resume, device=device, leg=leg, console=said)
+        result = start(task, folder, given, resume=resume, device=device, leg=leg, console=rank_console)
     except Interrupted as interruption:
-        said.print(escape(str(interruption)), soft_wrap=True)
+        rank_console.print(escape(str(interruption)), soft_wrap=True)
         raise typer.Exit(interruption.code) from None
     except KeyboardInterrupt:
-        said.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
+        rank_console.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
         raise typer.Exit(130) from None
     except (OSError, Stopped) as error:  # a run that was begun, and ended
         raise _failure(error, 1) from None
     if result.ended_by != "leg":
         ended = escape(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}")
-        said.print(ended, soft_wrap=True, highlight=False)
+        rank_console.print(ended, soft_wrap=True, highlight=False)
 
 
 @app.command()

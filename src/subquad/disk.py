@@ -5,8 +5,9 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def read_object(path: Path) -> dict[str, Any]:
     return data
 
 
+@contextlib.contextmanager
+def blaming(what: str, *also: type[Exception]) -> Iterator[None]:
+    """Turn errors of code that takes a file's content apart into a sentence that names where it came from."""
+    kinds: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, *also)
+    try:
+        yield
+    except kinds as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is of another kind"
+        if isinstance(error, UnicodeDecodeError):
+            why = f"byte {error.start:,} is not UTF-8"
+        raise ValueError(f"{what} is damaged, or not what subquad writes: {why}") from error
+
+
 def write_sealed(path: Path, data: Mapping[str, Any], allow_nan: bool = False) -> None:
     """Write JSON with the digest of its content."""
     plain = json.loads(json.dumps(data, allow_nan=allow_nan))  # as it will be read: tuples are lists
@@ -102,5 +116,7 @@ def digest_of(data: Any) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged file to a name that no reader takes for it; what was there under that name goes."""
-    return path.replace(path.with_name(f"{path.name}.damaged"))
+    """Move a damaged file or folder to a name that no reader takes for it, in place of what has that name already."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # a folder does not replace another
+    return path.replace(aside)

@@ -8,7 +8,6 @@ from subquad.bench.measure import (
     Yardstick,
     allocation_peak,
     calls_for,
-    free_bytes,
     grown,
     once,
     peak_bytes,
@@ -83,4 +82,3 @@ def test_each_sample_of_decoding_starts_at_the_end_of_the_sequence() -> None:
 
 def test_estimates() -> None:
     assert grown(10.0, 512, 1024, 2.0) == 40.0
-    assert free_bytes("cpu") > 0

@@ -159,7 +159,7 @@ def test_matrix_products_use_one_thread_too() -> None:
 
 
 def test_where_the_number_cannot_be_set_for_one_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_setter", lambda: None)
+    monkeypatch.setattr(threads, "_thread_setters", lambda: None)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     assert run_small(0, torch.get_num_threads) == 1
     assert torch.get_num_threads() == OURS

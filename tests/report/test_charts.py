@@ -81,7 +81,7 @@ def test_sentence_table_and_ring_agree(tmp_path: Path) -> None:
     told = "linear at every T measured" + "".join(
         f"; {name} from T = {wins[name].length:,}" for name in ("fnet", "local", "rfa")
     )
-    assert charts.told(wins) == told
+    assert charts.in_words(wins) == told
     assert f"Mechanisms that train faster than exact softmax: {told}." in page
     table = page[page.index('id="r0-crossovers"') :]
     for name, win in wins.items():

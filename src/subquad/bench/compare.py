@@ -24,13 +24,14 @@ from rich.table import Table
 
 from subquad.bench import growth, worker
 from subquad.bench.child import environment
-from subquad.bench.measure import DTYPES, YARDSTICK, free_bytes
+from subquad.bench.measure import DTYPES, YARDSTICK
 from subquad.bench.provenance import origin
 from subquad.bench.quality import load_tokens, task_name
 from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import Settings, cache_folder, readable
 from subquad.bench.worker import Job, Row
 from subquad.checks import refuse
+from subquad.machine import free_bytes
 from subquad.mechanisms import MECHANISMS
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from subquad.bench.measure import first_line
 from subquad.bench.provenance import commit
-from subquad.checks import counts, refuse
+from subquad.checks import check_count
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
 from subquad.models.device import available
@@ -230,8 +230,7 @@ def bench(
     if dtype not in kinds:
         raise ValueError(f"dtype={dtype!r} cannot work: accepted are {', '.join(kinds)}")
     for name, value in (("most", most), ("steps", steps)):
-        if not counts([value]):
-            refuse(name, value, "an integer of at least 1")
+        check_count(name, value)
 
     def tell(row: Figures) -> None:
         mark = "*" if row["largest_batch"] else " "

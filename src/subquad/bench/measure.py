@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -275,21 +274,6 @@ def _no_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nothing)
-
-
-def free_bytes(device: str) -> int:
-    """Memory that can still be had: of the GPU, or of this machine and of the container we are in."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated()
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    info = Path("/proc/meminfo")
-    if info.exists():
-        available = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-        limits.append(int(available.split()[1]) * 1024)
-    most, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if most.exists() and used.exists() and most.read_text().strip() != "max":
-        limits.append(int(most.read_text()) - int(used.read_text()))
-    return min(limits)
 
 
 def grown(value: float, before: int, now: int, exponent: float) -> float:

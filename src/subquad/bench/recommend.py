@@ -9,10 +9,10 @@ from typing import Any
 
 from subquad.bench.growth import between, crossover, names, series
 from subquad.bench.measure import YARDSTICK
-from subquad.bench.saved import blaming, check_rows
+from subquad.bench.saved import check_rows
 from subquad.bench.settings import cache_folder, readable
 from subquad.checks import at_least, one_of
-from subquad.disk import read_json
+from subquad.disk import blaming, read_json
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.base import Traits
 

@@ -1,10 +1,9 @@
 """Files of figures: written whole, kept when others take their place, read again by the call that goes on."""
 
-import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,6 @@ def set_aside(path: Path, console: Console) -> None:
         console.print(f"the figures that were there are now {before}", soft_wrap=True, highlight=False)
 
 
-@contextlib.contextmanager
-def blaming(what: str, *also: type[Exception]) -> Iterator[None]:
-    """Errors of code that takes figures apart, as a sentence that names where they came from."""
-    kinds: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, *also)
-    try:
-        yield
-    except kinds as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is of another kind"
-        if isinstance(error, UnicodeDecodeError):
-            why = f"byte {error.start:,} is not UTF-8"
-        raise ValueError(f"{what} is damaged, or not what subquad writes: {why}") from error
-
-
 def check_rows(results: Results, path: Path) -> None:
     """Refuse rows of a comparison that are no measurements, so that nothing is computed from them."""
     rows = results.get("rows", [])
@@ -50,8 +36,9 @@ def check_rows(results: Results, path: Path) -> None:
     if isinstance(rows, list):
         wrong = next((row for row in rows if not _is_measured(row)), None)
     if wrong is not None:
-        told = f"{str(wrong)[:80]!r}"
-        raise ValueError(f"{path} is damaged, or not what subquad compare writes: {told} is no row of figures")
+        raise ValueError(
+            f"{path} is damaged, or not what subquad compare writes: {str(wrong)[:80]!r} is no row of figures"
+        )
 
 
 def _is_measured(row: object) -> bool:

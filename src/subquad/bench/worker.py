@@ -24,7 +24,6 @@ from subquad.bench.measure import (
     Yardstick,
     first_line,
     first_run,
-    free_bytes,
     grown,
     out_of_memory,
     peak_bytes,
@@ -32,6 +31,7 @@ from subquad.bench.measure import (
     time_beside,
 )
 from subquad.bench.settings import Settings, readable
+from subquad.machine import free_bytes
 from subquad.mechanisms import mechanism
 
 Row = dict[str, Any]

@@ -231,7 +231,7 @@ def _read_grids(path: Path, part: str) -> list[np.ndarray]:
     try:
         with zipfile.ZipFile(path) as packed:
             entry = packed.getinfo(f"{part}.npy")
-            if entry.file_size > files.LARGEST:
+            if entry.file_size > files.IN_MEMORY:
                 raise ValueError(f"{entry.filename} unpacks to {entry.file_size:,} bytes")
             data = io.BytesIO(packed.read(entry))
         np.lib.format.read_magic(data)

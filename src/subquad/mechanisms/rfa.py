@@ -238,11 +238,9 @@ class RFA(Mixer):
         mask = keep(lengths, k.shape[2])
         seen = seen if mask is None else seen * mask[:, None, None]
         unit = 2 ** (0.7 * (seen * seen).sum(-1, keepdim=True).clamp(min=1e-30)).log2().div(2).floor()
-        d, least = (
-            (weights * seen).sum(-1, keepdim=True),
-            self.options.eps * unit / math.sqrt(2 * self.options.features),
-        )
-        return weights * seen / torch.where(d < 0, torch.minimum(d, -least), torch.maximum(d, least))
+        weights = weights * seen
+        d, least = weights.sum(-1, keepdim=True), self.options.eps * unit / math.sqrt(2 * self.options.features)
+        return weights / torch.where(d < 0, torch.minimum(d, -least), torch.maximum(d, least))
 
 
 def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:

@@ -179,9 +179,8 @@ class Routing(Mixer):
         q, k, v, _, near = routed
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
-        if (
-            not symbolic(size) and size <= self.options.window
-        ):  # every centroid takes them all, and their mean is what one gives
+        # every centroid takes all of so few tokens, and the mean over centroids is what one of them gives
+        if not symbolic(size) and size <= self.options.window:
             near = tuple(nearness[:, :, :1] for nearness in near)
         for nearness in near:
             if lengths is not None:

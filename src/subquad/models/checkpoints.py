@@ -61,9 +61,9 @@ def card(folder: Path) -> dict[str, Any]:
     """What is known of a saved model: its card, or the config of the run it was trained in; nothing of others."""
     for file in (folder / CARD, folder.parent / CONFIG):
         if file.is_file():
-            found, _ = read_sealed(file)
-            if "task" in found:
-                return found
+            facts, _ = read_sealed(file)
+            if "task" in facts:
+                return facts
     return {}
 
 

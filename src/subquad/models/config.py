@@ -27,7 +27,7 @@ NORMS = ("layer", "rms")
 NORM_POSITIONS = ("pre", "post")
 GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
 POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
-DEEPEST = 10_000  # layers
+MOST_LAYERS = 10_000
 POOLINGS = ("mean", "cls", "none")
 
 MixerLike = (
@@ -205,8 +205,8 @@ class EmbeddingConfig(Config):
 
 def check_depth(depth: int) -> None:
     """Refuse stacks that would be built for minutes, and then not fit."""
-    if depth > DEEPEST:
-        refuse("depth", depth, f"an integer of at most {DEEPEST:,}")
+    if depth > MOST_LAYERS:
+        refuse("depth", depth, f"an integer of at most {MOST_LAYERS:,}")
 
 
 def check_parts(config: Config) -> None:

@@ -89,6 +89,7 @@ def generate(
     )
     check_count("steps", steps)
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
+    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
     with evaluating(model, list(model.modules())):
         loop = _start(
@@ -151,7 +152,7 @@ def stream(
         if count is not None:
             check_count(name, count)
     tokens, lengths, single = as_prompt(prompt, lengths, model.device)
-    check_start(model, tokens, lengths, state, sampling, seed, stop)
+    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
     return _stream(model, tokens, lengths, single, steps, state, sampling, seed, stop, compile, capacity)
 
 
@@ -164,7 +165,7 @@ def _stream(
     state: State | None,
     sampling: Sampling,
     seed: Seed,
-    stop: int | Sequence[int],
+    stop: Sequence[int],
     compile: bool | None,
     capacity: int | None,
 ) -> Iterator[Any]:
@@ -189,14 +190,13 @@ def _start(
     state: State | None,
     sampling: Sampling,
     seed: Seed,
-    stop: int | Sequence[int],
+    stop: Sequence[int],
     logprobs: bool,
     compile: bool | None,
     lanes: int | None,
     capacity: int | None = None,
     unroll: int = 1,
 ) -> Loop:
-    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
     batch, longest = tokens.shape
     before = 0 if state is None else int(position_of(state).max())
     capacity = before + longest - 1 + (steps if steps is not None else max(64, capacity or 0))
@@ -237,11 +237,16 @@ def check_start(
     values = values_of(model)
     sampling.check(values)
     make_seeds(seed, len(tokens), tokens.device)
+    if state is not None:
+        check_given_state(model, state, len(tokens))
+    return check_stop(stop, values)
+
+
+def check_stop(stop: int | Sequence[int], values: int) -> tuple[int, ...]:
+    """The stop tokens as a tuple; refused if the model, of so many values, cannot draw them."""
     stop = (stop,) if isinstance(stop, int) else tuple(stop)
     if any(not 0 <= token < values for token in stop):
         refuse("stop", stop, f"tokens from 0 to {values - 1}")
-    if state is not None:
-        check_given_state(model, state, len(tokens))
     return stop
 
 
@@ -279,7 +284,6 @@ def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, sta
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
     count = longest - 1
     if state is not None:
-        check_given_state(model, state, batch)
         state = with_capacity(map_state(torch.clone, state), decoder, capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from subquad.checks import refuse
+from subquad.checks import check_count
+from subquad.machine import free_bytes
 from subquad.models.loop import Recompute, decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, size
 
@@ -21,8 +22,7 @@ def largest_batch(model: Any, capacity: int, free: int | None = None) -> int:
 
 def check_memory(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
     """ValueError if so many streams do not fit, with how many do."""
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        refuse("batch", batch, "an integer of at least 1")
+    check_count("batch", batch)
     most = largest_batch(model, capacity, free)
     if batch > most:
         state, room = bytes_per_stream(model, capacity), _free(model.device, free)
@@ -55,14 +55,4 @@ def imagine(decoder: Any, capacity: int) -> State:
 
 
 def _free(device: torch.device, free: int | None) -> int:
-    if free is not None:
-        return free
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(0.95 * (torch.cuda.mem_get_info(device)[0] + unused))
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
-        return int(0.95 * 1024 * int(fields["MemAvailable"].split()[0]))
-    except (OSError, KeyError):
-        return 1 << 62  # nothing is known, so nothing is refused
+    return int(0.95 * free_bytes(device)) if free is None else free

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad.checks import check_count, check_strided, checked, refuse, shown
 from subquad.disk import DIGEST, logger, parse_json
-from subquad.models.store import digest_of, shapes_in
+from subquad.models.store import describe, digest_tensors
 
 State = Any
 FORMAT = 1
@@ -95,9 +95,9 @@ def join(states: Sequence[State]) -> State:
     for other in columns[1:]:
         for name, tensor in columns[0].items():
             if name not in other or other[name].shape[1:] != tensor.shape[1:]:
-                found = list(other[name].shape[1:]) if name in other else "nothing"
+                theirs = list(other[name].shape[1:]) if name in other else "nothing"
                 raise ValueError(
-                    f"states: {name} is {list(tensor.shape[1:])} a stream in one state, {found} in another"
+                    f"states: {name} is {list(tensor.shape[1:])} a stream in one state, {theirs} in another"
                 )
             if other[name].dtype != tensor.dtype or other[name].device != tensor.device:
                 raise ValueError(f"states: {name} is {shown(tensor)} in one state, {shown(other[name])} in another")
@@ -140,7 +140,7 @@ def save_state(state: State, path: str | Path) -> None:
         taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
         shared[name] = tensor.clone() if taken else tensor
     header = {"format": FORMAT, "kind": "state"}
-    save_file(shared, path, metadata={"subquad": json.dumps({**header, DIGEST: digest_of(shared, header)})})
+    save_file(shared, path, metadata={"subquad": json.dumps({**header, DIGEST: digest_tensors(shared, header)})})
 
 
 @checked
@@ -149,33 +149,28 @@ def load_state(path: str | Path, like: State) -> State:
 
     The batch and the capacity of growing states are the file's own.
     """
-    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     check_state(like, "like")
     if not Path(path).is_file():
         refuse("path", str(path), "a file that save_state wrote")
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("subquad", "{}")
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
-    header = parse_json(text, path)
+    metadata, held = describe(Path(path))
+    header = parse_json(metadata.get("subquad", "{}"), path)
     digest = header.pop(DIGEST, None) if isinstance(header, dict) else None
     if header != {"format": FORMAT, "kind": "state"}:
         raise ValueError(f"{path} is not a state: accepted is a file of save_state, format {FORMAT}")
-    held, wanted = shapes_in(Path(path)), dict(leaves(like))
+    wanted = dict(leaves(like))
     if held.keys() != wanted.keys():
         odd = sorted(held.keys() ^ wanted.keys())[0]
         raise ValueError(f"{path} is the state of another model: {odd} is in one of them only")
-    found = load_file(path)
+    tensors = load_file(path)
     if digest is None:
         logger.warning("%s has no digest: whether it is as it was saved cannot be checked", path)
-    elif digest != digest_of(found, header):
+    elif digest != digest_tensors(tensors, header):
         raise ValueError(f"{path} is damaged: it is not what was saved (SHA-256)")
     for name, tensor in wanted.items():
-        fits = found[name].ndim == tensor.ndim and found[name].shape[2:] == tensor.shape[2:]
-        if not fits or found[name].dtype != tensor.dtype:
-            one, other = (f"{t.dtype} {list(t.shape)}" for t in (found[name], tensor))
+        fits = tensors[name].ndim == tensor.ndim and tensors[name].shape[2:] == tensor.shape[2:]
+        if not fits or tensors[name].dtype != tensor.dtype:
+            one, other = (f"{t.dtype} {list(t.shape)}" for t in (tensors[name], tensor))
             raise ValueError(f"{path} is the state of another model: {name} is {one}, this model's is {other}")
-    return rebuild(like, {name: tensor.to(wanted[name].device) for name, tensor in found.items()})
+    return rebuild(like, {name: tensor.to(wanted[name].device) for name, tensor in tensors.items()})

@@ -35,7 +35,7 @@ def write(model: Model, directory: str | Path) -> None:
     }
     text = json.dumps(header, indent=2, allow_nan=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
-    sealed = json.dumps({**header, DIGEST: digest_of(tensors, json.loads(text))}, indent=2)
+    sealed = json.dumps({**header, DIGEST: digest_tensors(tensors, json.loads(text))}, indent=2)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
@@ -48,7 +48,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     weights, config = directory / WEIGHTS, directory / CONFIG
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} does not exist: a saved model is a directory with {WEIGHTS} and {CONFIG}")
-    inside = _metadata(weights).get("subquad")
+    inside = describe(weights)[0].get("subquad")
     if inside is None and not config.is_file():
         raise FileNotFoundError(
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
@@ -88,7 +88,7 @@ def verify(directory: str | Path) -> dict[str, Tensor]:
     """The weights of a saved model; ValueError if they or the config are not what was saved, where a digest tells."""
     header, weights = read_header(directory), Path(directory) / WEIGHTS
     tensors = _load(weights)
-    if header.get(DIGEST) not in (None, digest_of(tensors, {key: header[key] for key in KEYS})):
+    if header.get(DIGEST) not in (None, digest_tensors(tensors, {key: header[key] for key in KEYS})):
         raise ValueError(
             f"{weights} is damaged: weights and config are not what was saved (SHA-256); restore the folder, "
             f'or delete the "{DIGEST}" line of {CONFIG} if they were changed on purpose'
@@ -116,7 +116,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: named[name] for name in first.values()}
 
 
-def digest_of(tensors: Mapping[str, Tensor], header: Any = None) -> str:
+def digest_tensors(tensors: Mapping[str, Tensor], header: Any = None) -> str:
     """SHA-256 over names, types, shapes and every bit of tensors on the CPU, and over what describes them."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
@@ -125,30 +125,31 @@ def digest_of(tensors: Mapping[str, Tensor], header: Any = None) -> str:
     return digest.hexdigest()
 
 
-def shapes_in(path: Path) -> dict[str, list[int]]:
-    """The shapes that a safetensors file says it holds, without reading them."""
+def describe(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """The metadata of a safetensors file and the shapes of its tensors, without reading these."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, it is no mapping
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, it is no mapping
+            return file.metadata() or {}, shapes
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
 def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
     """Before anything is allocated: what a config asks for is bounded by what the file holds."""
-    held = shapes_in(weights)
+    _, held = describe(weights)
     depth = sum(_depths(config))
     if depth > len(held):  # every layer has tensors of its own; this many would take long to build even without memory
         raise ValueError(f"{weights} does not fit its config: depth={depth:,}, and it holds {len(held)} tensors")
     try:
-        checked = cls.config_type.from_dict(config)
+        parsed = cls.config_type.from_dict(config)
         with torch.device("meta"):
-            wanted = tensors_of(cls(checked))
+            wanted = tensors_of(cls(parsed))
     except (ValueError, RuntimeError, OverflowError, TypeError) as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"{weights} does not fit its config, of which no model can be built: {said}") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
     missing, unknown = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
     if missing or unknown:
         parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
@@ -164,16 +165,6 @@ def _depths(config: Any) -> Iterator[int]:
         if key == "depth" and isinstance(value, int):
             yield value
         yield from _depths(value)
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:

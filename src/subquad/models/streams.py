@@ -16,6 +16,7 @@ from subquad.models.generation import (
     begin,
     check_given_state,
     check_model,
+    check_stop,
     check_tokens,
     evaluating,
     mark_seen,
@@ -72,9 +73,7 @@ class Streams:
             repetition_penalty=repetition_penalty,
         )
         self.sampling.check(values_of(model))
-        stop = (stop,) if isinstance(stop, int) else tuple(stop)
-        if any(not 0 <= token < values_of(model) for token in stop):
-            refuse("stop", stop, f"tokens from 0 to {values_of(model) - 1}")
+        stop = check_stop(stop, values_of(model))
         check_memory(model, slots, capacity)
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)

@@ -31,7 +31,7 @@ def run_small(work: float, run: Callable[[], Result]) -> Result:
     before = torch.get_num_threads()
     if work >= SMALL or before == 1:
         return run()
-    set_own = _setter()
+    set_own = _thread_setters()
     if set_own is None:
         if threading.active_count() > 1:  # torch.set_num_threads also decides for threads that start meanwhile
             return run()
@@ -48,7 +48,7 @@ def run_small(work: float, run: Callable[[], Result]) -> Result:
 
 
 @functools.cache
-def _setter() -> tuple[Callable[[int], object], ...] | None:
+def _thread_setters() -> tuple[Callable[[int], object], ...] | None:
     """What sets the number of OpenMP and of MKL for the calling thread alone, in torch's own libraries.
 
     torch.set_num_threads calls the same, and then keeps the number for every thread that uses torch for the first time
@@ -57,13 +57,13 @@ def _setter() -> tuple[Callable[[int], object], ...] | None:
     try:
         (path,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.[sd]*")
         library = ctypes.PyDLL(str(path))
-        found = [library.omp_set_num_threads]
+        setters = [library.omp_set_num_threads]
         if torch.backends.mkl.is_available():
-            found.append(library.MKL_Set_Num_Threads_Local)
+            setters.append(library.MKL_Set_Num_Threads_Local)
     except (OSError, ValueError, AttributeError):
         return None
     before = torch.get_num_threads()
-    found[0](before + 1)
+    setters[0](before + 1)
     obeyed = torch.get_num_threads() == before + 1  # it may belong to an OpenMP that torch does not use
-    found[0](before)
-    return tuple(found) if obeyed else None
+    setters[0](before)
+    return tuple(setters) if obeyed else None

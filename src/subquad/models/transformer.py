@@ -160,7 +160,7 @@ class Transformer(Model):
         if not isinstance(state, State) or not isinstance(state.layers, tuple) or len(state.layers) != len(self.blocks):
             wanted = f"the state of init_state or prefill, {len(self.blocks)} layers"
             raise ValueError(f"state is {_kind(state)}: accepted is {wanted}")
-        check_position(state.position, batch, self.device)
+        check_position(state.position, batch, self._weight().device)
         return state.position, state.layers
 
     def _blocks(self) -> list[Block]:

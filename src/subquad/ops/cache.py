@@ -16,14 +16,13 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
     """
     if (
         isinstance(position, FakeTensor)
+        or position.is_meta
         or torch.compiler.is_compiling()
         or (cache.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return cache
-    if position.is_meta:
-        return cache
-    size = cache.shape[1]
-    low, high = (int(n) for n in torch.aminmax(position))
+    size, used = cache.shape[1], position.tolist()  # one copy from a GPU, where two numbers would be two
+    low, high = min(used), max(used)
     if low < 0 or (more and high > size):
         raise ValueError(f"state.position ranges from {low} to {high}: this state holds {size} places")
     needed = high + more

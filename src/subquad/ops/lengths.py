@@ -6,14 +6,11 @@ from torch import Tensor
 from subquad.checks import check_strided
 
 
-def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths", size: int | None = None) -> Tensor | None:
-    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None; values are looked at on the CPU.
-
-    They are at most T, or `size`.
-    """
+def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
+    """Lengths of the rows of x [B, T, ...] as int64 on its device, or None; values are looked at on the CPU."""
     if lengths is None:
         return None
-    batch, size = x.shape[0], x.shape[1] if size is None else size
+    batch, size = x.shape[:2]
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,):
         raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{batch}]")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:

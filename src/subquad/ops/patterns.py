@@ -30,7 +30,7 @@ from torch import Tensor
 
 from subquad.checks import (
     INTEGERS,
-    LARGEST,
+    at_least,
     check_count,
     check_device,
     check_methods,
@@ -39,6 +39,7 @@ from subquad.checks import (
     refuse,
     shown,
 )
+from subquad.disk import parse_json
 
 __all__ = [
     "Block",
@@ -200,13 +201,6 @@ def _check_indices(**indices: int | Tensor | None) -> None:
             raise ValueError(f"{shapes}: accepted are shapes that broadcast") from error
 
 
-def _at_least(pattern: Pattern, **least: int) -> None:
-    for name, low in least.items():
-        value = getattr(pattern, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= LARGEST:
-            raise ValueError(f"{type(pattern).__name__}: {name} must be an integer >= {low}, got {shown(value)}")
-
-
 @dataclass(frozen=True, repr=False, init=False)
 class Local(Pattern):
     """The keys i - before .. i + after: before + 1 + after of them."""
@@ -217,7 +211,7 @@ class Local(Pattern):
     def __init__(self, before: int, after: int | None = None) -> None:
         object.__setattr__(self, "before", before)
         object.__setattr__(self, "after", before if after is None else after)
-        _at_least(self, before=0, after=0)
+        at_least(self, before=0, after=0)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (j >= i - self.before) & (j <= i + self.after)
@@ -237,7 +231,7 @@ class Dilated(Pattern):
     gap: int
 
     def __post_init__(self) -> None:
-        _at_least(self, window=0, gap=1)
+        at_least(self, window=0, gap=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         span = self.gap * self.window
@@ -257,7 +251,7 @@ class Strided(Pattern):
     l: int  # noqa: E741, the paper's letter
 
     def __post_init__(self) -> None:
-        _at_least(self, l=1)
+        at_least(self, l=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i - j) % self.l == 0
@@ -275,7 +269,7 @@ class Block(Pattern):
     after: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, l=1, before=0, after=0)
+        at_least(self, l=1, before=0, after=0)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         row, column = i // self.l, j // self.l
@@ -295,7 +289,7 @@ class Summary(Pattern):
     shift: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, l=1, c=1, shift=0)
+        at_least(self, l=1, c=1, shift=0)
         if self.c * (self.shift + 1) > self.l:
             raise ValueError(f"{self!r}: c·(shift + 1) must be at most l, got {self.c * (self.shift + 1)} > {self.l}")
 
@@ -322,7 +316,7 @@ class Global(Pattern):
     tokens: int
 
     def __post_init__(self) -> None:
-        _at_least(self, tokens=1)
+        at_least(self, tokens=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i < self.tokens) | (j < self.tokens)
@@ -352,7 +346,7 @@ class Random(Pattern):
     last: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, blocks=1, block_size=1, seed=0, head=0, apart=0, first=0, last=0)
+        at_least(self, blocks=1, block_size=1, seed=0, head=0, apart=0, first=0, last=0)
 
     def table(self, row: Tensor, *, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
         """The key blocks of query blocks `row` [...] -> [..., blocks], -1 where there are fewer.
@@ -457,10 +451,7 @@ ATOMS: dict[str, type[Pattern]] = {
 def from_json(text: str) -> Pattern:
     """The pattern that `Pattern.to_json` wrote."""
     pattern: Pattern | None = None
-    try:
-        entries = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"text={shown(text)} cannot work: accepted is the JSON that to_json writes") from error
+    entries = parse_json(text, "text")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         refuse("text", text, "the JSON that to_json writes, a list of atoms")
     for entry in entries:

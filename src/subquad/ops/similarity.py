@@ -53,7 +53,7 @@ def similarity_attention(
         raise ValueError(
             f"sim gave shape {tuple(weight.shape)}: accepted is [B, H, T, S] = {(batch, heads, queries, keys)}"
         )
-    require((weight >= 0).all(), "sim gave negative weights: accepted are weights of at least 0")
+    require((weight >= 0).all(), "sim gave negative weights or NaN: accepted are weights of at least 0")
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if causal:
         weight = weight.tril()

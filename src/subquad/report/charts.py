@@ -76,7 +76,7 @@ def wins(run: Run, what: str) -> dict[str, Win]:
     return found
 
 
-def told(won: Mapping[str, Win]) -> str:
+def in_words(won: Mapping[str, Win]) -> str:
     """In words, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
     ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))
     always = ", ".join(name for name, win in ordered if win.throughout)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from subquad.bench.saved import blaming
+from subquad.disk import blaming
 from subquad.report import charts, trained
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import TABLES, beside
@@ -138,7 +138,7 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         earliest = sorted(wins, key=lambda name: wins[name])
         shown = {name: wins[name] for i, name in enumerate(earliest) if i < 6 or name == "linear"}
         more = f" … ({len(wins)} in all)" if len(shown) < len(wins) else ""
-        yield f"Mechanisms that train faster than exact softmax: {escape(charts.told(shown))}{more}."
+        yield f"Mechanisms that train faster than exact softmax: {escape(charts.in_words(shown))}{more}."
         first = wins[earliest[0]].length
         below = [
             row["training_ratio"]["median"] for row in timed if row["length"] < first and row.get("training_ratio")

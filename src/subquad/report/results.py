@@ -27,8 +27,8 @@ class Run(NamedTuple):
     @property
     def machine(self) -> Json:
         """What it ran on: `machine` of a compare run; of other files, whatever they say about device and versions."""
-        told = self.data.get("machine")
-        known = dict(told) if isinstance(told, dict) else {}
+        machine = self.data.get("machine")
+        known = dict(machine) if isinstance(machine, dict) else {}
         for key in ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"):
             if key in self.data and key not in known:
                 known[key] = self.data[key]

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from subquad.bench.saved import blaming
-from subquad.disk import read_sealed
+from subquad.disk import blaming, read_sealed
 from subquad.report.html import chart, escape, number
 from subquad.report.results import Json, Run
 from subquad.training.folder import CONFIG, RESULT, read_result

@@ -23,6 +23,7 @@ from subquad.bench.measure import YARDSTICK
 from subquad.bench.provenance import machine
 from subquad.bench.saved import save
 from subquad.bench.settings import LENGTHS, Settings, readable
+from subquad.checks import check_count
 from subquad.data import digits
 from subquad.disk import read_json
 from subquad.models import LanguageModel, checkpoints, load
@@ -70,8 +71,7 @@ def demo(
     """Write, train, measure, print; returns what results.json holds."""
     steps = STEPS if steps is None else steps
     for name, value in (("steps", steps), ("writing", writing)):
-        if value < 1:
-            raise ValueError(f"{name}={value} cannot work: accepted is an integer of at least 1")
+        check_count(name, value)
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     shipped = _shipped(out, console, fresh)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from subquad.bench.measure import free_bytes
-from subquad.checks import refuse
+from subquad.checks import check_count, refuse
+from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loop import values_of
@@ -202,8 +202,7 @@ def images_to_png(
 
 def _check_room(count: int, shape: Shape) -> None:
     """Refuse more images than fit into memory as a sheet, however fast they are written."""
-    if count < 1:
-        refuse("count", count, "an integer of at least 1")
+    check_count("count", count)
     size = 16 * math.prod(shape) * (1 + _enlarged(shape) ** 2)  # tokens of 8 bytes, and pixels on their way to a file
     most = free_bytes("cpu") // size
     if most < 1:
@@ -228,8 +227,7 @@ def text_to_terminal(
 ) -> None:
     """Write byte by byte, as it comes; a model over other tokens writes their numbers."""
     vocab = model.config.embedding.vocab or 0
-    if steps < 1:
-        refuse("steps", steps, "an integer of at least 1")
+    check_count("steps", steps)
     try:
         tokens = list(prompt.encode())
     except UnicodeEncodeError:

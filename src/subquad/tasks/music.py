@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.bench.measure import free_bytes
-from subquad.checks import at_least, counts, one_of, refuse
+from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
 from subquad.data.text import Corpus, Windows
+from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
@@ -161,8 +161,7 @@ def write_pieces(
         )
     notes = vocab == START + 1
     for name, value in (("count", count), ("steps", 1 if steps is None else steps)):
-        if not counts([value]):
-            refuse(name, value, "an integer of at least 1")
+        check_count(name, value)
     ending = ".mid" if notes else ".wav"
     if not out.name or out.suffix.lower() not in ("", ending):
         refuse("out", str(out), f"the beginning of names, such as pieces, with or without {ending}")

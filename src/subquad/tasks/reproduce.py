@@ -12,7 +12,7 @@ from rich.console import Console
 
 from subquad.bench.measure import first_line
 from subquad.bench.saved import earlier
-from subquad.checks import nearest, refuse
+from subquad.checks import check_count, nearest
 from subquad.tasks.measured import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.tasks.processes import run_all
 from subquad.tasks.rows import (
@@ -56,8 +56,7 @@ def reproduce(
     """
     if name not in TABLES:
         raise ValueError(f"there is no table {name!r}{nearest(name, TABLES)} Accepted: {', '.join(TABLES)}")
-    if samples < 0:
-        refuse("samples", samples, "an integer of at least 0")
+    check_count("samples", samples, 0)
     table, folder = TABLES[name], out / name
     chosen = choose(table, rows)
     if table.kind == "train":

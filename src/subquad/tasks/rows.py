@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from subquad.bench.provenance import origin
-from subquad.bench.saved import blaming, save
+from subquad.bench.saved import save
 from subquad.checks import at_least, refuse
-from subquad.disk import read_sealed
+from subquad.disk import blaming, read_sealed
 from subquad.models.device import available
 from subquad.tasks import TASKS, figures
 from subquad.tasks.recurrent import OTHERS

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.bench.saved import blaming
 from subquad.checks import check_plain, nearest
+from subquad.disk import blaming
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig, TrainingConfig, parse
 from subquad.training.distributed import attempt

@@ -27,7 +27,6 @@ STATE, TENSORS = "state.json", "tensors.safetensors"
 FACTS = ("config", "seconds", "evaluated", "best", "schedule", "precision", "totals")  # without which no run goes on
 FORMAT = 1
 PART = ".part"  # the ending of what is still being written
-DAMAGED = ".damaged"  # of what was found so and set aside
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,6 @@ def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
         except ValueError as error:
             damaged[path] = str(error)
     return None, damaged
-
-
-def set_aside(path: Path) -> None:
-    """Under a name that no reader takes for a checkpoint, so that it is not counted among those to keep."""
-    aside = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
 
 
 def read(path: Path) -> Checkpoint:

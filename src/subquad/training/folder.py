@@ -69,8 +69,8 @@ class Folder:
             before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
             changed = _changes(config, before)
             if changed:
-                said = "; ".join(changed)
-                raise ValueError(f"{self.path} was begun with other settings: {said}; --out chooses another folder")
+                differ = "; ".join(changed)
+                raise ValueError(f"{self.path} was begun with other settings: {differ}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
         """Begin or go on. Rank 0 calls it."""
@@ -91,11 +91,11 @@ class Folder:
             (self.path / RESULT).unlink()
         found, damaged = checkpoints.newest(self.checkpoints)
         if found is None and damaged:
-            said = "; ".join(damaged.values())
-            raise ValueError(f"{said}: no checkpoint is left to go on from; --out begins anew elsewhere")
-        notes += [f"{said}; the one before it is used" for said in damaged.values()]
+            sentences = "; ".join(damaged.values())
+            raise ValueError(f"{sentences}: no checkpoint is left to go on from; --out begins anew elsewhere")
+        notes += [f"{sentence}; the one before it is used" for sentence in damaged.values()]
         for path in damaged:
-            checkpoints.set_aside(path)
+            set_aside(path)
         if found is None:
             notes.append("no checkpoint yet: starting from the beginning")
             return Opened(None, notes)
@@ -119,7 +119,7 @@ class Folder:
                 older = checkpoints.read(path)
                 if not self._damage_of_best(older):
                     for later in newer:
-                        checkpoints.set_aside(later)
+                        set_aside(later)
                     return older, [f"{damage}; training goes on from {path.name}, and makes these weights again"]
             newer.append(path)
         return newest, []

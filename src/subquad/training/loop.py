@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from subquad.bench.saved import blaming
 from subquad.checks import check_plain
+from subquad.disk import blaming
 from subquad.models.device import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
@@ -49,7 +49,7 @@ def train(
     try:
         resume = resume or ranks.goes_on()
         ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
-        check_model(task, fields, ranks.device)
+        ranks.decide(lambda: check_model(task, fields, ranks.device, ranks.sharded))
         run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
         if ranks.world == 1 and ranks.device.type == "cpu":
             check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)

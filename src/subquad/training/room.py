@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from subquad.bench.measure import allocation_peak, free_bytes
+from subquad.bench.measure import allocation_peak
 from subquad.bench.settings import readable
 from subquad.checks import refuse
+from subquad.machine import free_bytes
 from subquad.training.task import Batch, Source, Task
 from subquad.training.weights import make_model
 
@@ -18,13 +19,17 @@ DEEP = 64  # layers from which a stack is counted before it is built
 SUSPICIOUS = 1 / 2000  # of the free memory: a batch whose data takes more is weighed by one example
 
 
-def check_model(task: Task, fields: Mapping[str, Any], device: torch.device) -> None:
-    """Refuse a depth whose weights and gradients do not fit: to build so many layers would take minutes first."""
+def check_model(task: Task, fields: Mapping[str, Any], device: torch.device, sharded: bool = False) -> None:
+    """Refuse a depth whose weights and gradients do not fit: to build so many layers would take minutes first.
+
+    `sharded`: every rank builds all weights, but keeps only its part of the gradients, which is not counted.
+    """
     depth = fields.get("depth")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth <= DEEP:
         return
     one, two = (_bytes(make_model(task, {**fields, "depth": layers})) for layers in (1, 2))
-    needed, free = 2 * (one + (depth - 1) * (two - one)), free_bytes(str(device))
+    weights, free = one + (depth - 1) * (two - one), free_bytes(device)
+    needed = weights if sharded else 2 * weights
     if needed > free:
         refuse("model.depth", depth, f"fewer layers: these take {readable(needed)}, {readable(free)} are free")
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subquad.models.model import Model
-from subquad.models.store import WEIGHTS, digest_of, tensors_of
+from subquad.models.store import WEIGHTS, digest_tensors, tensors_of
 from subquad.training import checkpoints
 from subquad.training.task import Task
 
@@ -36,7 +36,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def digest_in(path: Path) -> str:
     """The digest of the weights in a folder; ValueError if they cannot be read."""
-    return digest_of(_read(path))
+    return digest_tensors(_read(path))
 
 
 def damage_of(path: Path, digest: str | None) -> str:

@@ -254,14 +254,14 @@
       };
       const [x0, x1] = pad(view.x, Math.min(...xs), Math.max(...xs)), [y0, y1] = pad(view.y, Math.min(...ys), Math.max(...ys));
       const X = scale(view.x.log, x0, x1, m.left, width - m.right), Y = scale(view.y.log, y0, y1, tall - m.bottom, m.top);
-      const said = (axis) => (["bytes", "share", "tokens"].includes(axis.unit) ? axis.unit : ""); // other units stand in the axis's label
+      const unitOfMark = (axis) => (["bytes", "share", "tokens"].includes(axis.unit) ? axis.unit : ""); // other units stand in the axis's label
       const across = ticks(view.x, x0, x1, xs, width - m.left - m.right), up = ticks(view.y, y0, y1, ys, tall);
-      named(across, said(view.x)).forEach((text, i) => {
+      named(across, unitOfMark(view.x)).forEach((text, i) => {
         const x = X(across[i]);
         svg.append(node("line", { class: "gridline", x1: x, x2: x, y1: m.top, y2: tall - m.bottom }));
         svg.append(node("text", { class: "tick x", x, y: tall - m.bottom + 16, "text-anchor": "middle" }, text));
       });
-      named(up, said(view.y)).forEach((text, i) => {
+      named(up, unitOfMark(view.y)).forEach((text, i) => {
         const y = Y(up[i]);
         svg.append(node("line", { class: "gridline", x1: m.left, x2: width - m.right, y1: y, y2: y }));
         svg.append(node("text", { class: "tick y", x: m.left - 7, y: y + 4, "text-anchor": "end" }, text));
@@ -335,9 +335,9 @@
         const own = series.find((s) => s.name === name), y = own && at(own, length);
         return y ? [{ name, length, on: state.on.has(name), x: frame.X(length), y: frame.Y(y) }] : [];
       });
-      const told = rings.filter((r) => r.on);
-      frame.points = told;
-      for (const r of told) {
+      const chosen = rings.filter((r) => r.on);
+      frame.points = chosen;
+      for (const r of chosen) {
         frame.strokes.push([r.x, r.y + 8, r.x, frame.floor]);
         frame.taken.push([r.x - 8, r.y - 8, r.x + 8, r.y + 8]);
       }
@@ -352,7 +352,7 @@
       });
       const always = (view.throughout ?? []).filter((n) => state.on.has(n) && series.some((s) => s.name === n));
       const name = (n) => html("b", { style: `color:${colour(look[n].family)}` }, n);
-      const parts = told.map((r) => [name(r.name), ` from T = ${r.length.toLocaleString("en")}`]);
+      const parts = chosen.map((r) => [name(r.name), ` from T = ${r.length.toLocaleString("en")}`]);
       if (always.length) parts.unshift([...always.flatMap((n, i) => (i ? [", ", name(n)] : [name(n)])), " at every T measured"]);
       if (parts.length) won.append(`${view.wins}: `, ...parts.flatMap((part, i) => (i ? ["; ", ...part] : part)), ".");
       return groups;

@@ -22,7 +22,6 @@ from subquad.bench.measure import (
     Subject,
     first_line,
     first_run,
-    free_bytes,
     grown,
     spread,
     tensor_bytes,
@@ -31,8 +30,9 @@ from subquad.bench.measure import (
 from subquad.bench.provenance import origin
 from subquad.bench.saved import save, set_aside
 from subquad.bench.settings import readable
-from subquad.checks import counts, refuse
+from subquad.checks import check_count, counts, refuse
 from subquad.data import files, imdb
+from subquad.machine import free_bytes
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier
 from subquad.models.blocks import Block
@@ -116,8 +116,7 @@ def efficiency(
     """Measure, write `out` after each row, and return what it holds."""
     if not lengths or not counts(lengths):
         refuse("lengths", list(lengths), "integers of at least 1")
-    if not counts([batch]):
-        refuse("batch", batch, "an integer of at least 1")
+    check_count("batch", batch)
     place = available(device)
     free, tokens = free_bytes(place), batch * min(lengths)
     if 16 * SMALL["dim"] * tokens > free or batch * max(lengths) > free:
