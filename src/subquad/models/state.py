@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_count, check_strided, checked, refuse, shown
-from subquad.disk import DIGEST, logger, parse_json
+from subquad.disk import DIGEST, logger, parse_json, write_whole
 from subquad.models.store import describe, digest_tensors
 
 State = Any
@@ -126,8 +126,8 @@ def size(state: State) -> int:
 
 @checked
 def save_state(state: State, path: str | Path) -> None:
-    """Write a state to one safetensors file."""
-    from safetensors.torch import save_file
+    """Write a state to one safetensors file, whole or not at all."""
+    from safetensors.torch import save
 
     check_state(state)
     if any(tensor.device.type == "meta" for _, tensor in leaves(state)):
@@ -140,7 +140,8 @@ def save_state(state: State, path: str | Path) -> None:
         taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
         shared[name] = tensor.clone() if taken else tensor
     header = {"format": FORMAT, "kind": "state"}
-    save_file(shared, path, metadata={"subquad": json.dumps({**header, DIGEST: digest_tensors(shared, header)})})
+    about = json.dumps({**header, DIGEST: digest_tensors(shared, header)})
+    write_whole(Path(path), save(shared, metadata={"subquad": about}))
 
 
 @checked
