@@ -175,6 +175,13 @@ def test_values_are_compared_with_hints(hint: Any, fits: list[Any], not_fits: li
             check_plain("argument", value, hint)
 
 
+def test_lists_are_named_in_words() -> None:
+    hint = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[int | str]
+    words = "a tensor or a list of integers or a list of lists of integers or a list of items that are each an integer"
+    with pytest.raises(ValueError, match=f"argument='RO' cannot work: accepted is {words} or a name$"):
+        check_plain("argument", "RO", hint)
+
+
 def test_an_error_never_prints_a_large_value() -> None:
     for value in (torch.randn(300, 300), np.ones((300, 300)), [0] * 10**6, "x" * 10**6, {n: n for n in range(1000)}):
         assert len(shown(value)) < 100

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,16 @@ def test_show_gives_equation_cost_options_source_and_verification() -> None:
         out = run.invoke(app, ["show", name]).output
         for part in ("Paper", "Definition", "Cost", "Verified", "Options", "dim", "required"):
             assert part in out, (name, part)
-    assert "feature_map" in run.invoke(app, ["show", "linear"]).output
+    shown = run.invoke(app, ["show", "linear"]).output
+    assert re.search(r"feature_map +'elu\+1' +a name, or any function of \[\.\.\., K\]", shown)
+    assert re.search(r"max_length +None +has no effect here", shown)
+
+
+def test_show_fits_the_terminal() -> None:
+    for name in subquad.MECHANISMS:
+        lines = run.invoke(app, ["show", name], env={"COLUMNS": "80"}).output.splitlines()
+        assert max(map(len, lines)) <= 80, name
+    assert "\n  R random, and lets i see\n" in run.invoke(app, ["show", "reformer"], env={"COLUMNS": "80"}).output
 
 
 def test_a_wrong_name_suggests_the_nearest() -> None:

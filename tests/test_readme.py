@@ -97,6 +97,10 @@ def sentences() -> list[str]:
     (cap,) = {
         60 * r["settings"]["training"]["minutes"] for r in results("lra/small")["runs"] if r["column"] == "pathfinder"
     }
+    budgets = {
+        r["column"]: (r["settings"]["training"]["steps"], r["settings"]["training"]["batch"])
+        for r in results("lra/small")["runs"]
+    }
     wandering = [steps for (column, _), steps in arena.items() if column == "pathfinder"]
     steps = {(r["mechanism"], r["length"]): r for r in results("lra/efficiency_h200")["rows"]}
     naive, flash = (
@@ -127,6 +131,11 @@ def sentences() -> list[str]:
         f"{naive[0]:.1f} times as fast as with softmax that keeps the T x T matrix, in {naive[1]:.2f} of its memory",
         f"{flash[0]:.2f} times as fast as with flash softmax, in {flash[1]:.2f} of its memory",
         f"reformer and sinkhorn made {arena['image', 'reformer']:,} and {arena['image', 'sinkhorn']:,}",
+        "{:,} steps of {} for ListOps, ".format(*budgets["listops"])
+        + "{:,} of {} for Text (1,000 bytes), ".format(*budgets["text"])
+        + "{:,} of {} for Image".format(*budgets["image"]),
+        "{:,} of {} for Pathfinder".format(*budgets["pathfinder"]),
+        f"text at context {results('train')['text']['length']:,}",
         f"{cap:.0f} s at most: {min(wandering):,} to {max(wandering):,}",
         f"{fixed:.2f} (fixed), {strided:.2f} (strided) and {linear:.2f} (linear) of the time of dense flash attention",
         f"{cpu['eager']['ratio_median']:.2f} (eager) and {cpu['compiled']['ratio_median']:.2f} (compiled)",

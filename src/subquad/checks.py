@@ -155,7 +155,7 @@ def _fitting(hint: Any) -> tuple[Fits, str]:
             lambda value: (
                 isinstance(value, kinds) and not isinstance(value, str | bytes) and all(map(item_fits, value))
             ),
-            f"a list with {item_words} at each place",
+            f"a list of {_plural(item_words)}",
         )
     if origin in (Mapping, dict):
         return lambda value: isinstance(value, Mapping), "a dict"
@@ -164,6 +164,15 @@ def _fitting(hint: Any) -> tuple[Fits, str]:
         article = "an" if name[0] in "AEIOUaeiou" else "a"
         return lambda value: isinstance(value, hint), PLAIN.get(hint, f"{article} {name}")
     return lambda _: True, "anything"
+
+
+def _plural(words: str) -> str:
+    """ "an integer" -> "integers", "a list of integers" -> "lists of integers"."""
+    article, _, noun = words.partition(" ")
+    if article not in ("a", "an") or " or " in words:
+        return f"items that are each {words}"
+    head, of, items = noun.partition(" of ")
+    return f"{head}s{of}{items}"
 
 
 def _is_finite(value: object) -> bool:

@@ -96,7 +96,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main_options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -132,7 +134,7 @@ def show(
     """One mechanism: equation, cost, options with defaults, source, where verified."""
     from subquad.mechanisms import mechanism
     from subquad.mechanisms.base import Options
-    from subquad.mechanisms.card import FIELDS, card
+    from subquad.mechanisms.card import FIELDS, card, option_meanings
 
     cls = mechanism(name)
     if picture is not None:
@@ -142,18 +144,20 @@ def show(
     for field in FIELDS:
         console.print(f"[bold]{field}[/bold]")
         text = getattr(facts, field.lower())
-        text = text if field == "Definition" else " ".join(text.split())  # prose has no lines of its own
-        console.print(escape(text) + "\n")
-    table = Table(title="Options", title_justify="left")
-    for column in ("option", "default", "of"):
-        table.add_column(column)
+        # prose has no lines of its own; what a line of a definition has too much is indented below it
+        lines = text.splitlines() if field == "Definition" else [" ".join(text.split())]
+        indent = "  " if field == "Definition" else ""
+        console.print("\n".join(escape(_wrapped(line, later=indent)) for line in lines) + "\n", soft_wrap=True)
+    table = Table(title="Options", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("option", "default", "meaning"):
+        table.add_column(column, no_wrap=column == "option")
     shared = {field.name for field in dataclasses.fields(Options)}
-    for option in dataclasses.fields(cls.options_type):
+    meanings = option_meanings(cls)
+    for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
         default = "required" if option.default is dataclasses.MISSING else repr(option.default)
         if option.name == "max_length" and cls.traits.fixed_length:
             default = "required"
-        whose = "no meaning here" if option.name in cls.unused else "all" if option.name in shared else name
-        table.add_row(option.name, default, whose)
+        table.add_row(option.name, default, escape(meanings[option.name]))
     console.print(table)
     if picture is not None:
         from subquad.mechanisms.picture import draw
@@ -253,10 +257,10 @@ def recommend(
     console.print("\n" + escape(_wrapped(f"from {advice.figures}")), soft_wrap=True, highlight=False)
 
 
-def _wrapped(text: str, first: str = "") -> str:
-    """In lines that fit the terminal; a long path stays in one piece, so that it can be copied."""
+def _wrapped(text: str, first: str = "", later: str | None = None) -> str:
+    """In lines that fit the terminal, `later` before all but the first; a long path stays whole, to be copied."""
     return textwrap.fill(
-        text, console.width, initial_indent=first, subsequent_indent=" " * len(first),
+        text, console.width, initial_indent=first, subsequent_indent=" " * len(first) if later is None else later,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 
@@ -312,6 +316,7 @@ def atlas(
     from subquad.report.atlas import build_atlas
 
     _check_folder("out", out)
+    console.print("building the pages, whose examples are run: about half a minute")
     console.print(escape(f"atlas: {build_atlas(out, runs or ())}"), soft_wrap=True)
 
 

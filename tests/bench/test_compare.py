@@ -188,6 +188,7 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
         console.print(table)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert any(line.startswith("linear 32 3.2 ms 0.10") and "1.00 (1)" in line for line in lines)
+    assert any(line.startswith("softmax 32 3.2 ms 1.00 ") for line in lines)  # beside itself, whatever was measured
     assert any(line.startswith("additive 16 ") for line in lines)
     assert "additive 32 too slow [for a test]" in lines
 

@@ -135,6 +135,7 @@ def test_a_clear_loss_of_quality_comes_after(tmp_path: Path) -> None:
     advice = recommend(Request(length=16384, causal=True), source)
     assert [choice.mechanism for choice in advice.choices] == ["local", "linear", "softmax"]
     assert any("2.050 bits/dim, softmax 2.000, after 100 steps" in reason for reason in advice.choices[0].reasons)
+    assert any(reason.endswith(", the same as that of softmax") for reason in advice.choices[0].reasons)
 
 
 def test_quality_of_shipped_figures_serves_where_there_is_no_other(
@@ -142,11 +143,11 @@ def test_quality_of_shipped_figures_serves_where_there_is_no_other(
 ) -> None:
     source = figures(tmp_path / "a.json")
     request = Request(length=16384, causal=True)
-    assert "They hold no quality: this is by speed alone" in recommend(request, source).figures
+    assert "They hold no quality: this ranking is by speed alone" in recommend(request, source).figures
     other = json.loads(figures(tmp_path / "b.json", quality={"softmax": 2.0, "sinkhorn": 2.4}).read_text())
     monkeypatch.setattr(module, "_shipped", lambda: [other])
     advice = recommend(request, source)
-    assert "They hold no quality: it is that of the figures that ship" in advice.figures
+    assert "They hold no quality: it is taken from the figures that ship" in advice.figures
     assert [choice.mechanism for choice in advice.choices] == ["local", "linear", "softmax"]
 
 

@@ -84,8 +84,8 @@ def _advise(figures: Figures, request: Request) -> Advice:
     quality = _quality([results], request)
     if not quality:
         quality = _quality(_shipped(), request)  # it does not depend on the device
-        shipped = "it is that of the figures that ship with the package"
-        unknown = "this is by speed alone, how well each learns `subquad compare --task` can say"
+        shipped = "it is taken from the figures that ship with the package"
+        unknown = "this ranking is by speed alone, and `subquad compare --task` measures how well each learns"
         where += f". They hold no quality: {shipped if quality else unknown}"
     choices = [
         choice
@@ -247,7 +247,7 @@ def _weigh(
         reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
     if found["peak_bytes"] is not None:
         memory = found["memory_ratio"]
-        compared = "" if memory is None or name == YARDSTICK else f", {_times(memory)} that of softmax"
+        compared = "" if memory is None or name == YARDSTICK else f", {_times_that(memory)} of softmax"
         reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
     growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
     if growth and growth["time"] is not None:
@@ -259,7 +259,7 @@ def _weigh(
             f"after {mine['steps']} steps"
         )
     if MECHANISMS[name].traits.fixed_length:
-        reasons.append("learns a shape of fixed length: pass max_length, and nothing longer can be read")
+        reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
     return Choice(name, cost, tuple(reasons))
 
 
@@ -331,6 +331,10 @@ def _compared(ratio: float) -> str:
     if 0.95 < ratio < 1.05:
         return "as fast as"
     return f"{_times(1 / ratio)} as fast as" if ratio < 1 else f"{_times(ratio)} as slow as"
+
+
+def _times_that(ratio: float) -> str:
+    return "the same as that" if 0.95 < ratio < 1.05 else f"{_times(ratio)} that"
 
 
 def _times(ratio: float) -> str:

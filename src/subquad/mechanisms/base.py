@@ -170,7 +170,7 @@ class Mixer(nn.Module):
             raise ValueError(f"causal=False cannot work: {name} is causal only; pass causal=True")
         if cls.traits.fixed_length and options.max_length is None:
             raise ValueError(
-                f"max_length=None cannot work: {name} learns a shape of fixed length; pass the longest T you need"
+                f"max_length=None cannot work: {name} has parameters for each position; pass the longest T you need"
             )
         if "heads" not in cls.unused and options.dim % options.heads:
             raise ValueError(f"heads={options.heads} cannot work: it must divide dim={options.dim}")

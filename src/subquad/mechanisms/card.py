@@ -1,5 +1,6 @@
 """What a mechanism says of itself: the fixed fields of its module's docstring, for the command line and the docs."""
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -46,3 +47,14 @@ def card(cls: type[Mixer]) -> Card:
     if missing:
         raise ValueError(f"the docstring of {cls.__module__} lacks {', '.join(missing)}: see CONTRIBUTING")
     return Card(pieces[0].strip(), *(found[name] for name in FIELDS))
+
+
+def option_meanings(cls: type[Mixer]) -> dict[str, str]:
+    """What each option means: the comment behind its field, inherited fields included."""
+    parts = (part for part in reversed(cls.options_type.__mro__) if dataclasses.is_dataclass(part))
+    field = re.compile(r"^    (\w+): [^#\n]*?  # (.+)$", re.MULTILINE)
+    comments = {name: comment for part in parts for name, comment in field.findall(inspect.getsource(part))}
+    return {
+        option.name: "has no effect here, keep the default" if option.name in cls.unused else comments[option.name]
+        for option in dataclasses.fields(cls.options_type)
+    }

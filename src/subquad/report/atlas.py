@@ -21,7 +21,7 @@ from subquad.bench.share import block_share
 from subquad.data import digits
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer, Options
-from subquad.mechanisms.card import Card, card
+from subquad.mechanisms.card import Card, card, option_meanings
 from subquad.report import charts
 from subquad.report.charts import FAMILIES
 from subquad.report.html import Cell, chart, code, escape, number, page, table, template
@@ -386,28 +386,20 @@ def _example(name: str) -> str:
 
 def _options(name: str) -> str:
     cls = MECHANISMS[name]
-    said = _comments(cls.options_type)
+    meanings = option_meanings(cls)
     shared = {field.name for field in dataclasses.fields(Options)}
     rows = []
     for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
         default = "required" if option.default is dataclasses.MISSING else repr(option.default)
         if option.name == "max_length" and cls.traits.fixed_length:
             default = "required"
-        idle = "accepted at its default; no meaning here"
-        meaning = idle if option.name in cls.unused else said.get(option.name, "")
+        meaning = meanings[option.name]
         kind = option.type if isinstance(option.type, str) else getattr(option.type, "__name__", str(option.type))
         kind = kind if kind not in ("Literal", "Union", "UnionType") else str(option.type)
         kind = re.sub(r"typing\.|collections\.abc\.|torch\.(?=Tensor)", "", kind)
         whose = "all mechanisms" if option.name in shared else name
         rows.append([Cell(option.name), Cell(default), Cell(kind), Cell(meaning, css="long"), Cell(whose)])
     return table(["option", "default", "type", "meaning", "of"], rows)
-
-
-def _comments(cls: type) -> dict[str, str]:
-    """The trailing comments of a dataclass's fields, inherited ones included."""
-    parts = (part for part in reversed(cls.__mro__) if dataclasses.is_dataclass(part))
-    field = re.compile(r"^    (\w+): [^#\n]*?  # (.+)$", re.MULTILINE)
-    return {name: said for part in parts for name, said in field.findall(inspect.getsource(part))}
 
 
 def _overview() -> str:
