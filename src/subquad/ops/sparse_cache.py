@@ -171,7 +171,7 @@ class SparseCache:
         log = torch.arange(size - self.pinned - self.ring, device=device)
         summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
         if summary is None:
-            log = torch.full_like(seen, -1).expand(-1, len(log))
+            log = torch.full_like(seen, -1).expand(-1, log.shape[0])
         else:
             first = summary.l - summary.c * (summary.shift + 1)
             log = log // summary.c * summary.l + first + log % summary.c
