@@ -2,12 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from subquad.mechanisms import mechanism
 
 Row = dict[str, Any]
+FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
+FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
 
 
@@ -128,3 +130,19 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for name in names(rows)
         if any(series(rows, name, field)[0] for field in fields.values())
     ]
+
+
+def growth_of_time(growth: Mapping[str, Any]) -> list[str]:
+    """A sentence where the measured growth is far from the documented one, which a reader would not expect."""
+    measured, documented = growth["time"], growth["documented_time"]
+    if abs(measured - documented) < FAR:
+        return []
+    longest = max(growth.get("lengths_used") or [0])
+    until = f" up to T = {longest:,}" if longest else ""
+    grew = "hardly grew" if measured < FLAT else f"grew about as T^{measured:.2g}"
+    why = (
+        "at these lengths fixed costs still hide the work, which is documented to grow as"
+        if measured < documented
+        else "caches that overflow and the like add to the work, which is documented to grow as"
+    )
+    return [f"its time {grew}{until} here: {why} T^{documented:g} beyond"]

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from subquad.bench.growth import between, crossover, names, series
+from subquad.bench.growth import between, crossover, growth_of_time, names, series
 from subquad.bench.measure import YARDSTICK
 from subquad.bench.saved import check_rows
 from subquad.bench.settings import cache_folder, readable
@@ -19,8 +19,6 @@ from subquad.mechanisms.base import Traits
 Results = dict[str, Any]
 Quality = dict[str, dict[str, Any]]  # the record of each mechanism
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
-FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
-FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
 
 
@@ -251,7 +249,7 @@ def _weigh(
         reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
     growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
     if growth and growth["time"] is not None:
-        reasons += _growth_of_time(growth)
+        reasons += growth_of_time(growth)
     if name in quality and name != YARDSTICK:
         mine, exact = quality[name], quality[YARDSTICK]
         reasons.append(
@@ -261,22 +259,6 @@ def _weigh(
     if MECHANISMS[name].traits.fixed_length:
         reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
     return Choice(name, cost, tuple(reasons))
-
-
-def _growth_of_time(growth: dict[str, Any]) -> list[str]:
-    """Only where what was measured is far from what is documented: a reader would expect the figures to go on."""
-    measured, documented = growth["time"], growth["documented_time"]
-    if abs(measured - documented) < FAR:
-        return []
-    longest = max(growth.get("lengths_used") or [0])
-    until = f" up to T = {longest:,}" if longest else ""
-    grew = "hardly grew" if measured < FLAT else f"grew about as T^{measured:.2g}"
-    why = (
-        "at these lengths fixed costs still hide the work, which is documented to grow as"
-        if measured < documented
-        else "caches that overflow and the like add to the work, which is documented to grow as"
-    )
-    return [f"its time {grew}{until} here: {why} T^{documented:g} beyond"]
 
 
 def _growth_of_state(sizes: Sequence[float]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.bench.growth import growth_of_time
 from subquad.bench.share import block_share
 from subquad.data import digits
 from subquad.mechanisms import MECHANISMS, build
@@ -177,10 +178,10 @@ class _Site:
             growth: Json = next((g for g in run.data.get("growth", []) if g["mechanism"] == name), {})
             said = [f"Measured on {escape(_where(run))}, {escape(str(run.data.get('date', ''))[:10])}."]
             if growth.get("time") is not None:
-                said.append(f"Time grows as T^{growth['time']:.2f} (documented {growth['documented_time']:g})")
-                if growth.get("memory") is not None:
-                    said[-1] += f", memory as T^{growth['memory']:.2f} (documented {growth['documented_memory']:g})"
-                said[-1] += "."
+                far = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
+                said += far or [f"Its time grew about as T^{growth['time']:.2g}, as documented."]
+            if growth.get("memory") is not None:
+                said.append(f"Its memory grew about as T^{growth['memory']:.2g}.")
             win = charts.wins(run, "training").get(name)
             if win:
                 said.append(f"A training step is faster than softmax {win.words()}.")

@@ -127,12 +127,13 @@ def _findings(run: Run, name: str) -> Iterable[str]:
     timed = [row for row in rows if row.get("training_ms")]
     if timed:
         longest = max(row["length"] for row in timed)
-        at = sorted((row for row in timed if row["length"] == longest), key=lambda row: row["training_ms"]["median"])
-        best = ", ".join(f"{escape(r['mechanism'])} {number(r['training_ms']['median']).shown} ms" for r in at[:3])
-        base = next((r["training_ms"]["median"] for r in at if r["mechanism"] == "softmax"), None)
-        among = any(r["mechanism"] == "softmax" for r in at[:3])
-        beside_softmax = f"; softmax {number(base).shown} ms" if base and not among else ""
-        yield f"Fastest training step at T = {longest:,}: {best}{beside_softmax}."
+        at = [row for row in timed if row["length"] == longest and row.get("training_ratio")]
+        at = sorted(
+            (row for row in at if row["mechanism"] != "softmax"), key=lambda row: row["training_ratio"]["median"]
+        )
+        shares = ", ".join(f"{escape(r['mechanism'])} {number(r['training_ratio']['median']).shown}" for r in at[:3])
+        if shares:
+            yield f"Fastest training steps at T = {longest:,}, as shares of softmax's time: {shares}."
     wins = charts.wins(run, "training")
     if wins:
         earliest = sorted(wins, key=lambda name: wins[name])

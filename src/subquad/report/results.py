@@ -61,7 +61,8 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 
 def find(root: Path = Path()) -> list[Run]:
-    """What there is without being named: for each kind of device the comparison that covers most mechanisms.
+    """What there is without being named: for each kind of device and each form (causal, bidirectional, or each
+    mechanism its own) the comparison that covers most mechanisms.
 
     This machine's is taken before those of results/, and these before the ones that ship. Others of results/ follow.
     """
@@ -71,11 +72,12 @@ def find(root: Path = Path()) -> list[Run]:
     kept = [_load(file) for file in sorted(root.glob("results/*.json"))]
     with as_file(files("subquad.bench").joinpath("figures")) as folder:
         shipped = [_load(file) for file in sorted(folder.glob("*.json"))]
-    best: dict[str, Run] = {}
+    best: dict[tuple[str, bool | None], Run] = {}
     for run in compared([*here, *kept, *shipped]):
-        device = str(run.data.get("settings", {}).get("device", "cpu")).split(":")[0]
-        if device not in best or _covered(run) > _covered(best[device]):
-            best[device] = run
+        settings = run.data.get("settings", {})
+        kind = str(settings.get("device", "cpu")).split(":")[0], settings.get("causal")
+        if kind not in best or _covered(run) > _covered(best[kind]):
+            best[kind] = run
     return _told_apart([*best.values(), *(run for run in kept if run.kind != "compare")])
 
 
