@@ -76,6 +76,8 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("directory=3", lambda: subquad.load(3)),
     ("device='x'", lambda: subquad.load("nowhere", device="x")),
     ("embedding='learned'", lambda: LanguageModel(**SMALL, vocab=11, embedding="learned")),
+    ("embedding='learned'", lambda: LanguageModel(embedding="learned")),
+    ("prompt='RO' .* a tensor or a list of integers or a list of lists of integers or", lambda: generate(prompt="RO")),
     ("norm_eps='x'", lambda: Transformer(**SMALL, norm_eps="x")),
     ("mechanism={}", lambda: Transformer(**{**SMALL, "mechanism": {}})),
     ("targets is on meta", lambda: model().loss(IDS, targets=IDS.to("meta"))),
@@ -138,6 +140,11 @@ def test_a_mask_is_answered_with_lengths_and_patterns(call: Callable[..., Any]) 
 def test_other_keywords_are_answered_with_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"Mixer\.forward has no argument 'length'; did you mean 'lengths'\?"):
         build("linear", dim=8)(X, length=torch.tensor([1, 2]))
+
+
+def test_fields_that_a_model_cannot_do_without_are_named() -> None:
+    with pytest.raises(TypeError, match="LanguageModelConfig needs dim"):
+        LanguageModel(vocab=11)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

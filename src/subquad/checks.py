@@ -23,6 +23,7 @@ C = TypeVar("C", bound=type)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what is computed in
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**63 - 1  # that a tensor can hold
+LEAST_EPS = 1e-30  # of a denominator: in float32 a far smaller one is 0, or its reciprocal infinite
 LONGEST_PATH = 500  # characters of a text that an error shows whole
 MASKS = ("mask", "attn_mask", "attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
@@ -57,6 +58,12 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     """Refuse what is not an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         refuse(name, value, f"an integer of at least {least}" + (", below 2**63" if _too_large(value) else ""))
+
+
+def check_eps(eps: float, least: float = LEAST_EPS) -> None:
+    """Refuse a least denominator by which a query whose features meet none of the keys' would become 0/0."""
+    if not eps >= least:
+        refuse("eps", eps, f"a number above 0, at least {least:g}")
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -155,7 +162,7 @@ def _fitting(hint: Any) -> tuple[Fits, str]:
             lambda value: (
                 isinstance(value, kinds) and not isinstance(value, str | bytes) and all(map(item_fits, value))
             ),
-            f"a list of {_plural(item_words)}",
+            "a list" if item_words == "anything" else f"a list of {_plural(item_words)}",
         )
     if origin in (Mapping, dict):
         return lambda value: isinstance(value, Mapping), "a dict"

@@ -59,7 +59,7 @@ def test_wrong_feature_map_is_named() -> None:
         build("linear", dim=8, feature_map="elu")
 
 
-@pytest.mark.parametrize("eps", [0.0, -1.0])
+@pytest.mark.parametrize("eps", [0.0, -1.0, 1e-60])
 def test_a_denominator_of_zero_is_refused(eps: float) -> None:
     with pytest.raises(ValueError, match=r"eps=.*above 0"):
         build("linear", dim=8, feature_map="relu", eps=eps)

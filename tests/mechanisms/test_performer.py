@@ -224,6 +224,7 @@ def test_approximation_error_has_a_meaning_for_exponentials_only() -> None:
         ({"eps": -1.0}, "eps=-1.0"),
         ({"eps": math.nan}, "eps=nan"),
         ({"eps": 0.0, "kernel": "trig"}, "eps=0.0 .*above 0"),
+        ({"eps": 1e-60, "kernel": "trig"}, "eps=1e-60 .*above 0"),
         ({"dropout": 0.1}, "dropout=0.1"),
     ],
 )

@@ -167,6 +167,7 @@ def test_pool_of_draws_is_a_loop_over_redraw() -> None:
         ({"tau": 0.0}, "tau=0.0"),
         ({"eps": -1.0}, "eps=-1.0"),
         ({"eps": 0.0}, "eps=0.0 .*above 0"),
+        ({"eps": 1e-60}, "eps=1e-60 .*above 0"),
         ({"dropout": 0.1}, "dropout=0.1"),
     ],
 )

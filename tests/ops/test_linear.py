@@ -532,7 +532,8 @@ G = torch.zeros(2, 5, 2)
         ("did you mean 'elu\\+1'", (Q, Q, Q), {"feature_map": "elu"}),
         ("feature_map gave", (Q, Q, Q), {"feature_map": lambda x: x[0]}),
         ("eps=-1", (Q, Q, Q), {"eps": -1}),
-        ("eps=0: .*above 0", (Q, Q, Q), {"eps": 0, "feature_map": "relu"}),
+        ("eps=0 .*above 0", (Q, Q, Q), {"eps": 0, "feature_map": "relu"}),
+        ("eps=1e-60 .*at least 1e-30", (Q, Q, Q), {"eps": 1e-60, "feature_map": "relu"}),  # 0 in float32
         ("lengths=\\[6, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([6, 1])}),
         ("lengths=\\[-1, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([-1, 1])}),
         ("lengths is", (Q, Q, Q), {"lengths": torch.tensor([1])}),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.checks import refuse
+from subquad.checks import check_eps
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.feature_maps import feature_map
@@ -66,8 +66,7 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.eps > 0:
-            refuse("eps", self.eps, "a number above 0")
+        check_eps(self.eps)
 
 
 class Linear(Mixer):

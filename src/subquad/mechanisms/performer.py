@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, one_of, refuse
+from subquad.checks import at_least, check_eps, one_of, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.impl import Impl
@@ -75,8 +75,8 @@ class Options(base.Options):
         at_least(self, features=0 if self.kernel == "relu" else 1)
         if self.eps is not None and not self.eps >= 0:
             refuse("eps", self.eps, "None or a number of at least 0")
-        if self.eps == 0 and self.kernel == "trig":
-            refuse("eps", self.eps, 'None or a number above 0 with kernel="trig", whose denominator may be 0')
+        if self.eps is not None and self.kernel == "trig":  # its denominator may be 0
+            check_eps(self.eps)
 
 
 class Performer(Mixer):

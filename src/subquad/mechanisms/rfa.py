@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import at_least, check_eps, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.impl import Impl
@@ -65,8 +65,7 @@ class Options(base.Options):
         at_least(self, features=1)
         if not self.tau > 0:
             refuse("tau", self.tau, "a number above 0")
-        if not self.eps > 0:
-            refuse("eps", self.eps, "a number above 0")
+        check_eps(self.eps, least=1e-20)  # it is divided by √(2·features)
         if self.gate and not self.causal:
             refuse("gate", self.gate, "False with causal=False, since forgetting needs an order")
 

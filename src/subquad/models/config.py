@@ -65,9 +65,8 @@ class Config:
                 raise ValueError(
                     f"{cls.__name__} has no key {key!r}{nearest(key, known)} Accepted in data: {', '.join(known)}"
                 )
-        for f in known.values():
-            if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{cls.__name__} lacks the key {f.name!r} in data")
+        for name in _missing(cls, data):
+            raise ValueError(f"{cls.__name__} lacks the key {name!r} in data")
         parts = nested(cls)
         return cls(**{key: parts[key].from_dict(value) if key in parts else value for key, value in data.items()})
 
@@ -299,6 +298,13 @@ def _fields(cls: type) -> Iterable[dataclasses.Field[Any]]:
     return dataclasses.fields(cls)
 
 
+def _missing(cls: type[Config], given: Iterable[str]) -> list[str]:
+    """The fields without a default that are not given."""
+    none = dataclasses.MISSING
+    required = [f.name for f in _fields(cls) if f.default is none and f.default_factory is none]
+    return [name for name in required if name not in given]
+
+
 def nested(cls: type[Config]) -> dict[str, type[Config]]:
     """The fields of a config that are configs themselves."""
     hints = typing.get_type_hints(cls)
@@ -324,6 +330,13 @@ def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaul
             raise TypeError(f"{cls.__name__} has no field {key!r}{nearest(key, homes)} Accepted: {', '.join(homes)}")
         sorted_fields[homes[key]][key] = value
     own = sorted_fields.pop("")
+    for part in own.keys() & parts.keys():
+        check_plain(part, own[part], parts[part])
+    missing = [
+        name for part, given in sorted_fields.items() if part not in own for name in _missing(parts[part], given)
+    ]
+    if missing:
+        raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
     return cls(**{part: parts[part](**values) for part, values in sorted_fields.items() if part not in own}, **own)
 
 

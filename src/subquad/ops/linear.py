@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.checks import check_heads, check_strided, check_tensor, checked, shown
+from subquad.checks import check_eps, check_heads, check_strided, check_tensor, checked, shown
 from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.feature_maps import feature_map as find_map
@@ -841,12 +841,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> 
         raise ValueError(
             f"causal=True with {q.shape[1]} queries and {k.shape[1]} keys: accepted is as many keys as queries"
         )
-    _check_eps(eps)
-
-
-def _check_eps(eps: float) -> None:
-    if not eps > 0:  # with 0 a query whose features meet none of the keys' would be 0/0
-        raise ValueError(f"eps={eps}: accepted is a number above 0")
+    check_eps(eps)
 
 
 def _check_masks(
@@ -941,7 +936,7 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
         raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
     if v_t.shape[:2] != q_t.shape[:2]:
         raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
-    _check_eps(eps)
+    check_eps(eps)
     if log_gate is not None:
         if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point() or log_gate.device != q_t.device:
             raise ValueError(
