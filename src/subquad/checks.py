@@ -55,7 +55,9 @@ def at_least(options: object, **bounds: int) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not an integer of at least `least`."""
+    """Refuse what is not an integer of at least `least`; in a program for any size it may stand for any."""
+    if isinstance(value, torch.SymInt):
+        return
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
         refuse(name, value, f"an integer of at least {least}" + (", below 2**63" if _too_large(value) else ""))
 

@@ -92,20 +92,23 @@ def export_keeps_numbers(case: Case, form: str, grad: bool = True, **how: Any) -
 def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
     """One program for any batch and any length, shorter than every block or longer, gives what eager gives."""
     call = Call(case.build(), form)
-    any_size = torch.export.Dim.DYNAMIC  # export fails where a size turns out to be a constant
-    row, both = {0: any_size}, {0: any_size, 1: any_size}
-    others: dict[str, Any] = {"plain": (), "lengths": (row,), "prefill": (row,), "cross": ((both, row),)}
+    # named sizes, as users write them: export fails where a size turns out to be a constant or must fit a formula
+    longest = call.mix.options.max_length if call.mix.traits.fixed_length else 4096
+    batch, length, keys = (torch.export.Dim(name, max=longest) for name in ("batch", "length", "keys"))
+    if form == "prefill":  # a prompt shorter than the stride of `compressed` leaves a state of another kind
+        length = torch.export.Dim.DYNAMIC
+    row, both, context = {0: batch}, {0: batch, 1: length}, {0: batch, 1: keys}
+    others: dict[str, Any] = {"plain": (), "lengths": (row,), "prefill": (row,), "cross": ((context, row),)}
     shapes = dict(zip(("x", "other"), (both, *others[form]), strict=False))
     program = torch.export.export(call, call.inputs(3, T), dynamic_shapes=shapes, **how).module()
     same_gradients(call, program, 3, T)
     sizes = [(3, 10), (5, 16), (2, 40), (1, 46)]
-    if form != "prefill":  # a prompt shorter than the stride of `compressed` leaves a state of another kind
+    if form != "prefill":
         sizes += [(2, 2), (4, 3), (1, 7), (2, 8)]
-    if not call.mix.traits.fixed_length:
-        sizes += [(2, 131), (2, 192)]
+    sizes += [(2, longest)] if call.mix.traits.fixed_length else [(2, 131), (2, 192)]
     with torch.no_grad():
-        for batch, size in sizes:
-            same_values(call, program, batch, size)
+        for rows, size in sizes:
+            same_values(call, program, rows, size)
 
 
 def compile_keeps_numbers(

@@ -43,6 +43,11 @@ def test_one_exported_program_serves_any_batch_and_length(case: Case, form: str)
     programs.export_serves_any_size(case, form)
 
 
+@over([(name, case) for name, case in FEW if name.startswith("local-")], "prefill")
+def test_one_exported_program_prefills_any_batch(case: Case, form: str) -> None:
+    programs.export_serves_any_size(case, form)
+
+
 @pytest.mark.slow
 @over(dynamic(FEW), "lengths", "cross", "prefill")
 def test_one_exported_program_serves_any_size_in_other_forms(case: Case, form: str) -> None:

@@ -36,7 +36,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
-from subquad.ops.lengths import symbolic
+from subquad.ops.lengths import at_most, symbolic
 from subquad.ops.opaque import attention_operator
 from subquad.ops.prefix import join_softmax, join_top, prefix
 
@@ -127,7 +127,7 @@ class Clustered(Mixer):
         if symbolic(k.shape[1]):  # there may be fewer keys than topk
             scores, weights = (F.pad(t, (0, topk), value=x) for t, x in ((scores, -torch.inf), (weights, 0.0)))
             v = F.pad(v, (0, 0, 0, 0, 0, topk))
-        found, top = scores.topk(min(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
+        found, top = scores.topk(at_most(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
         mass = weights.gather(-1, top).sum(-1, keepdim=True)
         rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), _wide(v))
         exact = self._over(top.masked_fill(found == -torch.inf, -1), q * self.scale, k, v, label)

@@ -24,7 +24,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.autocast import uncast
 from subquad.ops.impl import Impl
-from subquad.ops.lengths import padding, symbolic
+from subquad.ops.lengths import first, padding, symbolic
 from subquad.ops.linear import (
     LinearState,
     linear_attention,
@@ -206,7 +206,7 @@ class Efficient(Mixer):
         normaliser = torch.logaddexp(past, k.logcumsumexp(-2))
         w = rho - normaliser
         o = (w + past).exp() @ (enter[..., :-1] / z[..., None]) + _within(w, normaliser, k, v)
-        o = o.flatten(2, 3)[:, :, :length].transpose(1, 2)
+        o = first(o.flatten(2, 3), length, 2).transpose(1, 2)
         return o, sums[:, :, -1, :, :-1], sums[:, :, -1, :, -1], largest[:, :, -1]
 
     def _how(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits, keep
 from subquad.ops.layer_norm import LayerNorm
+from subquad.ops.lengths import first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class GMLP(Mixer):
         mask = keep(lengths, x.shape[1])
         if mask is not None:
             v = v * mask[..., None]
-        gate = torch.einsum("ts,bsd->btd", self._square(x.shape[1]), v) + self.bias[: x.shape[1], None]
+        gate = torch.einsum("ts,bsd->btd", self._square(x.shape[1]), v) + first(self.bias, x.shape[1], 0)[:, None]
         if self.qkv is not None and self.spread is not None:
             q, k, w = (t[:, None] for t in self.qkv(x).chunk(3, dim=-1))  # [B, 1, T, a]
             visible = None if lengths is None else keep(lengths.clamp(min=1), x.shape[1])
@@ -97,5 +98,5 @@ class GMLP(Mixer):
         return self._square(x.shape[1]).expand(x.shape[0], 1, -1, -1)
 
     def _square(self, size: int) -> Tensor:
-        weight = self.weight[:size, :size]
+        weight = first(first(self.weight, size, 0), size)
         return weight.tril() if self.options.causal else weight

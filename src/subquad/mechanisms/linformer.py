@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least, one_of
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.ops.lengths import first
 
 Share = Literal["none", "heads", "keyvalue", "layer"]
 
@@ -127,7 +128,7 @@ class Linformer(Mixer):
 
     def _compress(self, rows: Tensor, t: Tensor) -> Tensor:
         """E k: [B, S, H, K] -> [B, H, rank, K]"""
-        return rows[..., : t.shape[1]] @ t.transpose(1, 2)
+        return first(rows, t.shape[1], -1) @ t.transpose(1, 2)
 
     def _weights(self, q: Tensor, k: Tensor, n: int) -> Tensor:
         """softmax(Q (E K)ᵀ / √K) F of one row with n keys, the matrix that multiplies V: [H, T, n]"""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits
+from subquad.ops.lengths import first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class MLPMixer(Mixer):
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
     ) -> Tensor:
         size = x.shape[1]  # padded tokens are zero, so they add nothing to the hidden units
-        hidden = F.gelu(torch.einsum("nt,btd->bnd", self.w1[:, :size], x) + self.b1[:, None])
-        return torch.einsum("tn,bnd->btd", self.w2[:size], hidden) + self.b2[:size, None]
+        hidden = F.gelu(torch.einsum("nt,btd->bnd", first(self.w1, size), x) + self.b1[:, None])
+        return torch.einsum("tn,bnd->btd", first(self.w2, size, 0), hidden) + first(self.b2, size, 0)[:, None]
 
     def _reference(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None

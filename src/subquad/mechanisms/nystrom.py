@@ -27,7 +27,7 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
 from subquad.ops.autocast import uncast
-from subquad.ops.lengths import padding, symbolic
+from subquad.ops.lengths import first, padding, symbolic
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so many pieces, the most that divide it
@@ -123,7 +123,7 @@ class Nystrom(Mixer):
             for t, n in ((q, lengths), (k, key_lengths))
         )
         q, k, v = (F.pad(t, (0, 0, 0, 0, 0, few + 1)) for t in (q, k, v))
-        return self._attend_long(q, k, v, lengths, key_lengths)[:, :size]
+        return first(self._attend_long(q, k, v, lengths, key_lengths), size)
 
     def _attend_long(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
@@ -221,7 +221,7 @@ def convolve(v: Tensor, kernel: Tensor) -> Tensor:
     band = rows.flatten(1)[:, : BLOCK * around].unflatten(1, (BLOCK, around))
     padded = F.pad(v, (0, 0, 0, 0, width // 2, width // 2 + padding(length, BLOCK)))
     windows = padded.unfold(1, around, BLOCK)  # [B, N, H, V, around]
-    return torch.einsum("hca,bnhva->bnchv", band, windows).flatten(1, 2)[:, :length]
+    return first(torch.einsum("hca,bnhva->bnchv", band, windows).flatten(1, 2), length)
 
 
 def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:

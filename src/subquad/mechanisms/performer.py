@@ -208,8 +208,8 @@ class Performer(Mixer):
         gate = None
         if self.options.causal:
             start = largest if largest is not None else torch.full_like(exponent[:, 0], NOTHING)
-            so_far = running_max(torch.cat((start[:, None], exponent), dim=1).mT).mT
-            before, reached, largest = so_far[:, :-1], so_far[:, 1:], so_far[:, -1]
+            reached = torch.maximum(running_max(exponent.mT).mT, start[:, None])
+            before, largest = torch.cat((start[:, None], reached[:, :-1]), dim=1), reached[:, -1]
             gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
         else:
             reached = exponent.amax(dim=1, keepdim=True)

@@ -30,7 +30,7 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits
 from subquad.ops.autocast import uncast
-from subquad.ops.lengths import padding
+from subquad.ops.lengths import first, padding
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
@@ -73,7 +73,7 @@ class Sinkhorn(Mixer):
         (batch, size, _), block = x.shape, self.options.block
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
-        q, k, v = (t.masked_fill(~present[:, :size, None, None], 0) for t in self.heads.split(x))
+        q, k, v = (t.masked_fill(~first(present, size)[..., None, None], 0) for t in self.heads.split(x))
         with uncast(x):
             sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
             present = present.unflatten(1, (-1, block))  # [B, N, C]
@@ -84,7 +84,7 @@ class Sinkhorn(Mixer):
         if self.options.sortcut is not None:
             bias = bias.movedim(2, 1).flatten(2)[:, :, None]  # [B, H, 1, S]
             o = self._attend(q.flatten(1, 2), sorted_k.flatten(1, 2), sorted_v.flatten(1, 2), bias)
-            return self.heads.merge(o[:, :size])
+            return self.heads.merge(first(o, size))
         present[..., 0] = True  # in blocks beyond the row as well, so that no softmax is over nothing
         visible = present[:, :, None, None]  # [B, N, 1, 1, C]
         if self.options.causal:
@@ -94,7 +94,7 @@ class Sinkhorn(Mixer):
         bias = torch.cat((own.expand(shape), bias[..., None, :].expand(shape)), -1)  # [B, N, H, 1 or C, 2C]
         k, v = torch.cat((k, sorted_k), dim=2), torch.cat((v, sorted_v), dim=2)
         o = self._attend(*(t.flatten(0, 1) for t in (q, k, v, bias)))  # [B·N, C, H, V]
-        return self.heads.merge(o.reshape(batch, -1, *o.shape[2:])[:, :size])
+        return self.heads.merge(first(o.reshape(batch, -1, *o.shape[2:]), size))
 
     def _reference(
         self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.ops.lengths import first
 
 KINDS = ("dense", "random", "fixed", "factorised_dense", "factorised_random", "dot")
 
@@ -127,20 +128,20 @@ class Synthesizer(Mixer):
         size = x.shape[1]
         if kind == "dense":
             left = F.relu(self.w1(x)).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
-            right = self.w2[:, :size].expand(x.shape[0], -1, -1, -1)
+            right = first(self.w2, size).expand(x.shape[0], -1, -1, -1)
         elif kind == "dot":
             left, right = q.transpose(1, 2) / math.sqrt(q.shape[-1]), k.transpose(1, 2)
         else:
-            left, right = (r[:, :size].expand(x.shape[0], -1, -1, -1) for r in (self.r1, self.r2))
+            left, right = (first(r, size).expand(x.shape[0], -1, -1, -1) for r in (self.r1, self.r2))
         return left, right
 
     def _bias(self, kind: str, x: Tensor) -> Tensor:
         size = x.shape[1]
         if kind == "factorised_dense":
             a, b = (f(x).unflatten(-1, (self.options.heads, -1)).transpose(1, 2) for f in (self.a, self.b))
-            return (a[..., None] * b[..., None, :]).flatten(-2)[..., :size]  # [B, H, T, S]
+            return first((a[..., None] * b[..., None, :]).flatten(-2), size, -1)  # [B, H, T, S]
         square = self.random if kind == "random" else self.fixed
-        return square[None, :, :size, :size]
+        return first(first(square, size), size, 2)[None]
 
     def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The definition: every kind's logits in full, mixed, masked, normalised."""

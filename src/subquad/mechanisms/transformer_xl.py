@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits, keep
-from subquad.ops.lengths import at_most, padding
+from subquad.ops.lengths import at_most, first, padding
 
 
 class State(NamedTuple):
@@ -127,7 +127,7 @@ class TransformerXL(Mixer):
         scores = (content + position) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
         weights = F.dropout(weights, self.options.dropout, self.training)
-        return torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2)[:, :size]
+        return first(torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2), size)
 
     def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, _ = self.heads.split(x)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.ops.lengths import padding, symbolic
+from subquad.ops.lengths import more_blocks, padding, symbolic
 
 
 class Slots(NamedTuple):
@@ -36,8 +36,9 @@ def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
 
 def most_slots(size: int, buckets: int, chunk: int) -> int:
     """How many `rank_slots` may need for `size` tokens: a bound that does not depend on the data."""
-    slots = size // chunk + buckets
-    return slots + 2 if symbolic(size) else min(size, slots)
+    if symbolic(size):
+        return more_blocks(size, chunk, buckets + 2)
+    return min(size, size // chunk + buckets)
 
 
 def slot_pairs(size: int, buckets: int, chunk: int) -> int:

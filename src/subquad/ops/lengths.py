@@ -54,7 +54,27 @@ def padding(size: int, block: int) -> int:
 
     A program for any size has special cases for one block, and for no padding: there are always some and three of them.
     """
-    return (size // block + 3) * block - size if symbolic(size) else -size % block
+    return more_blocks(size, block, 3) * block - size if symbolic(size) else -size % block
+
+
+def more_blocks(size: int, block: int, more: int) -> int:
+    """⌈size / block⌉ + more - 1, for a size that stands for any number.
+
+    In a form that torch cannot write as a sum: only then does it see that this number divides its product with block.
+    That it is no less than `more` torch sees for sizes from 2 on, which is what `Dim("length")` means; with a larger
+    `min=` it asks for `Dim.AUTO`.
+    """
+    return (size + more * block - 1) // block
+
+
+def first(x: Tensor, size: int, dim: int = 1) -> Tensor:
+    """The first `size` of at least as many along a dimension.
+
+    A slice would have special cases where that is all of them, and a program for any size then refuses some sizes.
+    """
+    if symbolic(size):
+        return x.index_select(dim, torch.arange(size, device=x.device))
+    return x.narrow(dim, 0, size)
 
 
 def at_most(limit: int, size: int) -> int:

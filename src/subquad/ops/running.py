@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.ops.lengths import padding
+from subquad.ops.lengths import first, padding
 
 SUM_BLOCK = 64
 MAX_BLOCK = 128
@@ -32,4 +32,4 @@ def running_max(x: Tensor) -> Tensor:
     blocks = F.pad(x, (0, padding(x.shape[-1], MAX_BLOCK)), value=-torch.inf).unflatten(-1, (-1, MAX_BLOCK))
     within = blocks.cummax(-1).values
     before = F.pad(within[..., -1].cummax(-1).values, (1, -1), value=-torch.inf)
-    return torch.maximum(within, before[..., None]).flatten(-2)[..., : x.shape[-1]]
+    return first(torch.maximum(within, before[..., None]).flatten(-2), x.shape[-1], -1)
