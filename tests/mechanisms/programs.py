@@ -93,7 +93,7 @@ def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
     """One program for any batch and any length, shorter than every block or longer, gives what eager gives."""
     call = Call(case.build(), form)
     # named sizes, as users write them: export fails where a size turns out to be a constant or must fit a formula
-    longest = call.mix.options.max_length if call.mix.traits.fixed_length else 4096
+    longest = (call.mix.traits.fixed_length and call.mix.options.max_length) or 4096
     batch, length, keys = (torch.export.Dim(name, max=longest) for name in ("batch", "length", "keys"))
     if form == "prefill":  # a prompt shorter than the stride of `compressed` leaves a state of another kind
         length = torch.export.Dim.DYNAMIC
