@@ -243,3 +243,18 @@ def test_continuing_takes_the_last_token_again() -> None:
 def test_a_stream_is_checked_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="state holds 3"):
         model().stream([1], 3, state=3)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (r"Linear needs more memory than there is .*dim=1000000000\)", lambda: build("linear", dim=10**9)),
+        (r"LanguageModel needs more memory .*vocab=10", lambda: LanguageModel(vocab=10**15, dim=8, depth=1)),
+        (r"init_state needs more memory .*batch=1", lambda: build("linear", dim=8, causal=True).init_state(10**15)),
+        (r"needs more memory .*capacity=1000", lambda: LanguageModel(vocab=9, dim=8, depth=1).generate([1], 10**18)),
+    ],
+    ids=range(4),
+)
+def test_what_no_memory_holds_is_named(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(MemoryError, match=message):
+        call()

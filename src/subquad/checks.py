@@ -4,6 +4,7 @@
 runs, so that a function itself checks only what a type cannot say (shapes, ranges, devices).
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -11,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2**63 - 1  # that a tensor can hold
 LEAST_EPS = 1e-30  # of a denominator: in float32 a far smaller one is 0, or its reciprocal infinite
 LONGEST_PATH = 500  # characters of a text that an error shows whole
+# what torch says of memory on a CPU, for which it has no type of error; torch.OutOfMemoryError, of a GPU, is left alone
+ALLOCATION = re.compile(r"(?<=DefaultCPUAllocator: ).*allocate \d+ bytes|Storage size calculation overflowed")
 MASKS = ("mask", "attn_mask", "attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
@@ -40,6 +43,9 @@ def shown(value: object) -> str:
         return f"{kind}({value.dtype}, {list(value.shape)}, {value.device})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{kind}({value.dtype}, {list(value.shape)})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = (f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default)
+        return f"{kind}({', '.join(f'{f.name}={shown(getattr(value, f.name))}' for f in changed)})"
     if isinstance(value, str):  # the path of a file may be long, and has to be readable
         return repr(value) if len(value) <= LONGEST_PATH else f"{value[:40]!r}... ({len(value):,} characters)"
     if isinstance(value, bytes | list | tuple | dict | set | frozenset) and len(value) > 60:
@@ -204,11 +210,19 @@ def checked(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal signature
-        if not torch.compiler.is_compiling():
-            if signature is None:
-                signature = _Signature(function)
-            signature.check(args, kwargs)
-        return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if signature is None:
+            signature = _Signature(function)
+        signature.check(args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            asked = ALLOCATION.search(str(error))
+            if asked is None:
+                raise
+            given = ", ".join(signature.describe(args, kwargs))
+            raise MemoryError(f"{signature.name} needs more memory than there is ({asked[0]}): {given}") from error
 
     return typing.cast(F, call)
 
@@ -216,8 +230,8 @@ def checked(function: F) -> F:
 def check_methods(cls: C) -> C:
     """Make the public methods that a class defines, and its constructor, `checked`."""
     for name, method in list(vars(cls).items()):
-        if name.startswith("_") and (name != "__init__" or method.__code__.co_flags & inspect.CO_VARKEYWORDS):
-            continue  # constructors with open keywords look at them by themselves
+        if name.startswith("_") and name != "__init__":
+            continue
         if isinstance(method, types.FunctionType):
             setattr(cls, name, checked(method))
         elif isinstance(method, classmethod | staticmethod):
@@ -232,6 +246,7 @@ class _Signature:
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
         self.name = function.__qualname__.removesuffix(".__init__")
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.looks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
         self.accepted = {
             name: _Accepted.of(name, hints.get(name, Any))
             for name, p in parameters.items()
@@ -243,7 +258,15 @@ class _Signature:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
 
+    def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
+        """The arguments of a call, as an error names them."""
+        for name, value in (*zip(self.accepted, args, strict=False), *kwargs.items()):
+            if name != "self":
+                yield f"{name}={shown(value)}"
+
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.looks_itself:
+            return
         for (name, hint, quick, fits), value in zip(self.positional, args, strict=False):
             if type(value) not in quick and not fits(value):
                 check_plain(name, value, hint)

@@ -147,7 +147,7 @@ def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
         parsed = cls.config_type.from_dict(config)
         with torch.device("meta"):
             wanted = tensors_of(cls(parsed))
-    except (ValueError, RuntimeError, OverflowError, TypeError) as error:
+    except (ValueError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
     missing, unknown = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
