@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import ALLOCATION
 from subquad.mechanisms import build, mechanism
 
 Spread = dict[str, float]  # median, low and high (the quartiles)
@@ -282,9 +283,9 @@ def grown(value: float, before: int, now: int, exponent: float) -> float:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """How much was asked for, if that is what an error is about; torch has no type of error for memory on a CPU."""
+    """How much was asked for, if that is what an error is about."""
     text = str(error)
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in text:
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not ALLOCATION.search(text):
         return None
     amount = re.search(r"allocate ([\d.]+ ?\w*)", text)
     return f"{amount[1]} were asked for at once" if amount else "more was asked for than is free"
