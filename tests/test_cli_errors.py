@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from subquad.bench import compare, measure, worker
-from subquad.bench.settings import Settings
 from subquad.cli import app
+from subquad.measure import cost as measure
 from subquad.models import LanguageModel
+from subquad.studies import compare
+from subquad.studies import compare_worker as worker
+from subquad.studies.settings import Settings
 from subquad.tasks.music import START
 from tests.report import runs
 
@@ -203,7 +205,7 @@ def test_memory_that_ends_is_not_an_error_of_torch(monkeypatch: pytest.MonkeyPat
     row = worker.Bench(Settings(mechanisms=("linear",), lengths=(16,), dim=8, heads=1)).row("linear", 16, True)
     assert (row["error"], row["skipped"]) == (None, "out of memory: 8000000000000 bytes were asked for at once")
     assert measure.out_of_memory(ValueError("no")) is None
-    monkeypatch.setattr("subquad.bench.generation.sweep", full)
+    monkeypatch.setattr("subquad.studies.generation.sweep", full)
     line = refused("bench", "generation", "--dim", "512")
     assert line == "error not enough memory for dim=512: 8000000000000 bytes were asked for at once"
 
@@ -340,7 +342,8 @@ def test_files_that_are_no_json_are_named(trained: Path, tmp_path: Path, content
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"nonsense"])
 def test_arrays_that_are_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    from subquad.tasks.lra import pack, store
+    from subquad.data import generated as store
+    from subquad.tasks.lra import pack
 
     (tmp_path / "tokens.npy").write_bytes(content)
     assert f"data='{tmp_path / 'tokens.npy'}'" in refused("compare", "--data", tmp_path / "tokens.npy")

@@ -21,12 +21,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from subquad.bench.worker import empty_row
 from subquad.cli import app
 from subquad.models import LSTM, LanguageModel
+from subquad.studies.compare_worker import empty_row
+from subquad.studies.reproduce.tables import TABLES
 from subquad.tasks import TASKS
 from subquad.tasks.music import START
-from subquad.tasks.tables import TABLES
 from tests.report import runs as made_up
 
 COUNT = int(os.environ.get("SUBQUAD_FUZZ", "25"))
@@ -191,13 +191,15 @@ def here(monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path) -> Path:
     monkeypatch.chdir(here)
     monkeypatch.setenv("SUBQUAD_CACHE", str(here / "cache"))
     monkeypatch.setenv("SUBQUAD_DATA", str(here / "data"))
-    monkeypatch.setattr("subquad.bench.compare._elsewhere", rows)
-    monkeypatch.setattr("subquad.tasks.reproduce.run_all", lambda todo, *_: ((name, 1, "a stand-in") for name in todo))
-    for name in ("reproduce.measure_scaling", "lra.pack.pack", "lra.harness.side_by_side"):
-        monkeypatch.setattr(f"subquad.tasks.{name}", nothing)
-    monkeypatch.setattr("subquad.tasks.lra.harness._prepare", lambda *_: {})
+    monkeypatch.setattr("subquad.studies.compare._elsewhere", rows)
+    monkeypatch.setattr(
+        "subquad.studies.reproduce.run.run_all", lambda todo, *_: ((name, 1, "a stand-in") for name in todo)
+    )
+    for name in ("studies.reproduce.run.measure_scaling", "tasks.lra.pack.pack", "studies.lra.arena.side_by_side"):
+        monkeypatch.setattr(f"subquad.{name}", nothing)
+    monkeypatch.setattr("subquad.studies.lra.arena._prepare", lambda *_: {})
     row = dict.fromkeys(("steps_per_second", "peak_bytes", "step_ms")) | {"length": 1, "skipped": "a stand-in"}
-    monkeypatch.setattr("subquad.tasks.lra.efficiency._row", lambda name, *_: {**row, "mechanism": name})
+    monkeypatch.setattr("subquad.studies.lra.efficiency._row", lambda name, *_: {**row, "mechanism": name})
     monkeypatch.setattr("subquad.data.files._download", failed)
     return here
 

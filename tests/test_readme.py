@@ -11,7 +11,7 @@ from PIL import Image
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
-from subquad.tasks.lra.table import averages, published
+from subquad.report.lra import averages, published
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -164,7 +164,9 @@ def test_the_pictures_are_drawn_from_the_results() -> None:
         assert name == "train" or f"](results/{name}.png)" in README.read_text()
         said = Image.open(path).info
         drawn_from = (README.parent / said["Source"]).read_bytes()
-        assert hashlib.sha256(drawn_from).hexdigest() == said["SHA-256"], f"run bench/pictures.py: {name}.png is old"
+        assert hashlib.sha256(drawn_from).hexdigest() == said["SHA-256"], (
+            f"run benchmarks/pictures.py: {name}.png is old"
+        )
 
 
 def test_the_generated_images_are_those_of_the_results() -> None:
@@ -192,5 +194,7 @@ def test_the_examples_run() -> None:
 
 def test_every_place_named_exists() -> None:
     root = README.parent
-    for path in re.findall(r"^(src/\S+|bench/|results/|checkpoints/|guides/|tests/)", README.read_text(), re.MULTILINE):
+    for path in re.findall(
+        r"^(src/\S+|benchmarks/|results/|checkpoints/|guides/|tests/)", README.read_text(), re.MULTILINE
+    ):
         assert (root / path).is_dir() if path.endswith("/") else (root / path).is_file(), path

@@ -42,7 +42,7 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, OSError) as error:  # OSError: a file that is not there, a folder that cannot be written
             raise _failure(error) from None
         except (RuntimeError, MemoryError) as error:
-            from subquad.bench.measure import out_of_memory
+            from subquad.measure.cost import out_of_memory
 
             asked = out_of_memory(error)
             if asked is None:
@@ -198,10 +198,10 @@ def compare(
     save: Annotated[Path | None, typer.Option(help="Write the figures to this file as well.")] = None,
 ) -> None:
     """Measure every mechanism against exact softmax: time, memory, decoding, state, growth and quality."""
-    from subquad.bench.compare import compare as run
-    from subquad.bench.compare import tables, whole
-    from subquad.bench.saved import save as write
-    from subquad.bench.settings import Settings, parse_lengths, parse_mechanisms
+    from subquad.studies.compare import compare as run
+    from subquad.studies.compare import tables, whole
+    from subquad.studies.results import save as write
+    from subquad.studies.settings import Settings, parse_lengths, parse_mechanisms
 
     _check_folder("out", out)
     if save is not None:
@@ -242,9 +242,9 @@ def recommend(
     ] = None,
 ) -> None:
     """The three best mechanisms for your length and device, with reasons, from measured figures."""
-    from subquad.bench.recommend import Request
-    from subquad.bench.recommend import recommend as choose
-    from subquad.bench.settings import parse_length
+    from subquad.studies.recommend import Request
+    from subquad.studies.recommend import recommend as choose
+    from subquad.studies.settings import parse_length
 
     advice = choose(
         Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device), source
@@ -273,12 +273,13 @@ def demo(
     fresh: Annotated[bool, typer.Option("--fresh", help="Do everything anew.")] = False,
 ) -> None:
     """Six mechanisms learn real handwritten digits, write new ones as RNNs, and are timed to 16k tokens."""
+    from subquad.report.drawing import Drawing
     from subquad.report.report import write
-    from subquad.tasks.demo import demo as run
+    from subquad.studies.demo import demo as run
 
     _check_folder("out", out)
     try:
-        run(out, console, steps=steps, fresh=fresh)
+        run(out, console, Drawing, steps=steps, fresh=fresh)
         console.print(escape(f"report: {write([out]).html}"), soft_wrap=True)
     except KeyboardInterrupt:
         console.print("interrupted: the stages that were finished are kept, and the next run goes on from there")
@@ -342,8 +343,8 @@ def generate(
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
 ) -> None:
     """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
+    from subquad.machine import available
     from subquad.models import LanguageModel, checkpoints
-    from subquad.models.device import available
     from subquad.models.sampling import Sampling
     from subquad.models.store import check_finite, read_header
     from subquad.tasks.generate import check_options, image_shape, images_to_png, text_to_terminal
@@ -461,10 +462,10 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a published table, or some of its rows, and print ours beside it; goes on where it stopped."""
-    from subquad.bench.provenance import tell_commit
-    from subquad.tasks.figures import beside, copy_to
-    from subquad.tasks.reproduce import reproduce as run
-    from subquad.tasks.rows import Budget
+    from subquad.machine import tell_commit
+    from subquad.report.reproduce import beside, copy_to, draw
+    from subquad.studies.reproduce.row import Budget
+    from subquad.studies.reproduce.run import reproduce as run
 
     _check_folder("out", out)
     if save is not None:
@@ -472,7 +473,7 @@ def reproduce(
     tell_commit(commit)
     budget = Budget(minutes=minutes, leg=leg, jobs=jobs, device=device, settings=tuple(settings or ()))
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
-    results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples)
+    results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples, draw=draw)
     console.print(beside(results))
     console.print(escape(f"figures: {out / table / 'results.json'}"), soft_wrap=True)
     if save is not None:
@@ -512,12 +513,13 @@ def lra(
     out: Annotated[Path, typer.Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
 ) -> None:
     """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
-    from subquad.bench.provenance import tell_commit
-    from subquad.bench.settings import parse_lengths
-    from subquad.tasks.lra import efficiency as speed
-    from subquad.tasks.lra import recipes, table
-    from subquad.tasks.lra.harness import Arena
-    from subquad.tasks.lra.harness import lra as run
+    from subquad.machine import tell_commit
+    from subquad.report import lra as table
+    from subquad.studies.lra import efficiency as speed
+    from subquad.studies.lra import recipes
+    from subquad.studies.lra.arena import Arena
+    from subquad.studies.lra.arena import lra as run
+    from subquad.studies.settings import parse_lengths
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
@@ -590,7 +592,7 @@ def bench_generation(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("runs/bench/generation.json"),
 ) -> None:
     """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
-    from subquad.bench.generation import bench as run
+    from subquad.studies.generation import bench as run
 
     _check_file("out", out, (".json",))
     run(

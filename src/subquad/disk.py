@@ -120,3 +120,10 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(f"{path.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)  # a folder does not replace another
     return path.replace(aside)
+
+
+def cache_folder() -> Path:
+    """Where this machine's figures are kept: $SUBQUAD_CACHE, or subquad in the user's cache directory."""
+    if "SUBQUAD_CACHE" in os.environ:
+        return Path(os.environ["SUBQUAD_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subquad"

@@ -1,9 +1,39 @@
-"""This machine: how much memory is free."""
+"""This machine: what a device name means, how much memory is free, and the hardware, versions and commit of figures."""
 
+import datetime
 import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+
+import subquad
+from subquad.checks import refuse
+
+COMMIT = "SUBQUAD_COMMIT"  # in the environment, so that the processes of a run know it too
+
+
+def available(name: str) -> str:
+    """The name of a device that is there; "auto" is a GPU where there is one."""
+    found = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if found else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        refuse("device", name, '"cpu" or "cuda"')
+    elif device.type == "cuda" and not found:
+        refuse("device", name, '"cpu" here: torch finds no GPU')
+    elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        refuse("device", name, f'"cuda:0" to "cuda:{torch.cuda.device_count() - 1}"')
+    return name
 
 
 def free_bytes(device: str | torch.device) -> int:
@@ -20,3 +50,99 @@ def free_bytes(device: str | torch.device) -> int:
     if most.exists() and used.exists() and most.read_text().strip() != "max":
         limits.append(int(most.read_text()) - int(used.read_text()))
     return min(limits)
+
+
+def readable(count: float) -> str:
+    """Bytes as people read them: 17 kB, 1.2 MB, 34 GB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def allocation_peak(run: Callable[[], None]) -> int:
+    """The most bytes that `run` holds at once in torch's CPU allocator."""
+    with _no_stderr(), torch.autograd.profiler.profile(profile_memory=True) as recorded:
+        run()
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    """The profiler greets on the process's standard error at each start and stop, whatever its log level."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def origin(device: str) -> dict[str, Any]:
+    """What every file of figures begins with."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"subquad": subquad.__version__, "commit": commit(), "date": now, "machine": machine(device)}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The hardware and the versions that figures depend on."""
+    kind = torch.device(device).type
+    try:
+        triton: str | None = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    gpu = torch.cuda.get_device_properties(device) if kind == "cuda" else None
+    return {
+        "device": gpu.name if gpu else "cpu",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "memory_bytes": gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Of this source: what `tell_commit` said, else what git says, with "-dirty" where its files were changed."""
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
+    found = _git("rev-parse", "--short=12", "HEAD")
+    return f"{found}-dirty" if found and _git("status", "--porcelain", "--", ".") else found
+
+
+def _git(*words: str) -> str | None:
+    """What git says in the folder of the package, or None."""
+    try:
+        found = subprocess.run(
+            ["git", *words],
+            cwd=Path(subquad.__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def tell_commit(name: str | None) -> None:
+    """Say which commit this is, to this process and those it starts, where git does not know; None says nothing."""
+    if name is not None:
+        os.environ[COMMIT] = name

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from subquad.bench.growth import between, crossovers
+from subquad.measure.growth import between, crossovers
 from subquad.mechanisms import MECHANISMS
 from subquad.report import charts
+from subquad.report.found_runs import Run, read
 from subquad.report.report import make
-from subquad.report.results import Run, read
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 

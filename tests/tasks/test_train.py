@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from subquad import tasks
 from subquad.cli import app
 from subquad.models import LanguageModel
-from subquad.tasks.rows import Budget, settings_of, state_of
-from subquad.tasks.tables import TABLES
+from subquad.studies.reproduce.row import Budget, settings_of, state_of
+from subquad.studies.reproduce.tables import TABLES
 from subquad.tasks.train import configure
 from subquad.training.config import TrainingConfig
 from tests.training.tiny import Tiny

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from subquad import models
 from subquad.cli import app
-from subquad.report import results
+from subquad.report import found_runs as results
 from subquad.training import checkpoints, history
 from subquad.training.log import logged
 from subquad.training.loop import train

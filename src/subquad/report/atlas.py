@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.bench.growth import growth_of_time
-from subquad.bench.share import block_share
 from subquad.data import digits
+from subquad.measure.growth import growth_of_time
+from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer, Options
 from subquad.mechanisms.card import Card, card, option_meanings
 from subquad.report import charts
 from subquad.report.charts import FAMILIES
+from subquad.report.found_runs import Json, Run, compared, find, read
 from subquad.report.html import Cell, chart, code, escape, number, page, table, template
-from subquad.report.published import TABLES, beside
-from subquad.report.results import Json, Run, compared, find, read
+from subquad.report.published import beside
+from subquad.studies.published import TABLES
 
 LESSONS = {
     "softmax": "Softmax attention and its cost",

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from subquad.bench.growth import between, crossover, names, series, steady_times, usual_softmax
+from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
+from subquad.report.found_runs import Json, Run, learned
 from subquad.report.html import Cell, spelt, template
-from subquad.report.results import Json, Run, learned
 from subquad.report.visible import visible
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from subquad.disk import blaming
-from subquad.report import charts, trained
+from subquad.report import charts, training_runs
+from subquad.report.found_runs import Json, Run, compared, learned, read, reproduced
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
-from subquad.report.published import TABLES, beside
-from subquad.report.reproduced import section
-from subquad.report.results import Json, Run, compared, learned, read, reproduced
+from subquad.report.published import beside
+from subquad.report.reproduce_html import section
 from subquad.report.visible import visible
+from subquad.studies.published import TABLES
 from subquad.training.folder import CONFIG
 
 SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
@@ -63,7 +64,7 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
             if len(main) == 1:
                 nav.append((title, f"#r{i}-{anchor}"))
     for i, run in enumerate(learning):
-        parts.append(trained.section(run, f"l{i}"))
+        parts.append(training_runs.section(run, f"l{i}"))
         nav.append((run.name, f"#l{i}"))
     for i, run in enumerate(reproduced(runs)):
         parts.append(section(run, f"t{i}", _pictures(run)))
@@ -418,7 +419,7 @@ def _csv(path: Path, records: Sequence[Json]) -> Path:
 def _write_png(runs: Sequence[Run], out: Path) -> list[Path]:
     written = []
     for run in runs:
-        learning = trained.curves(run) if run.kind == "train" else None
+        learning = training_runs.curves(run) if run.kind == "train" else None
         if learning:
             path = out.with_name(f"{out.stem}_{run.name}.png")
             charts.draw(learning, range(len(learning["views"])), path)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from subquad.bench.provenance import origin
 from subquad.disk import parse_json, read_sealed, set_aside, write_sealed
+from subquad.machine import origin
 from subquad.models import store
 from subquad.training import checkpoints, history
 from subquad.training.checkpoints import Checkpoint

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from subquad.checks import check_plain
 from subquad.disk import blaming
-from subquad.models.device import available
+from subquad.machine import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import join

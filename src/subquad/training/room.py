@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from subquad.bench.measure import allocation_peak
-from subquad.bench.settings import readable
 from subquad.checks import refuse
-from subquad.machine import free_bytes
+from subquad.machine import allocation_peak, free_bytes, readable
 from subquad.training.task import Batch, Source, Task
 from subquad.training.weights import make_model
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from subquad.data import cifar10
+from subquad.data.generated import Arrays, generated, kept
 from subquad.tasks.lra.pack import packed
-from subquad.tasks.lra.store import Arrays, generated, kept
 from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 

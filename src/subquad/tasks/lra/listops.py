@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from subquad.checks import at_least
-from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
+from subquad.data.generated import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Classification, Labelled
 from subquad.training.task import Source, Split
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from subquad.data import files
-from subquad.tasks.lra.store import Arrays, generated
+from subquad.data.generated import Arrays, generated
 
 SUFFIX = ".npz.xz"
 SIDE = 32

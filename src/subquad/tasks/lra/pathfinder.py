@@ -14,8 +14,8 @@ import numpy as np
 
 from subquad.checks import at_least
 from subquad.data import files
-from subquad.tasks.lra.contours import HARD, VERSION, draw
-from subquad.tasks.lra.store import Arrays, cores, generated, in_order, kept
+from subquad.data.contours import HARD, VERSION, draw
+from subquad.data.generated import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Labelled, Picture
 from subquad.training.task import Source, Split
 

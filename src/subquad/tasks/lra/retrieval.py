@@ -17,8 +17,8 @@ from torch import nn
 
 from subquad.checks import at_least
 from subquad.data import files
+from subquad.data.generated import Arrays, generated, kept
 from subquad.models import Matcher
-from subquad.tasks.lra.store import Arrays, generated, kept
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import padded, shuffled, stored
 from subquad.training.task import Batch, Source, Split

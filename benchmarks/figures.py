@@ -1,0 +1,85 @@
+"""The figures that ship with the package: every mechanism against exact softmax, causal and bidirectional.
+
+    PYTHONPATH=src python3 benchmarks/figures.py --device cpu --out DIR      about seven minutes on two quiet cores
+    PYTHONPATH=src python3 benchmarks/figures.py --device cuda --out DIR     about four minutes
+
+    PYTHONPATH=src python3 benchmarks/figures.py --quality --forms causal --out DIR    six minutes on two quiet cores
+
+Writes DIR/cpu_causal.json and DIR/cpu_bidirectional.json (or cuda_...), which belong in src/subquad/studies/figures.
+--quality trains every mechanism shortly on the digits that ship with the package, on the CPU, and puts what each has
+learned into the files that are there, of either device.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from subquad.machine import commit, machine, tell_commit
+from subquad.studies.compare import compare
+from subquad.studies.quality import quality
+from subquad.studies.results import save
+from subquad.studies.settings import Settings
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "cuda": {
+        "dtype": "bfloat16",
+        "dim": 512,
+        "heads": 8,
+        "batch": 4,
+        "lengths": (1024, 4096, 16384, 65536),
+        "repeats": 1,
+        "seconds": 0.1,
+        "limit": 1.0,
+    },
+}
+
+
+FORMS = {"causal": None, "bidirectional": False}
+
+
+def learn(out: Path, forms: list[str]) -> None:
+    """What each mechanism learns in the same few steps, written into the figures of every device."""
+    for form in forms:
+        settings = Settings(device="cpu", causal=FORMS[form], task="digits")
+        found = []
+        for name in settings.mechanisms:
+            found.append(quality(settings, name))
+            print(form, name, found[-1].get("value", found[-1].get("reason")), flush=True)
+        about = {"machine": machine("cpu"), "commit": commit(), "steps": settings.steps}
+        for path in sorted(out.glob(f"*_{form}.json")):
+            results = json.loads(path.read_text())
+            results["settings"]["task"] = settings.task
+            results["quality"] = [record for record in found if "value" in record]
+            results["quality_missing"] = [record for record in found if "value" not in record]
+            results["quality_measured"] = about
+            save(results, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
+    parser.add_argument("--forms", default="causal,bidirectional")
+    parser.add_argument("--mechanisms", help="names with commas between them; by default all that have the form")
+    parser.add_argument("--commit", help="the commit that is measured, where the copy has no history")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quality", action="store_true", help="only what is learned, into the files that are there")
+    options = parser.parse_args()
+    tell_commit(options.commit)
+    if options.quality:
+        learn(options.out, options.forms.split(","))
+        return
+    some: dict[str, Any] = {"mechanisms": tuple(options.mechanisms.split(","))} if options.mechanisms else {}
+    for form in options.forms.split(","):
+        # None: causal where there is a causal form, and the rest bidirectional beside a bidirectional softmax
+        settings = Settings(device=options.device, causal=FORMS[form], **SHAPES[options.device], **some)
+        results = compare(settings, options.out / form, Console(file=sys.stdout), remember=False)
+        save(results, options.out / f"{options.device}_{form}.json")
+
+
+if __name__ == "__main__":
+    main()

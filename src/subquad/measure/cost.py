@@ -1,0 +1,271 @@
+"""How one mechanism at one length is measured: time beside exact softmax, peak memory, decoding, state.
+
+Time on a GPU is between two events, of work that was issued while the GPU was kept waiting: its own time, not that of
+the Python that feeds it. On a CPU, where clocks and neighbours change from one minute to the next, what counts is the
+ratio to the yardstick (exact softmax) measured immediately before and after.
+"""
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.checks import ALLOCATION
+from subquad.machine import allocation_peak
+from subquad.mechanisms import build, mechanism
+
+Spread = dict[str, float]  # median, low and high (the quartiles)
+YARDSTICK = "softmax"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SHORTEST_SAMPLE = 2.0  # milliseconds; quicker calls are repeated within one sample
+SLOW = 0.5  # seconds of a training step, from which one call is a sample
+ISSUED = 4  # calls while the GPU waits: its queue holds about a thousand launches
+LONGEST_WAIT = 100.0  # milliseconds
+CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
+PILOT = 256  # tokens of the run from which memory at a first length is estimated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is fed to a mechanism, and how it is built for it."""
+
+    length: int
+    dim: int = 64
+    heads: int = 2
+    batch: int = 1
+    causal: bool = True
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    @property
+    def least_bytes(self) -> int:
+        """Of any mechanism: the input, the output and their gradients."""
+        return 4 * self.batch * self.length * self.dim * DTYPES[self.dtype].itemsize
+
+
+class Subject:
+    """A mechanism built for a shape, with an input and an output gradient: the things that are timed."""
+
+    def __init__(self, name: str, shape: Shape):
+        self.name, self.shape = name, shape
+        options: dict[str, Any] = {"dim": shape.dim, "heads": shape.heads, "causal": shape.causal}
+        if mechanism(name).traits.fixed_length:
+            options["max_length"] = shape.length
+        torch.manual_seed(0)
+        self.mix = build(name, **options).to(shape.device, DTYPES[shape.dtype])
+        size = (shape.batch, shape.length, shape.dim)
+        self.x = torch.randn(size).to(shape.device, DTYPES[shape.dtype]).requires_grad_()
+        self.gradient = torch.randn(size).to(shape.device, DTYPES[shape.dtype])
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.mix.eval()(self.x)
+
+    def training(self) -> None:
+        """Forward and backward, the input's gradient included as inside a network."""
+        self.x.grad = None
+        self.mix.zero_grad(set_to_none=True)
+        self.mix.train()(self.x).backward(self.gradient)
+
+    def own_bytes(self) -> int:
+        """Parameters, buffers, the input and the output's gradient."""
+        return tensor_bytes([*self.mix.parameters(), *self.mix.buffers(), self.x, self.gradient])
+
+
+class Decode:
+    """One token after another from the end of a subject's sequence; each sample starts there anew."""
+
+    @torch.no_grad()
+    def __init__(self, subject: Subject):
+        self.mix, self.token = subject.mix.eval(), subject.x[:, -1].detach()
+        _, state = self.mix.prefill(subject.x.detach())
+        self.bytes = tensor_bytes(list(state))
+        _, self.start = self.mix.step(self.token, state)  # a cache that grows has done so now
+        self.rewind()
+
+    def rewind(self) -> None:
+        self.state = type(self.start)(*(t.clone() for t in self.start))
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        _, self.state = self.mix.step(self.token, self.state, inplace=True)
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def spread(samples: Sequence[float]) -> Spread | None:
+    """Median and quartiles, or None of nothing."""
+    if not samples:
+        return None
+    if len(samples) == 1:
+        low = high = samples[0]
+    else:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": statistics.median(samples), "low": low, "high": high}
+
+
+class Sample(NamedTuple):
+    """How a run is timed once."""
+
+    calls: int = 1  # in a row
+    wait: float = 0.0  # milliseconds that a GPU sleeps first, while the calls are issued
+
+
+SINGLE = Sample()
+
+
+def once(run: Callable[[], None], device: str, sample: Sample = SINGLE) -> float:
+    """Milliseconds a call."""
+    if isinstance(run, Decode):
+        run.rewind()
+    if torch.device(device).type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if sample.wait:
+            torch.cuda._sleep(round(sample.wait * CYCLES))
+        start.record()
+        for _ in range(sample.calls):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / sample.calls
+    begun = time.perf_counter()
+    for _ in range(sample.calls):
+        run()
+    return (time.perf_counter() - begun) * 1000 / sample.calls
+
+
+def calls_for(milliseconds: float) -> int:
+    """How many calls make a sample long enough to be timed well."""
+    return max(1, min(50, math.ceil(SHORTEST_SAMPLE / max(milliseconds, 1e-3))))
+
+
+def calibrate(run: Callable[[], None], device: str, wait: bool = True) -> Sample:
+    """How `run` is sampled. `wait`: on a GPU, for the time of the GPU alone."""
+    if torch.device(device).type != "cuda":
+        return Sample(calls_for(once(run, device)))
+    run()  # kernels are compiled at the first call
+    issued = once(run, device)  # as long as it takes to issue it, or longer
+    if not wait:
+        return Sample(calls_for(issued))
+    calls = min(ISSUED, calls_for(issued))
+    return Sample(calls, min(LONGEST_WAIT, 1.5 * calls * issued))
+
+
+class Yardstick:
+    """Exact softmax of one shape, whose samples stand between those of everything else at that shape."""
+
+    def __init__(self, shape: Shape):
+        self.subject = Subject(YARDSTICK, shape)
+        self.peak, slow = first_run(self.subject)
+        self.runs: dict[str, Callable[[], None]] = {
+            "forward": self.subject.forward,
+            "training": self.subject.training,
+        }
+        if self.subject.mix.traits.state is not None:
+            self.runs["decode"] = Decode(self.subject)
+        # one token is quick at any length
+        quick = {what: run for what, run in self.runs.items() if not slow or what == "decode"}
+        self.samples = {w: calibrate(run, shape.device) if w in quick else SINGLE for w, run in self.runs.items()}
+        self.last: dict[str, float] = {}
+
+    def sample(self, kinds: Iterable[str]) -> dict[str, float]:
+        """Milliseconds of those of `kinds` that softmax has; no others are timed, for they are slow at long lengths."""
+        device = self.subject.shape.device
+        found = {what: once(self.runs[what], device, self.samples[what]) for what in kinds if what in self.runs}
+        self.last |= found
+        return found
+
+
+def time_beside(
+    runs: dict[str, Callable[[], None]],
+    device: str,
+    yardstick: Yardstick | None,
+    seconds: float,
+    most: int = 8,
+    slow: bool = False,
+    wait: bool = True,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """(milliseconds, ratios to the yardstick) of each run: two of ours between two of the yardstick, repeated.
+
+    As often as fits in `seconds`, but at least once and at most `most` samples each. The yardstick's last sample serves
+    the next mechanism as its first, so that at long lengths it is not timed more often than needed. `slow`: a single
+    call is known to be long enough for a sample. `wait`: on a GPU, for the time of the GPU alone.
+    """
+    how = {what: SINGLE if slow else calibrate(run, device, wait) for what, run in runs.items()}
+    times: dict[str, list[float]] = {what: [] for what in runs}
+    ratios: dict[str, list[float]] = {what: [] for what in runs}
+    before: dict[str, float] = {}
+    if yardstick is not None:
+        before = dict(yardstick.last) if runs.keys() <= yardstick.last.keys() else yardstick.sample(runs)
+    begun = time.perf_counter()
+    for _ in range(max(1, most // 2)):
+        block = {what: [once(run, device, how[what]) for _ in range(2)] for what, run in runs.items()}
+        after = yardstick.sample(runs) if yardstick else {}
+        for what, samples in block.items():
+            times[what] += samples
+            if what in after:
+                ratios[what] += [t / ((before[what] + after[what]) / 2) for t in samples]
+        before = after
+        blocks = len(next(iter(times.values()))) / 2
+        if (time.perf_counter() - begun) * (blocks + 1) / blocks > seconds:  # the next block would end beyond
+            break
+    return times, ratios
+
+
+def first_run(subject: Subject) -> tuple[int, bool]:
+    """(peak bytes of a training step, whether it is so slow that one call is a sample); no later run is a cold one."""
+    if torch.device(subject.shape.device).type == "cuda":
+        return peak_bytes(subject), False  # the first run is slow in any case: kernels are compiled
+    begun = time.perf_counter()
+    peak = peak_bytes(subject)
+    return peak, time.perf_counter() - begun > SLOW
+
+
+def peak_bytes(subject: Subject) -> int:
+    """Peak memory of a training step: what it allocates at once, and the parameters and the input it starts from.
+
+    On a GPU the allocator says it. On a CPU every allocation and release of torch's allocator is recorded and added up
+    in order, which gives the same number each time; the resident size of the process would not.
+    """
+    if torch.device(subject.shape.device).type == "cuda":
+        subject.training()  # workspaces that stay are made at the first run, and are not its memory
+        subject.x.grad = None
+        subject.mix.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        subject.training()
+        torch.cuda.synchronize()
+        return subject.own_bytes() + torch.cuda.max_memory_allocated() - before
+    subject.x.grad = None
+    subject.mix.zero_grad(set_to_none=True)
+    return subject.own_bytes() + allocation_peak(subject.training)
+
+
+def grown(value: float, before: int, now: int, exponent: float) -> float:
+    """What `value` at length `before` becomes at length `now` if it grows as documented."""
+    return value * (now / before) ** exponent
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """How much was asked for, if that is what an error is about."""
+    text = str(error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not ALLOCATION.search(text):
+        return None
+    amount = re.search(r"allocate ([\d.]+ ?\w*)", text)
+    return f"{amount[1]} were asked for at once" if amount else "more was asked for than is free"
+
+
+def first_line(error: BaseException, otherwise: str = "no message") -> str:
+    """What an error says, for a cell of a table; some say nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else otherwise

@@ -1,0 +1,175 @@
+"""The arena's table: accuracy of each mechanism, the paper's beside ours, and what it cost."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from subquad.disk import read_json
+from subquad.studies.lra.arena import budget_line, of_size
+from subquad.studies.lra.recipes import PUBLISHED, RECIPES
+from subquad.studies.published import TABLES
+
+Json = dict[str, Any]
+PAPER = next(table for table in TABLES if table.name == "lra")
+AT_CHANCE = 2.0  # points above the most frequent answer within which nothing was learned
+FAR = 8.0  # points from the paper from which a figure needs a sentence
+COSTS: tuple[tuple[str, Callable[[Json], float], str], ...] = (
+    ("seconds", lambda r: r["seconds"], "{:,.0f}"),
+    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9, "{:.2f}"),
+    ("steps", lambda r: r["steps"], "{:,.0f}"),
+    ("parameters", lambda r: r["parameters"], "{:,.0f}"),
+)
+
+
+def published(mechanism: str, column: str) -> float | None:
+    """The paper's accuracy, if its table has it."""
+    titles = [c.title for c in PAPER.columns]
+    title = RECIPES[column].title
+    for _, name, figures in PAPER.rows:
+        if name == mechanism and title in titles:
+            value = figures[titles.index(title)]
+            return float(value) if isinstance(value, (int, float)) else None
+    return None
+
+
+def cells(results: Json) -> dict[tuple[str, str], list[Json]]:
+    """(mechanism, column) -> the finished runs of all seeds."""
+    found: dict[tuple[str, str], list[Json]] = {}
+    for record in of_size(results):
+        if record.get("accuracy") is not None:
+            found.setdefault((record["mechanism"], record["column"]), []).append(record)
+    return found
+
+
+def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
+    """mechanism -> (ours, the paper's) over these columns, where all of them are there."""
+    known = cells(results)
+    found = {}
+    for mechanism in dict.fromkeys(m for m, _ in known):
+        ours = [_mean(known[mechanism, c]) for c in columns if (mechanism, c) in known]
+        theirs = [published(mechanism, c) for c in columns]
+        if columns and len(ours) == len(columns):
+            paper = None if None in theirs else statistics.fmean(t for t in theirs if t is not None)
+            found[mechanism] = statistics.fmean(ours), paper
+    return found
+
+
+def tables(results: Json, notes: dict[str, str] | None = None) -> list[Table]:
+    """What there is to show: nothing before the first run is finished."""
+    return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
+
+
+def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
+    """Ours beside the paper's, their averages over the same columns, and mean and deviation over the mechanisms."""
+    known, notes = cells(results), notes or {}
+    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    named = {c: next(r["task"] for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
+    real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
+    counted = [c for c in columns if real[c] and c != "pathx"]
+    average = averages(results, counted)
+    budget = budget_line(results["budget"]["size"], [r for runs in known.values() for r in runs])
+    title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("mechanism", no_wrap=True)
+    for c in columns:
+        table.add_column(named[c], justify="right")
+    if counted:
+        table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
+    for mechanism in dict.fromkeys(r["mechanism"] for r in of_size(results)):  # those that failed have a row too
+        row = []
+        for c in columns:
+            paper = published(mechanism, c) if real[c] else None
+            theirs = None if paper is None else f"{paper:.2f}"
+            theirs = "FAIL" if c == "pathx" and real[c] and mechanism in PUBLISHED else theirs
+            row.append(_cell(known.get((mechanism, c), []), theirs, f"{c} {mechanism}" in notes))
+        ours, mean = average.get(mechanism, (None, None))
+        row.append("-" if ours is None else f"{ours:.2f}" + ("" if mean is None else f" ({mean:.2f})"))
+        table.add_row(mechanism, *row[: len(columns) + bool(counted)])
+    of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
+    overall = [ours for ours, _ in average.values()]
+    for label, of in _summaries(known).items():
+        row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
+        table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
+    return table
+
+
+def cost_tables(results: Json) -> list[Table]:
+    """Seconds, memory, steps and parameters, each with mean and deviation over the mechanisms."""
+    known = cells(results)
+    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    tables = []
+    for title, of, shape in COSTS:
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("mechanism", no_wrap=True)
+        for c in columns:
+            table.add_column(RECIPES[c].title, justify="right", no_wrap=True)
+        values = {key: statistics.fmean(of(r) for r in runs) for key, runs in known.items()}
+        for mechanism in dict.fromkeys(m for m, _ in known):
+            row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
+            table.add_row(mechanism, *row)
+        for label, over in _summaries(known).items():
+            of_column = ([v for (_, column), v in values.items() if column == c] for c in columns)
+            table.add_row(label, *(shape.format(over(found)) for found in of_column), style="dim")
+        tables.append(table)
+    return tables
+
+
+def surprising(results: Json) -> dict[str, str]:
+    """Cells that need a sentence on why, "listops linear", and what is surprising about them."""
+    found = {}
+    for (mechanism, c), runs in cells(results).items():
+        ours, paper, chance = _mean(runs), published(mechanism, c), RECIPES[c].majority
+        if ours < chance + AT_CHANCE:
+            found[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
+        elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0]["task"]:
+            found[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
+    for record in of_size(results):
+        if "error" in record:
+            found[f"{record['column']} {record['mechanism']}"] = record["error"]
+    return found
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """Sentences that a person wrote and checked, by cell: {"listops linear": "..."}. Kept apart from the figures."""
+    if not path.is_file():
+        return {}
+    found = read_json(path)
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError(f"{path} cannot work: accepted is an object of sentences, such as {{'listops linear': '...'}}")
+    return {str(key): value for key, value in found.items()}
+
+
+def note_lines(results: Json, notes: dict[str, str]) -> list[str]:
+    """The notes, then the surprising figures that still need one."""
+    lines = [f"{cell}: {escape(sentence)}" for cell, sentence in notes.items()]
+    missing = {cell: why for cell, why in surprising(results).items() if cell not in notes}
+    failed = {f"{r['column']} {r['mechanism']}" for r in of_size(results) if "error" in r}
+    return lines + [
+        f"{'failed' if cell in failed else 'needs a note'}: {cell}, {escape(why)}" for cell, why in missing.items()
+    ]
+
+
+def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
+    beside = "" if paper is None else f" ({paper})"
+    if not runs:
+        return f"-{beside}"
+    spread = "" if len(runs) == 1 else f" ±{_deviation([r['accuracy'] for r in runs]):.2f}"
+    return f"{_mean(runs):.2f}{spread}{beside}" + ("*" if noted else "")
+
+
+def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
+    """What is said of all mechanisms together, where there are several."""
+    several = len({mechanism for mechanism, _ in known}) > 1
+    return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
+
+
+def _mean(runs: Sequence[Json]) -> float:
+    return statistics.fmean(r["accuracy"] for r in runs)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,316 @@
+"""What `make demo` runs: the shipped model writes digits, six mechanisms learn to, and are timed to 16k tokens.
+
+Each stage leaves a JSON file with the settings it ran under; a later run with the same settings reads it instead.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from subquad.checks import check_count
+from subquad.data import digits
+from subquad.disk import read_json
+from subquad.machine import machine, readable
+from subquad.measure.cost import YARDSTICK
+from subquad.models import LanguageModel, checkpoints, load
+from subquad.models.memory import bytes_per_stream
+from subquad.models.sampling import Sampling
+from subquad.models.threads import run_small
+from subquad.studies.compare import compare, milliseconds, reasons
+from subquad.studies.conclusions import conclusions
+from subquad.studies.results import save
+from subquad.studies.settings import LENGTHS, Settings
+from subquad.tasks.digits import PIXELS, bits_per_dim, generate, make_model, picture, standard_error, train
+from subquad.tasks.generate import image_shape, save_sheet
+
+# of each family one, at sizes that fit 64 pixels: a stride of one row of the image, a window of two
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "softmax": {},
+    "performer": {"features": 32},
+    "strided": {"stride": digits.SIDE},
+    "compressed": {},
+    "routing": {"clusters": 4, "window": 2 * digits.SIDE},
+}
+SHIPPED, IMAGES = "mnist_linear", 6  # the checkpoint that the demo begins with, and how many images it writes
+SEED = 8  # of its images: the first ones are easy to read
+BORDER = 2  # pixels of its images that are not drawn, so that three fit into 80 columns
+STEPS = 150  # of each in the comparison
+WRITING = 1200  # of linear once more, for digits worth looking at
+TEMPERATURE = 0.8  # of what the small models write: their rare pixels are mostly mistakes
+BATCH = 32
+POINTS = 50  # kept of each loss curve
+LINE = 300  # steps between lines about a training where there is no terminal for a bar
+Json = dict[str, Any]
+Draw = Callable[[Tensor], RenderableType]  # images [N, rows, columns] for the terminal
+
+
+def demo(
+    out: Path,
+    console: Console,
+    draw: Draw,
+    *,
+    steps: int | None = None,
+    writing: int = WRITING,
+    lengths: Sequence[int] = LENGTHS,
+    contenders: Sequence[str] = tuple(CONTENDERS),
+    count: int = 64,
+    fresh: bool = False,
+    isolated: bool = True,
+) -> Json:
+    """Write, train, measure, print; returns what results.json holds."""
+    steps = STEPS if steps is None else steps
+    for name, value in (("steps", steps), ("writing", writing)):
+        check_count(name, value)
+    started = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    shipped = _shipped(out, console, draw, fresh)
+    images = digits.load()[0].images
+    console.print(
+        f"{len(contenders)} transformers learn {len(images):,} handwritten digits of 8 x 8 pixels, one pixel "
+        f"after the other: {steps} steps of {BATCH} images each",
+        highlight=False,
+    )
+    learned = [_digits(name, name, out, console, steps, count, fresh) for name in contenders]
+    console.print(f"linear once more, {writing} steps, to write digits as an RNN", highlight=False)
+    written = _digits("linear", "writing", out, console, writing, count, fresh)
+    console.print(f"time and memory at T = {min(lengths):,} to {max(lengths):,}", highlight=False)
+    results = _scaling(out, console, contenders, lengths, fresh, isolated)
+    results["quality"] = [found["quality"] for found in learned]
+    results["pictures"] = [found["picture"] for found in (shipped, written, *learned) if found is not None]
+    results["summary"] = conclusions(results)
+    save(results, out / "results.json")
+    for table in (_digits_table(results["quality"]), _lengths_table(results), reasons(results)):
+        if table.row_count:
+            console.print()
+            console.print(table)
+    console.print()
+    for sentence in results["summary"]:
+        console.print(sentence, highlight=False, markup=False)
+    console.print(f"\ndigits written by linear as an RNN: {out / written['picture']['file']}", soft_wrap=True)
+    console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
+    console.print(f"{time.perf_counter() - started:.0f} s in all; a later run reuses what is done (--fresh: anew)")
+    return results
+
+
+def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | None:
+    """Something to look at first: a trained model writes digits, drawn as they come. None where it is not there."""
+    settings = {"checkpoint": SHIPPED, "count": IMAGES, "seed": SEED}
+    kept, file = out / "digits_shipped.json", "digits_shipped.png"
+    found = None if fresh else _kept(kept, settings)
+    if found is not None and (out / file).exists():
+        console.print(f"digits that the shipped model {SHIPPED} wrote in an earlier run:", highlight=False)
+        console.print(draw(_inner(torch.tensor(found["images"]))))
+        return found
+    try:
+        folder = checkpoints.find(SHIPPED)
+        model = load(folder).float()  # shipped in half the bytes, which CPUs compute with slowly
+        assert isinstance(model, LanguageModel)
+        rows, columns, _ = image_shape(model, card=checkpoints.card(folder)) or (0, 0, 0)
+    except (ValueError, OSError) as error:
+        console.print(
+            f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first",
+            highlight=False,
+            markup=False,
+        )
+        return None
+    shades = model.config.embedding.vocab or 2
+    state = readable(bytes_per_stream(model, rows * columns))
+    console.print(
+        f"the shipped model {SHIPPED} writes new digits as an RNN, one pixel after the other; what it remembers of a "
+        f"digit takes {state} from the first pixel to the last",
+        highlight=False,
+    )
+    begun = time.perf_counter()
+    images = torch.zeros(IMAGES, rows * columns)
+    drawing = draw(_inner(images.view(IMAGES, rows, columns)))
+    start = torch.full((IMAGES, 1), shades - 1)
+    how = Sampling(exclude=(shades - 1,))
+    with Live(drawing, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        for n, pixel in enumerate(model.stream(start, rows * columns, sampling=how, seed=SEED)):
+            images[:, n] = pixel / (shades - 2)
+            if live is not None and n % columns == columns - 1:
+                live.refresh()
+    if not console.is_terminal:
+        console.print(drawing)
+    console.print(f"  {IMAGES} digits in {time.perf_counter() - begun:.1f} s\n", highlight=False)
+    images = images.view(IMAGES, rows, columns)
+    title = f"{SHIPPED}, which ships with the package: written pixel by pixel"
+    save_sheet(images[..., None], 2, out / file, columns=IMAGES)
+    found = {"settings": settings, "images": images.tolist(), "picture": {"title": title, "file": file}}
+    save(found, kept)
+    return found
+
+
+def _inner(images: Tensor) -> Tensor:
+    return images[:, BORDER:-BORDER, BORDER:-BORDER]
+
+
+def _digits(name: str, stage: str, out: Path, console: Console, steps: int, count: int, fresh: bool) -> Json:
+    """One mechanism: trained, tested, its digits drawn; or what an earlier run left of the same stage."""
+    settings = {
+        "mechanism": name,
+        "options": CONTENDERS[name],
+        "steps": steps,
+        "batch": BATCH,
+        "count": count,
+        "temperature": TEMPERATURE,
+    }
+    kept, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
+    found = None if fresh else _kept(kept, settings)
+    if found is not None and "standard_error" in found["quality"] and (out / file).exists():
+        console.print(f"  {name}: {found['quality']['value']:.3f} bits/dim, from an earlier run", highlight=False)
+        return found
+    training, test = digits.load()
+    torch.manual_seed(0)
+    model = make_model((name, CONTENDERS[name]))
+    columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    begun = time.perf_counter()
+    info = TextColumn("{task.fields[info]}")
+    with Progress(*columns, info, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=steps, info="")
+
+        def told(step: int, bits: float) -> None:
+            progress.update(task, completed=step, info=f"{bits:.3f} bits/dim")
+            if not console.is_terminal and step % LINE == 0 and step < steps:
+                console.print(f"  {name}: {bits:.3f} bits/dim after {step:,} of {steps:,} steps", highlight=False)
+
+        # so small a model gains nothing from a second thread, and loses much to a busy neighbour
+        curve = run_small(0, lambda: train(model, training.images, steps, told, BATCH))
+    seconds = time.perf_counter() - begun
+    value, error = run_small(0, lambda: (bits_per_dim(model, test.images), standard_error(model, test.images)))
+    begun = time.perf_counter()
+    images = generate(model, count, temperature=TEMPERATURE)
+    rate = count / (time.perf_counter() - begun)
+    title = (
+        f"{name}: written pixel by pixel at temperature {TEMPERATURE} after {steps:,} steps "
+        f"({value:.2f} bits/dim on unseen digits)"
+    )
+    picture(test.images[:count], images, out / file, title)
+    model.save(out / f"model_{stage}")
+    every = max(1, steps // POINTS)
+    found = {
+        "settings": settings,
+        "machine": machine("cpu"),
+        "quality": {
+            "mechanism": name,
+            "task": "digits",
+            "metric": "bits/dim",
+            "value": value,
+            "standard_error": error,
+            "lower_is_better": True,
+            "steps": steps,
+            "seconds": seconds,
+            "curve": [[n, sum(curve[n - every : n]) / every] for n in range(every, steps + 1, every)],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "images_per_second": rate,
+            "state_bytes_per_image": _state_bytes(model),
+        },
+        "picture": {"title": title, "file": file},
+    }
+    save(found, kept)
+    console.print(f"  {name}: {value:.3f} bits/dim in {seconds:.0f} s; {rate:.0f} images/s written", highlight=False)
+    return found
+
+
+def _state_bytes(model: LanguageModel) -> int | None:
+    """Of one image at its last pixel; None where a layer has no state."""
+    if model.transformer.traits.state is None:
+        return None
+    state = model.init_state(1, capacity=PIXELS)
+    return sum(t.numel() * t.element_size() for layer in state.layers for t in layer)
+
+
+def _kept(path: Path, settings: Json) -> Json | None:
+    """What an earlier run of the same settings left, if it is whole."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("settings") == settings else None
+
+
+def _scaling(
+    out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, isolated: bool
+) -> Json:
+    settings = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths))
+    folder = out / "scaling"
+    written = json.loads(json.dumps(settings.to_dict()))
+    found = None if fresh else _kept(folder / "results.json", written)
+    if found is not None and not found["interrupted"]:
+        console.print(f"  {len(found['rows'])} measurements of an earlier run", highlight=False)
+        return found
+    found = compare(settings, folder, console, isolated=isolated, remember=False)  # too few to recommend from
+    if found["interrupted"]:
+        raise KeyboardInterrupt
+    return found
+
+
+def _digits_table(quality: Sequence[Json]) -> Table:
+    first = quality[0]
+    title = (
+        f"learned: {first['steps']:,} steps of the same digits, width and depth for each. bits/dim on unseen digits, "
+        f"± twice its standard error; guessing costs {math.log2(digits.SHADES):.2f}"
+    )
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("mechanism", "bits/dim", "training", "writes", "state an image"):
+        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
+    for found in sorted(quality, key=lambda found: found["value"]):
+        state = found["state_bytes_per_image"]
+        table.add_row(
+            found["mechanism"],
+            f"{found['value']:.2f} ± {2 * found['standard_error']:.2f}",
+            f"{found['seconds']:.0f} s",
+            f"{found['images_per_second']:.0f} images/s",
+            "-" if state is None else readable(state),
+        )
+    return table
+
+
+def _lengths_table(results: Json) -> Table:
+    """Who is fastest at which length; what the longest takes."""
+    lengths, crossed = results["settings"]["lengths"], {c["mechanism"]: c["training"] for c in results["crossovers"]}
+    rows: dict[str, dict[int, Json]] = {}
+    for row in results["rows"]:
+        rows.setdefault(row["mechanism"], {})[row["length"]] = row
+    ratios = {  # softmax beside itself is 1, and what it measured there is noise
+        name: {
+            n: 1.0 if name == YARDSTICK else row["training_ratio"]["median"]
+            for n, row in measured.items()
+            if row["training_ratio"] is not None
+        }
+        for name, measured in rows.items()
+    }
+    best = {n: min((found[n] for found in ratios.values() if n in found), default=None) for n in lengths}
+    last = max(lengths)
+    title = (
+        f"one layer of each at T tokens: training time, {YARDSTICK}'s being 1 (* the fastest at that T; from: faster "
+        f"than {YARDSTICK} from this T on). memory of training, time of a token and state at T = {last:,}"
+    )
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    columns = [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in lengths]
+    for column in ("mechanism", *columns, "from", "memory", "token", "state"):
+        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
+    for name in sorted(rows, key=lambda name: ratios[name].get(last, math.inf)):
+        cells = [
+            f"{ratios[name][n]:.2f}{'*' if ratios[name][n] == best[n] else ' '}" if n in ratios[name] else "- "
+            for n in lengths
+        ]
+        row, since = rows[name].get(last, {}), crossed.get(name)
+        cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
+        cells += ["-" if row.get("peak_bytes") is None else readable(row["peak_bytes"])]
+        cells += [milliseconds(row.get("decode_ms"))]
+        cells += ["-" if row.get("state_bytes") is None else readable(row["state_bytes"])]
+        table.add_row(name, *cells, style="bold" if name == YARDSTICK else None)
+    return table

@@ -1,0 +1,276 @@
+"""Generation measured: images or tokens a second, latency a token, bytes of state a stream.
+
+Time is that of the whole loop, sampling included, after the step has been compiled and captured. Each mechanism runs at
+the same batch as the others, and at the largest its memory allows.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from subquad.checks import check_count
+from subquad.machine import available, commit
+from subquad.measure.cost import first_line
+from subquad.mechanisms import MECHANISMS
+from subquad.models import LanguageModel
+from subquad.models.generation import UNROLL
+from subquad.models.loop import Loop, decoder_of, values_of
+from subquad.models.memory import bytes_per_stream, largest_batch
+from subquad.models.sampling import Sampling
+from subquad.models.state import leaves, positions
+
+MODELS: dict[str, dict[str, Any]] = {  # "Transformers are RNNs", §4.2
+    "mnist": {"depth": 8, "length": 784},
+    "cifar10": {"depth": 16, "length": 3072},
+}
+START = 256  # the token before the first pixel
+
+Figures = dict[str, Any]
+
+
+def paper_model(
+    name: str,
+    mechanism: Any = "linear",
+    head: str = "mixture",
+    device: Any = "cpu",
+    dtype: Any = None,
+    depth: int | None = None,
+) -> LanguageModel:
+    """The image model of the paper with any mechanism: post-norm, ReLU, sinusoids beside the tokens, 8 heads of 32.
+
+    depth: of so many layers instead.
+    """
+    torch.manual_seed(0)
+    model = LanguageModel(
+        vocab=START + 1,
+        dim=256,
+        depth=depth or MODELS[name]["depth"],
+        heads=8,
+        mechanism=mechanism,
+        positions="sinusoidal_concat",
+        norm_position="post",
+        activation="relu",
+        max_length=MODELS[name]["length"],
+        mixture=10 if head == "mixture" else None,
+    )
+    return model.to(device, dtype).eval()
+
+
+def make_loop(
+    model: Any, batch: int, capacity: int, *, compile: bool = False, lanes: int = 1, unroll: int = 1, seed: int = 0
+) -> Loop:
+    """Streams of nothing but a start token, the last of the vocabulary."""
+    device = model.device
+    state = decoder_of(model).init_state(batch, capacity)
+    token = torch.full((batch,), model.config.embedding.vocab - 1, device=device)
+    seeds = torch.arange(batch, device=device) + seed
+    values = values_of(model)
+    outside = tuple(range(values - 1, values)) if values == model.config.embedding.vocab else ()
+    return Loop(model, state, token, seeds, Sampling(exclude=outside), compile=compile, lanes=lanes, unroll=unroll)
+
+
+def rewind(loop: Loop, start: int, position: int = 0) -> None:
+    """Back to the first token, in the same memory; or on to a position, as if that many tokens had been read."""
+    if position == 0:
+        fresh = loop.decoder.init_state(1, 1)
+        for (_, tensor), (_, first) in zip(leaves(loop.state), leaves(fresh), strict=True):
+            tensor.copy_(first if first.shape[1:] == tensor.shape[1:] else torch.zeros_like(tensor[:1]))
+    for counter in positions(loop.state):
+        counter.fill_(position)
+    loop.token.fill_(start)
+
+
+def run_steps(loop: Loop, steps: int, out: Tensor | None = None) -> Tensor:
+    out = torch.empty(steps, len(loop.token), dtype=torch.int64, device=loop.token.device) if out is None else out
+    for i, (token, _) in enumerate(loop.advance(steps)):
+        out[i] = token
+    return out
+
+
+def seconds(loop: Loop, steps: int) -> float:
+    """Time of `steps` steps from where the loop stands."""
+    if loop.token.device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        run_steps(loop, steps)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000
+    begun = time.perf_counter()
+    run_steps(loop, steps)
+    return time.perf_counter() - begun
+
+
+def measure(
+    model: Any,
+    batch: int,
+    length: int,
+    *,
+    compile: bool = False,
+    lanes: int = 1,
+    unroll: int = 1,
+    at: Sequence[int] | None = None,
+    steps: int = 16,
+) -> Figures:
+    """Figures of generating `length` tokens in `batch` streams.
+
+    at: time only `steps` steps at each of these positions and integrate by the trapezium rule, for loops that would
+    take too long. The figures say so.
+    """
+    begun = time.perf_counter()
+    loop = make_loop(model, batch, length, compile=compile, lanes=lanes, unroll=unroll)
+    start = int(loop.token[0])
+    run_steps(loop, min(length, loop.warm + 2 * loop.group + (-loop.warm) % loop.group))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    prepared = time.perf_counter() - begun
+    times: list[float] = []
+    if at is None:
+        rewind(loop, start)
+        total, how = seconds(loop, length), "whole loop"
+    else:
+        for position in at:
+            rewind(loop, start, min(position, length - steps))
+            times.append(seconds(loop, steps) / steps)
+        area = float(torch.trapezoid(torch.tensor(times), torch.tensor(at, dtype=torch.float32)))
+        total = length * (area / (at[-1] - at[0]) if len(at) > 1 else times[0])
+        how = f"{steps} steps at positions {list(at)}, integrated"
+    return {
+        "batch": batch,
+        "length": length,
+        "sequences_per_second": batch / total,
+        "tokens_per_second": batch * length / total,
+        "milliseconds_per_step": 1000 * total / length,
+        "loop_seconds": total,
+        "timed": how,
+        "milliseconds_at": [1000 * spent for spent in times],
+        "bytes_of_state_per_stream": bytes_per_stream(model, length),
+        "captured": loop.graph is not None,
+        "compiled": compile,
+        "lanes": len(loop.lanes),
+        "preparation_seconds": prepared,
+    }
+
+
+def sweep(
+    mechanisms: Iterable[str],
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    *,
+    dim: int = 256,
+    depth: int = 4,
+    heads: int = 8,
+    steps: int = 16,
+    most: int = 4096,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compile: bool = False,
+    report: Any = None,
+) -> list[Figures]:
+    """Every mechanism at every length, at each batch and at the largest that its memory allows (up to `most`)."""
+    rows: list[Figures] = []
+    row: Figures
+    for name in mechanisms:
+        for length in lengths:
+            model = LanguageModel(vocab=START + 1, dim=dim, depth=depth, heads=heads, mechanism=name, max_length=length)
+            model = model.to(device, dtype).eval()
+            biggest = min(most, largest_batch(model, length))
+            if biggest < 1:
+                row = {"mechanism": name, "largest_batch": True, "batch": 1, "length": length}
+                rows.append({**row, "error": "not one stream fits into memory"})
+                if report is not None:
+                    report(rows[-1])
+                continue
+            for batch in sorted({*(b for b in batches if b <= biggest), biggest}):
+                row = {"mechanism": name, "largest_batch": batch == biggest}
+                at = sorted({0, length // 4, length // 2, 3 * length // 4, length - min(steps, length)})
+                try:
+                    count = min(steps, length)
+                    row |= measure(model, batch, length, compile=compile, unroll=UNROLL, at=at, steps=count)
+                except (RuntimeError, MemoryError) as error:
+                    row |= {"batch": batch, "length": length, "error": first_line(error)}
+                rows.append(row)
+                if report is not None:
+                    report(row)
+    return rows
+
+
+def bench(
+    console: Console,
+    out: Path,
+    *,
+    mechanisms: str = "all",
+    lengths: str = "256,1024,4096",
+    batches: str = "1,16",
+    most: int = 256,
+    dim: int = 256,
+    depth: int = 4,
+    heads: int = 8,
+    steps: int = 16,
+    device: str = "cpu",
+    dtype: str = "float32",
+    compile: bool = False,
+) -> Figures:
+    """`sweep` with a line printed for each figure, written to `out` as JSON."""
+    causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+    names = causal if mechanisms == "all" else [name.strip() for name in mechanisms.split(",")]
+    for name in names:
+        if name not in causal:
+            raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {', '.join(causal)}")
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype not in kinds:
+        raise ValueError(f"dtype={dtype!r} cannot work: accepted are {', '.join(kinds)}")
+    for name, value in (("most", most), ("steps", steps)):
+        check_count(name, value)
+
+    def tell(row: Figures) -> None:
+        mark = "*" if row["largest_batch"] else " "
+        head = f"{row['mechanism']:15s} length {row['length']:6d}  batch {row['batch']:5d}{mark}"
+        if "error" in row:
+            console.print(f"{head} {row['error']}", highlight=False, markup=False)
+            return
+        rates = f"{row['sequences_per_second']:10.2f} sequences/s {row['tokens_per_second']:11.0f} tokens/s"
+        state = f"{row['bytes_of_state_per_stream']:,} bytes of state a stream"
+        line = f"{head} {rates} {row['milliseconds_per_step']:9.3f} ms a token  {state}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+    device = available(device)
+    figures: Figures = {**facts(device), "dim": dim, "depth": depth, "heads": heads, "dtype": dtype}
+    figures["rows"] = sweep(
+        names, _numbers(lengths, "lengths"), _numbers(batches, "batches"), dim=dim, depth=depth, heads=heads,
+        steps=steps, most=most, device=device, dtype=kinds[dtype], compile=compile, report=tell,
+    )  # fmt: skip
+    write(figures, out)
+    console.print(f"* the largest batch that memory, or {most} streams, allows; figures: {out}", soft_wrap=True)
+    return figures
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
+        raise ValueError(f"{name}={text!r} cannot work: accepted are whole numbers with commas between them")
+    return [int(part) for part in parts]
+
+
+def facts(device: str = "cpu") -> Figures:
+    """Where figures come from."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def write(figures: Figures, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1) + "\n")

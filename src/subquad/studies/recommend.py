@@ -1,0 +1,330 @@
+"""Which mechanism to use: the three cheapest that can do what is asked, from measured figures, with the reasons."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from subquad.checks import at_least, one_of
+from subquad.disk import blaming, cache_folder, read_json
+from subquad.machine import readable
+from subquad.measure.cost import YARDSTICK
+from subquad.measure.growth import between, crossover, growth_of_time, names, series
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.base import Traits
+from subquad.studies.results import check_rows
+
+Results = dict[str, Any]
+Quality = dict[str, dict[str, Any]]  # the record of each mechanism
+CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
+WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    length: int
+    causal: bool = False
+    decode: bool = False
+    cross: bool = False
+    device: str | None = None  # None: that of the figures that are named, else the CPU
+
+    def __post_init__(self) -> None:
+        at_least(self, length=1)
+        if self.device is not None:
+            one_of(self, device=("cpu", "cuda"))
+        if self.decode and not self.causal:
+            raise ValueError("decode=True cannot work with causal=False: generating one token at a time is causal")
+        if self.cross and self.causal:
+            raise ValueError("cross=True cannot work with causal=True: attention to another sequence is not causal")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measurements, and in words whose they are."""
+
+    results: Results
+    origin: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    mechanism: str
+    cost: float  # over softmax: training time, with decoding the geometric mean of training and decoding
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    figures: str  # whose they are, where and how they were measured
+    verdict: str  # one sentence
+    choices: tuple[Choice, ...]
+
+
+def recommend(request: Request, source: Path | None = None) -> Advice:
+    figures = find(request, source)
+    with blaming(f"what the {figures.origin} are read from"):
+        return _advise(figures, request)
+
+
+def _advise(figures: Figures, request: Request) -> Advice:
+    results = figures.results
+    rows = [row for row in results["rows"] if row["causal"] == request.causal]
+    where = f"{figures.origin}; {_described(results)}"
+    if not _serves(results, request):
+        form, other = ("causal", "--bidirectional") if request.causal else ("bidirectional", "--causal")
+        raise ValueError(
+            f"{figures.origin} hold too few {form} measurements: run `subquad compare --{form}` first, or ask for "
+            f"{other}"
+        )
+    at = _nearest(results, request)
+    quality = _quality([results], request)
+    if not quality:
+        quality = _quality(_shipped(), request)  # it does not depend on the device
+        shipped = "it is taken from the figures that ship with the package"
+        unknown = "this ranking is by speed alone, and `subquad compare --task` measures how well each learns"
+        where += f". They hold no quality: {shipped if quality else unknown}"
+    choices = [
+        choice
+        for name, cls in MECHANISMS.items()
+        if _can(cls.traits, request) and (choice := _weigh(name, request, rows, results, quality, at)) is not None
+    ]
+    if not choices:
+        raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
+    choices.sort(key=lambda choice: (_falls_short(choice.mechanism, quality), _rank_cost(choice)))
+    best = tuple(choices[:3])
+    verdict = _verdict(best[0], request, rows, choices, at)
+    if at != request.length:
+        verdict += f"; T = {request.length:,} was not measured, the nearest that was is {at:,}"
+    return Advice(where, verdict, best)
+
+
+def find(request: Request, source: Path | None = None) -> Figures:
+    """The named file; else of this machine's last comparison and of those that ship the one that comes nearest to the
+    length, this machine's where they are equally near."""
+    if source is not None:
+        path = source / "results.json" if source.is_dir() else source
+        with blaming(str(path)):
+            results = _read(path)
+            measured_on, _ = _device(results), _serves(results, request)
+        if request.device not in (None, measured_on):
+            raise ValueError(f"device={request.device!r} cannot work: {path} was measured on {measured_on!r}")
+        return Figures(results, f"figures of {path}")
+    device = request.device or "cpu"
+    found = []
+    for own in sorted(cache_folder().glob(f"compare_{device}*.json")):
+        with blaming(str(own)):
+            results = _read(own)
+            _serves(results, request)
+        count = len(_measured(results, request))
+        found.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
+    shipped = "figures that ship with subquad, not of this machine"
+    found += [Figures(results, shipped) for results in _shipped() if _device(results) == device]
+    found = [figures for figures in found if _serves(figures.results, request)]
+    if found:
+        return min(found, key=lambda figures: abs(math.log(_nearest(figures.results, request) / request.length)))
+    form = "causal" if request.causal else "bidirectional"
+    raise ValueError(
+        f"device={device!r}: there are no {form} figures for it, neither of this machine nor shipped; "
+        f"run `subquad compare --{form} --device {device}` first"
+    )
+
+
+def _nearest(results: Results, request: Request) -> int:
+    """The length that is asked for, or the end of what was measured."""
+    rows = [row for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]]
+    lengths = [row["length"] for row in rows]
+    return min(max(request.length, min(lengths)), max(lengths))
+
+
+def _shipped() -> list[Results]:
+    folder = files("subquad.studies").joinpath("figures")
+    return [_read(Path(str(path))) for path in folder.iterdir() if path.name.endswith(".json")]
+
+
+def _read(path: Path) -> Results:
+    try:
+        results = read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error.strerror}") from None
+    if not isinstance(results, dict) or results.get("kind") != "compare":
+        raise ValueError(f'{path} is not the results.json of `subquad compare`: its kind is not "compare"')
+    check_rows(results, path)
+    return results
+
+
+def _serves(results: Results, request: Request) -> bool:
+    """Whether most of what it compares was measured in the form that is asked for."""
+    compared = names(results["rows"])
+    possible = [name for name in compared if name in MECHANISMS and _has_form(MECHANISMS[name].traits, request)]
+    return len(_measured(results, request)) * 2 > len(possible)
+
+
+def _measured(results: Results, request: Request) -> set[str]:
+    return {row["mechanism"] for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]}
+
+
+def _device(results: Results) -> str:
+    return str(results["settings"]["device"]).partition(":")[0]
+
+
+def _described(results: Results) -> str:
+    settings, machine = results["settings"], results["machine"]
+    name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
+    threads = f", {_counted(machine['threads'], 'thread')}" if _device(results) == "cpu" else ""
+    return (
+        f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
+        f"{_counted(settings['heads'], 'head')}, {str(results['date'])[:10]}"
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _has_form(traits: Traits, request: Request) -> bool:
+    return traits.causal if request.causal else traits.bidirectional
+
+
+def _can(traits: Traits, request: Request) -> bool:
+    return (
+        _has_form(traits, request)
+        and (not request.decode or traits.state is not None)
+        and (not request.cross or traits.cross)
+    )
+
+
+def _at(rows: Sequence[dict[str, Any]], name: str, field: str, length: int) -> float | None:
+    return between(*series(rows, name, field), length)
+
+
+def _weigh(
+    name: str, request: Request, rows: Sequence[dict[str, Any]], results: Results, quality: Quality, length: int
+) -> Choice | None:
+    """The choice with its reasons; None where something needed was not measured."""
+    found = {
+        field: _at(rows, name, field, length)
+        for field in (
+            "training_ms",
+            "training_ratio",
+            "peak_bytes",
+            "memory_ratio",
+            "decode_ms",
+            "decode_ratio",
+            "state_bytes",
+        )
+    }
+    training, ratio = found["training_ms"], found["training_ratio"]
+    if training is None or ratio is None:
+        return None
+    if request.decode and (found["decode_ms"] is None or found["decode_ratio"] is None):
+        return None
+    cost = ratio
+    reasons = []
+    if name == YARDSTICK:
+        cost = 1.0
+        reasons.append(f"exact attention, nothing approximated: {_ms(training)} for a training step at T = {length:,}")
+    else:
+        reasons.append(
+            f"a training step takes {_ms(training)} at T = {length:,}, {_compared(ratio)} exact softmax in the same run"
+        )
+        from_length = crossover(*series(rows, name, "training_ratio"))
+        first = series(rows, name, "training_ratio")[0][0]
+        if from_length is None:
+            reasons.append("not faster than softmax at the longest length measured")
+        elif from_length <= first:
+            reasons.append(f"faster than softmax at every length measured, from T = {first:,} on")
+        else:
+            reasons.append(f"faster than softmax from T = {from_length:,} on")
+    if request.decode and found["decode_ms"] is not None and found["decode_ratio"] is not None:
+        cost = 1.0 if name == YARDSTICK else math.sqrt(ratio * found["decode_ratio"])
+        size = "" if found["state_bytes"] is None else f" and keeps a state of {readable(found['state_bytes'])}"
+        how = _growth_of_state(series(rows, name, "state_bytes")[1])
+        compared = "" if name == YARDSTICK else f" ({_compared(found['decode_ratio'])} softmax with its cache)"
+        reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
+    if found["peak_bytes"] is not None:
+        memory = found["memory_ratio"]
+        compared = "" if memory is None or name == YARDSTICK else f", {_times_that(memory)} of softmax"
+        reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
+    growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
+    if growth and growth["time"] is not None:
+        reasons += growth_of_time(growth)
+    if name in quality and name != YARDSTICK:
+        mine, exact = quality[name], quality[YARDSTICK]
+        reasons.append(
+            f"quality on {mine['task']}: {mine['value']:.3f} {mine['metric']}, softmax {exact['value']:.3f}, "
+            f"after {mine['steps']} steps"
+        )
+    if MECHANISMS[name].traits.fixed_length:
+        reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
+    return Choice(name, cost, tuple(reasons))
+
+
+def _growth_of_state(sizes: Sequence[float]) -> str:
+    if not sizes or len(sizes) == 1:
+        return ""
+    if sizes[0] == sizes[-1]:
+        return ", the same at every length measured"
+    return ", which no longer grows" if sizes[-2] == sizes[-1] else ", which grows with the length"
+
+
+def _rank_cost(choice: Choice) -> float:
+    """Exactness is worth something: softmax stands where an approximation is not clearly cheaper."""
+    return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
+
+
+def _quality(sources: Sequence[Results], request: Request) -> Quality:
+    """Quality of each mechanism by the first of these figures that know it."""
+    for source in sources:
+        formed = {row["mechanism"] for row in source["rows"] if row["causal"] == request.causal}
+        found = {record["mechanism"]: record for record in source["quality"] if record["mechanism"] in formed}
+        if YARDSTICK in found:
+            metric = found[YARDSTICK]["metric"]
+            return {name: record for name, record in found.items() if record["metric"] == metric}
+    return {}
+
+
+def _falls_short(name: str, quality: Quality) -> bool:
+    if name not in quality:
+        return False
+    mine, exact = quality[name]["value"], quality[YARDSTICK]["value"]
+    lost = mine - exact if quality[name]["lower_is_better"] else exact - mine
+    return lost > WORSE * abs(exact)
+
+
+def _verdict(
+    best: Choice, request: Request, rows: Sequence[dict[str, Any]], choices: Sequence[Choice], length: int
+) -> str:
+    rivals = [choice for choice in choices if choice.mechanism != YARDSTICK]
+    if best.mechanism != YARDSTICK:
+        return f"use {best.mechanism}: {_compared(best.cost)} exact softmax at T = {length:,}" + (
+            " over training and decoding together" if request.decode else ""
+        )
+    crossings = {r.mechanism: crossover(*series(rows, r.mechanism, "training_ratio")) for r in rivals}
+    later = {name: at for name, at in crossings.items() if at is not None and at > length}
+    if not later:
+        return f"use flash softmax: nothing measured is clearly cheaper at T = {length:,}"
+    name = min(later, key=lambda n: later[n])
+    return f"use flash softmax: you are below the crossover at T = {later[name]:,} ({name}, training time)"
+
+
+def _compared(ratio: float) -> str:
+    if 0.95 < ratio < 1.05:
+        return "as fast as"
+    return f"{_times(1 / ratio)} as fast as" if ratio < 1 else f"{_times(ratio)} as slow as"
+
+
+def _times_that(ratio: float) -> str:
+    return "the same as that" if 0.95 < ratio < 1.05 else f"{_times(ratio)} that"
+
+
+def _times(ratio: float) -> str:
+    """Two digits, and never a power of ten."""
+    return f"{ratio:.2g} times" if ratio < 99.5 else f"{round(ratio, 1 - math.floor(math.log10(ratio))):,.0f} times"
+
+
+def _ms(milliseconds: float) -> str:
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.3g} s"
+    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1000 * milliseconds:.3g} µs"

@@ -1,0 +1,188 @@
+"""The figures of a table that no training run gives: cost over length, iterations, contexts, and what models write."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from subquad.checks import check_plain, counts, refuse
+from subquad.machine import readable
+from subquad.measure.cost import DTYPES
+from subquad.studies.reproduce import scaling
+from subquad.studies.reproduce.row import Json, Reproduction, heading, settings_of
+from subquad.studies.reproduce.tables import Row
+from subquad.studies.settings import parse_lengths
+from subquad.tasks.train import configure
+from subquad.training.config import differences, parse
+from subquad.training.folder import RESULT, read_config
+
+SCORED = 131_072  # bytes of the test part that each context is evaluated on
+
+
+def measure_scaling(run: Reproduction) -> None:
+    """Every contender at every length that an earlier call has not measured. Its settings must be the same."""
+    cuda = run.budget.place.startswith("cuda")
+    usual: Json = {"device": run.budget.place, "dtype": "bfloat16" if cuda else "float32"}
+    usual |= {} if cuda else {"tokens": 8192, "samples": 3}
+    given = _scaling_settings(run.budget.settings)
+    lengths = given.pop("lengths", scaling.LENGTHS)
+    options, rows = {**usual, **given}, run.results["rows"]
+    changed = differences(options, run.results.get("scaling", {})) if rows else []
+    if changed:
+        raise ValueError(
+            f"{run.folder} was measured with other settings ({'; '.join(changed)}): --out chooses another folder"
+        )
+    run.results["scaling"] = options
+    order = {row.name: place for place, row in enumerate(run.table.rows)}
+    for row in run.rows:
+        have = {found["length"] for found in rows if found["label"] == row.name}
+        left = sorted({*lengths} - have)
+        if not left and row.name in run.results["results"]:
+            run.say(row.name, "done before")
+            continue
+        for found in scaling.layers(lengths=left, contenders=(row.name,), **options):
+            rows.append(found)
+            rows.sort(key=lambda r: (order[r["label"]], r["length"]))
+            run.results["growth"] = scaling.growth(rows)
+            run.measures()
+            run.keep()
+            time = found["training_ms"]
+            cost = "" if time is None else f"{time['median']:.3g} ms, {readable(found['peak_bytes'])} a sample"
+            run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or found['error'] or cost}")
+        timed = [r for r in rows if r["label"] == row.name and r["training_ms"]]
+        last = max(timed, key=lambda r: r["length"], default=None)
+        grown: Json = next((g for g in run.results["growth"] if g["mechanism"] == row.name), {})
+        run.results["results"][row.name] = {
+            **heading(run.table, row),
+            "settings": [f"{key}={value}" for key, value in given.items() if usual.get(key) != value],
+            "value": None,
+            "longest": last["length"] if last else 0,
+            "training_ms": last["training_ms"]["median"] if last else None,
+            "peak_bytes": last["peak_bytes"] if last else None,
+            "growth": {key: grown.get(key) for key in ("time", "memory")},
+        }
+        run.keep()
+
+
+def _scaling_settings(settings: tuple[str, ...]) -> Json:
+    """Of the scaling test, which has no run and so none of `subquad train`'s."""
+    known = ("tokens", "limit", "samples", "dim", "heads", "dtype", "lengths")
+    found: Json = {}
+    for setting in settings:
+        (key, *rest), value = parse(setting)
+        if key not in known or rest:
+            raise ValueError(
+                f"--set {setting} is none of the scaling test's: accepted are {', '.join(known)}, as KEY=VALUE"
+            )
+        if key == "lengths":
+            value = parse_lengths(setting.partition("=")[2].strip().strip("[]"))
+        if key == "dtype" and value not in DTYPES:
+            refuse(key, value, " or ".join(DTYPES))
+        if key == "limit":
+            check_plain(key, value, float)
+            if value <= 0:
+                refuse(key, value, "a positive number of seconds")
+        if key not in ("dtype", "limit") and not counts(value if key == "lengths" else [value]):
+            refuse(key, value, f"{'integers' if key == 'lengths' else 'an integer'} of at least 1")
+        found[key] = value
+    dim, heads = found.get("dim", scaling.DIM), found.get("heads", scaling.HEADS)
+    if dim % heads:
+        refuse("heads", heads, f"a divisor of dim={dim}")
+    return found
+
+
+def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> None:
+    """bits/byte of a finished run of the task text at each least context, in proportion to its window.
+
+    settings  what that run was begun with beside its table's own
+    """
+    from subquad.data import text
+    from subquad.models import LanguageModel
+    from subquad.tasks.text import context_table
+
+    config = read_config(trained)
+    length, corpus = config.data["length"], text.load(config.data["set"])
+    cuda = run.budget.place.startswith("cuda")
+    model = LanguageModel.load(trained / "model", run.budget.place)
+    tokens = corpus.test[: length + 1 + (SCORED if cuda else 4 * length)]
+    for row in run.rows:
+        least = int(row.published["context"]) * length // 12288
+        precision = torch.bfloat16 if cuda else None
+        (found,) = context_table(model, tokens, length, (least,), batch=8 if cuda else 1, precision=precision)
+        value = found["bits/byte"]
+        run.results["results"][row.name] = {
+            **heading(run.table, row),
+            "data": corpus.name,
+            "settings": settings,
+            "value": value,
+            "context": least,
+            "window": length,
+            "bytes": found["bytes"],
+        }
+        run.say(row.name, f"{value:.4f} bits/byte with at least {least:,} bytes before each")
+        run.measures()
+        run.keep()
+
+
+def measure_iterations(run: Reproduction) -> None:
+    """Time for an iteration of whole models: those of the chosen rows beside the first that the table names."""
+    chosen = {row.name: row for row in run.rows if row.name in run.table.iterations}
+    first = run.table.iterations[0]
+    if len(chosen) < 2 or first not in chosen:
+        others = ", ".join(run.table.iterations[1:])
+        run.say(
+            "iterations", f"not timed: --rows must name {first}, which the others stand beside, and one of {others}"
+        )
+        return
+    makers = {name: _maker(run, chosen[name]) for name in (first, *(name for name in chosen if name != first))}
+    found = scaling.iterations(makers, told=lambda line: run.say("iterations", line))
+    for name, timed in found.items():
+        if name in run.results["results"]:
+            run.results["results"][name]["iteration"] = timed
+        run.say(name, f"{timed['iteration_ms']['median']:.1f} ms, {timed['ratio']['median']:.2f} of {first}")
+    run.results["iterations"] = {"beside": first, "models": found}
+    run.measures()
+    run.keep()
+
+
+def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
+    """An iteration of a row's own task and settings, on a batch of its training data."""
+
+    def make() -> scaling.Iteration:
+        task, config = configure(run.table.task, settings_of(run.table, row, run.budget))
+        torch.manual_seed(0)
+        size = config.training.micro_batch or config.training.batch
+        batch = task.source("train").batch(np.arange(size), 0)
+        batch = {name: tensor.to(run.budget.place) for name, tensor in batch.items()}
+        model = task.make_model(config.model).to(run.budget.place)
+        precision = "bf16" if run.budget.place.startswith("cuda") else "fp32"
+        compile, capture = config.training.compile, config.training.capture
+        return scaling.Iteration(task, model, batch, precision=precision, compile=compile, capture=capture)
+
+    return make
+
+
+def write_samples(run: Reproduction, count: int) -> None:
+    """What trained models write: a sheet of images, pieces that play."""
+    from subquad.models import LanguageModel
+    from subquad.models.checkpoints import card
+    from subquad.tasks.generate import image_shape, images_to_png
+    from subquad.tasks.music import write_pieces
+
+    for row in run.rows:
+        if run.table.task not in ("images", "music") or not (run.folder / row.name / RESULT).is_file():
+            continue
+        place, found = run.folder / row.name / "model", run.results["results"][row.name]
+        model, about = LanguageModel.load(place, run.budget.place), card(place)
+        if run.table.task == "music":
+            paths = write_pieces(model, place.with_name("piece"), count=count, rate=about["data"]["rate"])
+            found["pieces"] = [str(path.relative_to(run.folder)) for path in paths]
+            continue
+        shape, file = image_shape(model, card=about), f"{row.name}.png"
+        assert shape is not None  # a run knows its set
+        rate = images_to_png(model, run.folder / file, run.console, count=count, shape=shape)
+        found["images_per_second_written"] = rate
+        picture = {"title": f"{row.name}: {count} images, {found['value']:.3f} bits/dim", "file": file}
+        run.results["pictures"] = [p for p in run.results["pictures"] if p["file"] != file] + [picture]
+        run.keep()

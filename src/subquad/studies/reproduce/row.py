@@ -1,0 +1,217 @@
+"""One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from subquad.checks import at_least, refuse
+from subquad.disk import blaming, read_sealed
+from subquad.machine import available, origin
+from subquad.studies.reproduce.tables import Row, Table
+from subquad.studies.results import save
+from subquad.tasks import TASKS
+from subquad.tasks.recurrent import OTHERS
+from subquad.tasks.train import configure
+from subquad.training.config import FREE_ON_RESUME, parse
+from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
+from subquad.training.log import curve, logged
+from subquad.training.loop import defaults_of
+
+Json = dict[str, Any]
+Draw = Callable[[Json, Path], None]  # makes a picture of the results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the user allows: minutes of training a row, how much of them now, rows side by side."""
+
+    minutes: float | None = None
+    leg: float | None = None
+    jobs: int = 1
+    device: str = "auto"
+    settings: tuple[str, ...] = ()  # beside the table's own, for every row
+
+    def __post_init__(self) -> None:
+        at_least(self, jobs=1)
+        for name in ("minutes", "leg"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                refuse(name, value, "a positive number of minutes")
+
+    @property
+    def given(self) -> list[str]:
+        """What the user sets for every row, as --set takes it."""
+        return [*([] if self.minutes is None else [f"training.minutes={self.minutes:g}"]), *self.settings]
+
+    @property
+    def place(self) -> str:
+        return available(self.device)
+
+
+@dataclass
+class Reproduction:
+    """A table while it is run: what is chosen of it, where it goes, what is known so far."""
+
+    table: Table
+    rows: list[Row]
+    budget: Budget
+    folder: Path
+    console: Console
+    results: Json
+    draw: Draw | None = None
+
+    def measures(self) -> None:
+        """Something was trained or measured: the whole says where, when and with what that was last."""
+        self.results |= circumstances(self.budget)
+
+    def keep(self) -> None:
+        save(self.results, self.folder / "results.json")
+        if self.draw is not None:
+            self.draw(self.results, self.folder / f"{self.table.name}.png")
+
+    def say(self, name: str, line: str) -> None:
+        self.console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def circumstances(budget: Budget) -> Json:
+    return {
+        **origin(budget.place),
+        "budget": {
+            "minutes_a_row": budget.minutes,
+            "rows_side_by_side": budget.jobs,
+            "settings": list(budget.settings),
+        },
+    }
+
+
+def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
+    """Everything `subquad train` is told, as --set takes it; what comes later wins."""
+    said = []
+    for part in ("data", "model", "training"):
+        merged = {**getattr(table, part), **getattr(row, part)}
+        if part == "training":  # a table's warm-up does not follow the steps, so that runs begun before can go on
+            merged.setdefault("warmup", TASKS[table.task].training.warmup)
+        if part == "training" and not budget.place.startswith("cuda"):
+            merged = {key: value for key, value in merged.items() if key not in ("compile", "capture")}
+        if part == "model":
+            merged["mechanism"] = row.mechanism
+        said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
+    left = without(row, budget)
+    return [*said, *(setting for setting in budget.given if setting not in left)]
+
+
+def without(row: Row, budget: Budget) -> list[str]:
+    """What is set for every row and cannot be for this one: an LSTM has no heads."""
+    if row.mechanism != "lstm":
+        return []
+    keys = {setting: parse(setting)[0] for setting in budget.given}
+    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in OTHERS]
+
+
+def settings_in(table: Table, row: Row, run: Path) -> list[str]:
+    """What a run was begun with beside the table's own settings, as --set takes it; what is free on resume aside."""
+    _, own = configure(table.task, settings_of(table, row, Budget(device="cpu")))
+    before, now = (plain(config) for config in (own, read_config(run)))
+    return [
+        f"{part}.{key}={json.dumps(value)}"
+        for part in ("data", "model", "training")
+        for key, value in now[part].items()
+        if (part != "training" or key not in FREE_ON_RESUME) and (key not in before[part] or before[part][key] != value)
+    ]
+
+
+def command_of(table: Table, row: Row, budget: Budget, run: Path) -> list[str]:
+    command = ["train", table.task, "--out", str(run), "--resume", "--device", budget.device]
+    command += [] if budget.leg is None else ["--leg", f"{budget.leg:g}"]
+    for setting in settings_of(table, row, budget):
+        command += ["--set", setting]
+    return command
+
+
+def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, str]:
+    """Whether a row's run is "done", "changed" since it was begun (and how), or to be "run"."""
+    if not (run / CONFIG).is_file():
+        return "run", ""
+    task, config = configure(table.task, settings_of(table, row, budget))
+    try:
+        Folder(run).check(config, resume=True, defaults=defaults_of(type(task)))
+    except ValueError as error:
+        return "changed", str(error)
+    return ("done", "done before") if (run / RESULT).is_file() else ("run", "")
+
+
+def gather(table: Table, row: Row, run: Path) -> Json:
+    """A row's figures from its run folder: of a finished run the test, of another how far it came."""
+    with blaming(str(run)):
+        return _gather(table, row, run)
+
+
+def _gather(table: Table, row: Row, run: Path) -> Json:
+    task, _ = configure(table.task, (), run)
+    begun, lines = read_sealed(run / CONFIG)[0], logged(run)
+    try:
+        data = getattr(task, "data_name", task.name)
+    except (OSError, ValueError):  # of a run whose data went away or broke
+        data = getattr(task, "set", task.name)
+    found = {**heading(table, row), "data": data}
+    found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
+    found |= {"settings": settings_in(table, row, run)}
+    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": curve(lines, table.metric)}
+    if not (run / RESULT).is_file():
+        last = (lines or [{}])[-1]
+        return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
+    result = read_result(run)
+    training, whole = begun["training"], {}
+    rates = [line["examples_per_second"] for line in lines if line["split"] == "train"]
+    warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
+    rate = statistics.median(warm) if warm else result["examples_per_second"]
+    with contextlib.suppress(OSError, ValueError):
+        examples = len(task.source("train"))
+        whole = {"epochs": result["steps"] * training["batch"] / examples}
+        whole |= {"seconds_per_epoch": examples / max(rate, 1e-9)}
+    return {
+        **found,
+        "value": result["test"][table.metric],
+        "test": result["test"],
+        "steps": result["steps"],
+        "steps_wanted": training["steps"],
+        "cut_short_by_time": result["ended_by"] == "minutes",
+        "seconds": result["seconds"],
+        "examples_per_second": rate,  # of updates alone, the median over the run
+        "warm_up_counted": not warm,  # the run was too short for anything else: it is the overall rate
+        "examples_per_second_overall": result["examples_per_second"],  # with warm-up, evaluations and checkpoints
+        "peak_bytes": result["peak_bytes"],
+        "parameters": result["parameters"],
+        **whole,
+    }
+
+
+def heading(table: Table, row: Row) -> Json:
+    return {"mechanism": row.plain, "label": row.name, "metric": table.metric, "published": dict(row.published)}
+
+
+def quality_of(found: Json) -> list[Json]:
+    """Records as `subquad report` reads them. The Sparse Transformer's image models are counted in bits/byte there."""
+    if found.get("value") is None:
+        return []
+    sparse = found["label"].startswith("sparse-")
+    plain = found["label"] if found["label"] in ("reformer-1", "linear-taps") else found["mechanism"]
+    return [
+        {
+            "mechanism": plain,
+            "task": found["data"],
+            "metric": "bits/byte" if sparse else found["metric"],
+            "value": found["value"],
+            "lower_is_better": found["metric"] != "accuracy",
+            "steps": found["steps"],
+            "seconds": found["seconds"],
+            "curve": found["curve"],
+        }
+    ]

@@ -1,0 +1,219 @@
+"""`subquad reproduce TABLE`: run the rows of a published table, resume where it stopped, set ours beside theirs.
+
+A row is a run of `subquad train` in a process of its own, so that small ones can share a GPU and a failure costs one
+row. results.json is written after each; what a time budget cut short says so.
+"""
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from subquad.checks import check_count, nearest
+from subquad.measure.cost import first_line
+from subquad.pool import run_all
+from subquad.studies.reproduce.measurements import measure_contexts, measure_iterations, measure_scaling, write_samples
+from subquad.studies.reproduce.row import (
+    Budget,
+    Draw,
+    Json,
+    Reproduction,
+    circumstances,
+    command_of,
+    gather,
+    heading,
+    quality_of,
+    settings_in,
+    settings_of,
+    state_of,
+    without,
+)
+from subquad.studies.reproduce.tables import TABLES, Row, Table
+from subquad.studies.results import earlier
+from subquad.tasks.train import configure
+from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
+
+# of a row that is trained; the last two of its data, which may be gone by now
+AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
+
+
+def reproduce(
+    name: str,
+    out: Path,
+    console: Console,
+    budget: Budget = Budget(),  # noqa: B008 -- frozen
+    *,
+    rows: Sequence[str] = (),
+    timing: bool | None = None,
+    samples: int = 0,
+    draw: Draw | None = None,
+) -> Json:
+    """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds.
+
+    What was asked for and did not come to be stands in its "failed", with the reason.
+
+    timing   whether iterations of whole models are timed too; None: on a GPU
+    samples  images or pieces of music that each trained model then writes
+    draw     makes a picture of the results after each row
+    """
+    if name not in TABLES:
+        raise ValueError(f"there is no table {name!r}{nearest(name, TABLES)} Accepted: {', '.join(TABLES)}")
+    check_count("samples", samples, 0)
+    table, folder = TABLES[name], out / name
+    chosen = choose(table, rows)
+    if table.kind == "train":
+        _check(table, chosen, budget)
+    folder.mkdir(parents=True, exist_ok=True)
+    with take(folder, "another process reproduces this table there"):
+        run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)), draw)
+        _measure(run, out, timing, samples)
+        return run.results
+
+
+def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) -> None:
+    table, budget, folder = run.table, run.budget, run.folder
+    try:
+        if table.kind == "scaling":
+            measure_scaling(run)
+        elif table.kind == "context":
+            _contexts(run, out)
+        else:
+            _train(run)
+            if samples:
+                _afterwards(run, "samples", lambda: write_samples(run, samples))
+            if timing and not table.iterations:
+                run.say(table.name, "--timing has nothing to time in this table")
+            if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
+                _afterwards(run, "iterations", lambda: measure_iterations(run))
+    except KeyboardInterrupt:
+        run.results["interrupted"] = True
+        for row in run.rows:
+            if (folder / row.name / CONFIG).is_file():
+                _collect(run, row)
+    run.keep()
+
+
+def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
+    """Whatever happens here, what was trained is there to be shown."""
+    try:
+        measure()
+    except Exception as error:
+        told = first_line(error, type(error).__name__)
+        run.results["failed"][what] = told
+        run.say(what, f"failed: {told}")
+
+
+def choose(table: Table, names: Sequence[str]) -> list[Row]:
+    """The rows of these names, in which commas may be left out, or all."""
+    known = {_plain(row.name): row for row in table.rows}
+    for name in names:
+        if _plain(name) not in known:
+            raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
+    wanted = {_plain(name) for name in names}
+    return [row for name, row in known.items() if not names or name in wanted]
+
+
+def _plain(name: str) -> str:
+    """Without commas, which stand between names where users write them."""
+    return name.replace(",", "")
+
+
+def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
+    """What `subquad train` would refuse, before any process starts."""
+    for row in rows:
+        try:
+            configure(table.task, settings_of(table, row, budget))
+        except ValueError as error:
+            raise ValueError(f"{table.name}, row {row.name}: {error}") from error
+
+
+def _train(run: Reproduction) -> None:
+    todo = {}
+    for row in run.rows:
+        state, note = state_of(run.table, row, run.budget, run.folder / row.name)
+        if state == "run":
+            todo[row.name] = command_of(run.table, row, run.budget, run.folder / row.name)
+            if left := without(row, run.budget):
+                run.say(row.name, f"an LSTM has no {', '.join(left)}: without it")
+            continue
+        run.say(row.name, note)
+        _collect(run, row)
+        if state == "changed":
+            run.results["failed"][row.name] = note
+    rows = {row.name: row for row in run.rows}
+    for name, code, last in run_all(todo, run.budget.jobs, run.say):
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            raise KeyboardInterrupt
+        if code == 0:
+            run.measures()
+        _collect(run, rows[name], last if code else None)
+        run.keep()
+
+
+def _contexts(run: Reproduction, out: Path) -> None:
+    """Of the row `fixed` of the table enwik8, which is trained first where it was not."""
+    table, trained = TABLES["enwik8"], out / "enwik8" / "fixed"
+    (row,) = choose(table, ["fixed"])
+    if (trained / RESULT).is_file():
+        Folder(trained).check(read_config(trained).override(run.budget.given), resume=True)
+    else:
+        run.say(run.table.name, "the model comes first: the row fixed of the table enwik8")
+        found = reproduce(table.name, out, run.console, run.budget, rows=(row.name,), timing=False, draw=run.draw)
+        run.results |= {key: found[key] for key in ("interrupted", "failed")}
+        if not (trained / RESULT).is_file():
+            if not found["failed"]:
+                run.say(run.table.name, "the model is not finished yet: the same command goes on with it")
+            return
+    measure_contexts(run, trained, settings_in(table, row, trained))
+
+
+def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
+    """What a run left, into the results, in the order of the table. An error replaces no figure that was there."""
+    place, before = run.folder / row.name, run.results["results"].get(row.name, {})
+    try:
+        found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+    except ValueError as unreadable:  # costs no other row
+        found, error = heading(run.table, row), error or str(unreadable)
+        run.say(row.name, error)
+    if error is not None:
+        run.results["failed"][row.name] = error
+        found = {**found, "error": error} if before.get("value") is None else before
+    elif before.get("config") == found.get("config"):
+        found = {**{key: before[key] for key in AFTERWARDS if key in before}, **found}
+    known = {**run.results["results"], row.name: found}
+    run.results["results"] = {row.name: known[row.name] for row in run.table.rows if row.name in known}
+    run.results["quality"] = [record for found in run.results["results"].values() for record in quality_of(found)]
+
+
+def _begin(table: Table, budget: Budget, before: Json) -> Json:
+    """What is known before the first row. Where, when and how stay those of the last call that trained or measured."""
+    now = circumstances(budget)
+    return {
+        "kind": "reproduce",
+        "table": table.name,
+        "title": table.title,
+        "source": table.source,
+        **{key: before.get(key, now[key]) for key in now},
+        "metric": table.metric,
+        "published": {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published},
+        "differs": list(table.differs),
+        "results": before.get("results", {}),
+        "rows": before.get("rows", []),
+        "growth": before.get("growth", []),
+        "quality": before.get("quality", []),
+        "pictures": before.get("pictures", []),
+        **({"iterations": before["iterations"]} if "iterations" in before else {}),
+        **({"scaling": before["scaling"]} if "scaling" in before else {}),
+        "interrupted": False,
+        "failed": {},
+    }
+
+
+def _before(folder: Path) -> Json:
+    """What an earlier call left: its rows stand until they are run again."""
+    found = earlier(folder / "results.json", "reproduce", lambda results: "settings" in results["budget"])
+    for row in found.get("results", {}).values():
+        if "error" not in row:  # older files have the settings of the whole alone
+            row.setdefault("settings", found["budget"]["settings"])
+    return found

@@ -1,0 +1,205 @@
+"""What length costs: a layer's time and memory a sample at N = 2^9 .. 2^16, and an iteration of whole models.
+
+Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.2: attention forward and backward on made-up input, the
+          batch inversely proportional to N, time and peak memory divided by the batch
+          Child et al. 2019, arXiv:1904.10509, Table 2: time for an iteration of training with dense, fixed and strided
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, spread
+from subquad.measure.growth import exponent
+from subquad.mechanisms import build, mechanism
+from subquad.training.capture import Captured
+from subquad.training.evaluate import Wired
+from subquad.training.task import Batch, Loss, Task
+
+LENGTHS = tuple(2**n for n in range(9, 17))
+DIM, HEADS = 256, 8
+REFORMER_4: Mapping[str, Any] = {"rounds": 4, "chunk": 32, "buckets": 64}  # of the paper's baseline
+CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "linear": ("linear", {}),
+    "softmax": ("softmax", {}),
+    "reformer-4": ("reformer", REFORMER_4),
+    "lstm": ("lstm", {}),
+}
+Row = dict[str, Any]
+
+
+class Recurrent(nn.Module):
+    """One LSTM layer where the others have a mixer."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.lstm = nn.LSTM(dim, dim, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Contender(Subject):
+    """What is timed and weighed as `subquad compare` does it, with this paper's options."""
+
+    def __init__(self, label: str, shape: Shape):
+        super().__init__("linear", shape)  # for the input and the gradient
+        (name, options), self.name = CONTENDERS[label], label
+        recurrent = name == "lstm"
+        mix = (
+            Recurrent(shape.dim) if recurrent else build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
+        )
+        self.mix: Any = mix.to(self.x.device, self.x.dtype)
+
+
+def layers(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    contenders: Sequence[str] = tuple(CONTENDERS),
+    tokens: int = 65536,
+    dim: int = DIM,
+    heads: int = HEADS,
+    device: str = "cpu",
+    dtype: str = "float32",
+    limit: float = 10.0,
+    samples: int = 5,
+) -> Iterator[Row]:
+    """A row for each contender and length, forward + backward: time and peak memory a sample, or why there is none.
+
+    tokens  in a batch, so that it holds tokens / N samples
+    limit   seconds that one training step may be expected to take
+    """
+    for label in contenders:
+        if label not in CONTENDERS:
+            raise ValueError(f"rows has {label!r}: accepted are {', '.join(CONTENDERS)}")
+        before: tuple[int, int, float] | None = None  # length, samples, ms a sample
+        for length in sorted(lengths):
+            batch = max(1, tokens // length)
+            row: Row = {"mechanism": CONTENDERS[label][0], "label": label, "length": length, "batch": batch}
+            row |= {"causal": True, "training_ms": None, "peak_bytes": None, "skipped": None, "error": None}
+            expected = 0.0 if before is None else _expected(label, *before, length, batch) / 1000
+            if expected > limit:
+                row["skipped"] = f"too slow: about {expected:.2g} s for a step, the limit is {limit:g} s"
+            else:
+                shape = Shape(length=length, dim=dim, heads=heads, batch=batch, device=device, dtype=dtype)
+                try:
+                    row |= _measured(label, shape, samples)
+                    before = length, batch, row["training_ms"]["median"]
+                except (torch.OutOfMemoryError, MemoryError):
+                    row["skipped"] = "out of memory"
+                except RuntimeError as error:  # of one length: the others stand
+                    row["error"] = first_line(error)
+            yield row
+            gc.collect()
+            if torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _measured(label: str, shape: Shape, samples: int) -> Row:
+    subject = Contender(label, shape)
+    peak = peak_bytes(subject)
+    how = calibrate(subject.training, shape.device)
+    times = [once(subject.training, shape.device, how) / shape.batch for _ in range(samples)]
+    return {"training_ms": spread(times), "peak_bytes": peak // shape.batch}
+
+
+def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
+    """ms of a training step, by what a sample took at the length before."""
+    name, _ = CONTENDERS[label]
+    if name == "lstm":  # whose steps wait for each other, however many samples make them
+        return grown(ms * samples, before, length, 1.0)
+    return grown(ms, before, length, mechanism(name).exponent) * batch
+
+
+def growth(rows: Sequence[Row]) -> list[Row]:
+    """Exponents of time and memory a sample over the four longest lengths that were measured."""
+    found = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        ours = [row for row in rows if row["label"] == label and row["training_ms"]][-4:]
+        lengths = [row["length"] for row in ours]
+        found.append(
+            {
+                "mechanism": label,
+                "time": exponent(lengths, [row["training_ms"]["median"] for row in ours]),
+                "memory": exponent(lengths, [row["peak_bytes"] for row in ours]),
+                "lengths_used": lengths,
+            }
+        )
+    return found
+
+
+class Iteration:
+    """Forward, backward and update of a task's model on one batch, as in training.
+
+    compile  by torch.compile; capture  gradients as a CUDA graph, as training.capture has it
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        precision: str = "bf16",
+        compile: bool = False,
+        capture: bool = False,
+    ):
+        self.batch, self.precision = batch, precision
+        self.device = next(iter(batch.values())).device
+        self.model = model.train()
+        self.wired = Wired(task, model)
+        if compile:
+            self.wired.compile()
+        self.keep = capture
+        self.gradients = Captured(self._gradients, model) if capture else self._gradients
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
+
+    def _gradients(self, batch: Batch) -> Loss:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            loss: Loss = self.wired(batch)
+        (loss.total / loss.count).backward()
+        return loss
+
+    def __call__(self) -> None:
+        self.gradients(self.batch)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=not self.keep)
+
+
+def iterations(
+    makers: Mapping[str, Callable[[], Iteration]],
+    *,
+    rounds: int = 8,
+    told: Callable[[str], None] = lambda _: None,
+) -> dict[str, Row]:
+    """Milliseconds an iteration of each model, and its ratio to the first one's of the same round.
+
+    Each is warmed up first; then they take turns, so that a clock that drifts meets all of them.
+    """
+    runs: dict[str, Iteration] = {}
+    for name, make in makers.items():
+        begun = time.perf_counter()
+        runs[name] = run = make()
+        for _ in range(3):
+            run()
+        once(run, str(run.device))
+        told(f"{name}: ready after {time.perf_counter() - begun:.0f} s")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(once(run, str(run.device), Sample(2)))
+    yardstick = next(iter(times.values()))
+    return {
+        name: {
+            "iteration_ms": spread(ours),
+            "ratio": spread([a / b for a, b in zip(ours, yardstick, strict=True)]),
+            "parameters": sum(p.numel() for p in runs[name].model.parameters()),
+            "batch": {key: list(tensor.shape) for key, tensor in runs[name].batch.items()},
+        }
+        for name, ours in times.items()
+    }

@@ -1,0 +1,115 @@
+"""What a comparison measures, checked when it is made, and where its figures are kept."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from subquad.checks import at_least, counts, one_of, refuse
+from subquad.machine import available
+from subquad.measure.cost import DTYPES, YARDSTICK, Shape
+from subquad.mechanisms import MECHANISMS, mechanism
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TASKS = ("copy", "digits", "listops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    lengths: tuple[int, ...] = LENGTHS
+    mechanisms: tuple[str, ...] = tuple(MECHANISMS)
+    dim: int = 64
+    heads: int = 2
+    batch: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    causal: bool | None = None  # None: causal where a mechanism has a causal form, bidirectional where it has none
+    repeats: int = 4  # at most this many times two samples of a mechanism between two of softmax
+    seconds: float = 0.3  # beyond which a mechanism at a length is not sampled further
+    limit: float = 2.5  # seconds a training step may be expected to take, softmax's twice that
+    memory: int | None = None  # bytes that may be used; None: most of what is free
+    task: str | None = None  # a short training for quality
+    data: str | None = None  # the same on the user's own tokens
+    steps: int = 200  # of that training
+    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "mechanisms"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.lengths or not counts(self.lengths):
+            refuse("lengths", self.lengths, "one or more integers of at least 1")
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+        if not self.mechanisms:
+            refuse("mechanisms", "", "names with commas between them, or all")
+        for name in self.mechanisms:
+            mechanism(name)  # an unknown name raises here
+        if YARDSTICK not in self.mechanisms:  # what everything is compared with has a row of its own
+            object.__setattr__(self, "mechanisms", (YARDSTICK, *self.mechanisms))
+        at_least(self, dim=1, heads=1, batch=1, repeats=1, steps=1, threads=1)
+        one_of(self, dtype=DTYPES)
+        if self.dim % self.heads:
+            refuse("heads", self.heads, f"a divisor of dim={self.dim}")
+        for name in ("limit", "seconds", "memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                refuse(name, value, "a positive number")
+        if self.task is not None:
+            one_of(self, task=TASKS)
+            if self.data is not None:
+                refuse("task", self.task, "None together with data: name one of the two")
+        if self.causal is False and (self.data is not None or self.task == "copy"):
+            what = "data" if self.data is not None else "task"
+            refuse(what, getattr(self, what), "one that can be learned both ways with causal=False: digits or listops")
+        object.__setattr__(self, "device", available(self.device))
+
+    def shape(self, length: int, causal: bool) -> Shape:
+        return Shape(
+            length=length,
+            dim=self.dim,
+            heads=self.heads,
+            batch=self.batch,
+            causal=causal,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def is_causal(self, name: str) -> bool:
+        """Whether this mechanism is measured in its causal form."""
+        return mechanism(name).traits.causal if self.causal is None else self.causal
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in data.items() if key in known})
+
+
+def parse_mechanisms(text: str) -> tuple[str, ...]:
+    """ "linear, local" or "all"."""
+    return (
+        tuple(MECHANISMS) if text.strip() == "all" else tuple(name.strip() for name in text.split(",") if name.strip())
+    )
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """ "512, 4k, 16k": k is 1,024."""
+    lengths = []
+    for part in text.lower().replace("_", "").split(","):
+        number, factor = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
+        if not number.isdecimal() or len(number) > 15:
+            refuse("lengths", text, "whole numbers with commas between them, such as 512,4096 or 4k,16k")
+        lengths.append(int(number) * factor)
+    return tuple(lengths)
+
+
+def parse_length(text: str) -> int:
+    """ "16000" or "16k": k is 1,024."""
+    try:
+        (length,) = parse_lengths(text)
+    except ValueError:
+        refuse("length", text, "a whole number, such as 16000 or 16k")
+    return length

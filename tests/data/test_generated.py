@@ -1,0 +1,59 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from subquad.data.generated import in_order, kept
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def test_arrays_are_made_once_and_mapped(tmp_path: Path) -> None:
+    calls = []
+
+    def make() -> dict[str, np.ndarray]:
+        calls.append(1)
+        return {"a": np.arange(5), "b": np.eye(2)}
+
+    for _ in range(2):
+        found = kept(tmp_path / "x" / "set", make)
+        assert (found["a"] == np.arange(5)).all()
+        assert isinstance(found["b"], np.memmap)
+    assert len(calls) == 1
+    assert [p.name for p in (tmp_path / "x").iterdir()] == ["set"]
+
+
+def test_a_failed_making_leaves_no_set(tmp_path: Path) -> None:
+    def broken() -> dict[str, np.ndarray]:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        kept(tmp_path / "set", broken)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "set").mkdir()  # nothing is in it
+    (tmp_path / "set" / "stray").touch()
+    with pytest.raises(OSError, match="not empty"):
+        kept(tmp_path / "set", lambda: {"a": np.zeros(1)})
+    (tmp_path / "set" / "stray").unlink()
+    assert kept(tmp_path / "set", lambda: {"a": np.zeros(1)})["a"].shape == (1,)
+
+
+def test_who_comes_second_takes_what_is_there(tmp_path: Path) -> None:
+    def slow() -> dict[str, np.ndarray]:
+        (tmp_path / "set").mkdir()
+        np.save(tmp_path / "set" / "a.npy", np.array([1]))  # another process finished meanwhile
+        return {"a": np.array([2])}
+
+    assert kept(tmp_path / "set", slow)["a"][0] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["set"]
+
+
+def test_processes_answer_in_order_and_may_be_stopped() -> None:
+    assert list(in_order(square, range(5), 1)) == [0, 1, 4, 9, 16]
+    if os.cpu_count():
+        answers = in_order(square, range(50), 2)
+        assert [next(answers) for _ in range(3)] == [0, 1, 4]
+        answers.close()  # type: ignore[attr-defined]

@@ -1,0 +1,67 @@
+import pytest
+
+from subquad.measure.growth import between, crossover, crossovers, exponent, growths, steady_times
+from subquad.studies.compare_worker import empty_row
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
+def test_the_fitted_exponent_of_an_exact_power_is_that_power(power: float) -> None:
+    lengths = [512, 1024, 4096]
+    assert exponent(lengths, [3.7 * n**power for n in lengths]) == pytest.approx(power)
+
+
+def test_one_length_has_no_exponent() -> None:
+    assert exponent([512], [1.0]) is None
+    assert exponent([], []) is None
+
+
+def test_the_crossover_lies_where_the_ratio_passes_one_for_good() -> None:
+    lengths = [256, 512, 1024, 2048]
+    assert crossover(lengths, [700 / n for n in lengths]) == 700
+    assert crossover(lengths, [0.5, 0.5, 0.4, 0.3]) == 256  # below everywhere
+    assert crossover(lengths, [0.5, 2.0, 1.5, 1.1]) is None  # not below at the longest
+    assert 512 < (crossover(lengths, [0.9, 1.2, 0.8, 0.5]) or 0) < 1024  # one lucky short length does not count
+    assert crossover([], []) is None
+
+
+def test_between_measured_lengths_on_log_axes_and_never_beyond() -> None:
+    assert between([100, 400], [1.0, 16.0], 200) == pytest.approx(4.0)
+    assert between([100, 400], [1.0, 16.0], 400) == 16.0
+    assert between([100, 400], [1.0, 16.0], 401) is None
+    assert between([100, 400], [1.0, 16.0], 99) is None
+
+
+def test_growth_and_crossovers_of_rows_use_the_longest_lengths_that_were_measured() -> None:
+    rows = []
+    for n in (512, 1024, 2048, 4096):
+        row = empty_row("linear", n, True)
+        if n < 4096:
+            time = 50.0 if n == 512 else n / 100  # the shortest is all overhead
+            row |= {"training_ms": {"median": time, "low": time, "high": time}, "peak_bytes": 1000 * n}
+            row |= {"training_ratio": {"median": 1500 / n, "low": 0, "high": 0}, "memory_ratio": 2.0}
+        rows.append(row)
+    rows.append(empty_row("local", 512, True, skipped="for a test"))
+    linear, local = growths(rows)
+    assert linear["lengths_used"] == [512, 1024, 2048]
+    assert linear["memory"] == pytest.approx(1.0)
+    assert linear["documented_time"] == 1.0
+    assert local["time"] is None
+    assert local["lengths_used"] == []
+    assert crossovers(rows) == [{"mechanism": "linear", "training": 1500, "forward": None, "memory": None}]
+
+
+def test_a_slow_minute_of_the_machine_does_not_bend_the_curve() -> None:
+    rows = []
+    for name, at_16 in (("softmax", 10.0), ("linear", 5.0), ("local", 8.0)):
+        for n in (16, 32):
+            softmax = 10.0 * (n / 16) ** 2
+            time = softmax if name == "softmax" else at_16 * n / 16
+            slow = 3.0 if (name, n) == ("linear", 32) else 1.0  # of this measurement and its softmax alike
+            row = empty_row(name, n, True)
+            row["training_ms"] = {"median": slow * time, "low": 0.0, "high": 0.0}
+            row["training_ratio"] = {"median": time / softmax, "low": 0.0, "high": 0.0}
+            rows.append(row)
+    lengths, times = steady_times(rows, "linear")
+    assert lengths == [16, 32]
+    assert times == pytest.approx([5.0, 10.0])
+    assert [found["time"] for found in growths(rows)] == pytest.approx([2.0, 1.0, 1.0])

@@ -1,0 +1,63 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import subquad
+from subquad import pool as processes
+from subquad.pool import environment, run_all
+
+# what `subquad reproduce` is to its rows, without its imports
+PARENT = """
+import os, subprocess, sys
+subprocess.call([sys.executable, "-m", "subquad.pool", str(os.getpid()), *sys.argv[1:]])
+"""
+
+
+def test_commands_run_side_by_side_and_tell_what_they_say() -> None:
+    lines: list[tuple[str, str]] = []
+    commands = {"right": ["--version"], "wrong": ["show", "no such mechanism"]}
+    found = {name: (code, last) for name, code, last in run_all(commands, 2, lambda *line: lines.append(line))}
+    assert found["right"][0] == 0
+    assert f"subquad {subquad.__version__}" in found["right"][1]
+    assert found["wrong"][0] == 2
+    assert any(name == "wrong" and "no such mechanism" in line for name, line in lines)
+
+
+def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name, self.said = name, "step 400: validation 3.4"
+
+        def ended(self) -> int:
+            return -signal.SIGKILL
+
+    monkeypatch.setattr(processes, "Process", Killed)
+    assert list(run_all({"row": []}, 1, lambda *_: None)) == [
+        ("row", -9, "killed by signal 9 (Killed, often for want of memory)")
+    ]
+
+
+def test_a_process_saves_and_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    tiny = (
+        "data.length=24", "model.dim=16", "model.depth=1", "model.heads=2", "training.batch=4",
+        "training.steps=1000000", "training.log_every=1",
+    )  # fmt: skip
+    words = ["train", "copy", "--out", str(tmp_path), "--device", "cpu"]
+    words += [word for setting in tiny for word in ("--set", setting)]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment(), "COLUMNS": "200"},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    with parent.stdout:
+        said = next((line for line in parent.stdout if "1,000,000 steps" in line), "")  # it trains
+        parent.kill()
+        parent.wait()
+        rest = parent.stdout.read()  # until the process, which holds the other end, is gone
+    assert said
+    assert "saved: --resume goes on" in rest
+    assert list(tmp_path.glob("checkpoints/step_*"))
