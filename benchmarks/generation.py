@@ -27,7 +27,7 @@ from generation_rivals import EQUAL, rivals
 
 from subquad.machine import tell_commit
 from subquad.models import LanguageModel
-from subquad.models.memory import bytes_per_stream, largest_batch
+from subquad.models.footprint import bytes_per_stream, largest_batch
 from subquad.studies.generation import (
     MODELS,
     START,

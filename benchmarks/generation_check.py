@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from subquad.models import LanguageModel, Seq2Seq
+from subquad.models.decoding import Loop
 from subquad.models.generation import generate
-from subquad.models.loop import Loop
 from subquad.models.streams import Streams
 from subquad.studies.generation import Figures, make_loop, paper_model, run_steps
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.models import LanguageModel, logistic_mixture
-from subquad.models.memory import largest_batch
+from subquad.models.footprint import largest_batch
 from subquad.studies.generation import MODELS, START, Figures, measure, paper_model
 
 PAPER = {"mnist": {"softmax": 7.56, "recompute": 0.45}, "cifar10": {"softmax": 0.32, "recompute": 0.004}}

@@ -17,13 +17,13 @@ import torch
 from matplotlib.axes import Axes
 
 from subquad.models import LanguageModel
-from subquad.models.checkpoints import card, find
-from subquad.models.loop import values_of
+from subquad.models.decoding import values_of
 from subquad.models.sampling import Sampling
-from subquad.models.store import read_header
+from subquad.models.saving import read_header
+from subquad.models.shipped import card, find
 from subquad.report.charts import curves, draw
-from subquad.report.found_runs import read
 from subquad.report.lra import averages, published
+from subquad.report.runs import read
 from subquad.studies.lra.recipes import RECIPES
 from subquad.studies.reproduce.tables import TABLES
 from subquad.tasks.generate import image_shape, save_sheet, write_images

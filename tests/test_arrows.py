@@ -68,7 +68,7 @@ def test_every_import_points_down() -> None:
 @pytest.mark.parametrize(
     ("room", "text", "message"),
     [
-        ("models", "import subquad.training.run\n", "models imports training"),
+        ("models", "import subquad.training.loop\n", "models imports training"),
         ("ops", "def f():\n    from subquad.models import load\n", "ops imports models"),
         ("data", "from subquad import cli\n", "data imports cli"),
         ("training", "from subquad.measure.growth import exponent\n", "training imports measure"),

@@ -168,7 +168,7 @@ def test_values_that_cannot_work_are_named(
 def test_a_depth_that_does_not_fit_is_refused_before_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("subquad.training.room.free_bytes", lambda _: 100_000_000)
+    monkeypatch.setattr("subquad.training.memory_check.free_bytes", lambda _: 100_000_000)
     words = ("train", "digits", "--out", tmp_path / "run", "--set", "model.depth=9000")
     assert "model.depth=9000 cannot work: accepted is fewer layers" in refused(*words)
     assert not (tmp_path / "run").exists()
@@ -176,7 +176,7 @@ def test_a_depth_that_does_not_fit_is_refused_before_it_is_built(
 
 def test_a_batch_that_does_not_fit_is_found_with_one_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its data would fit; what it takes to learn from it would not."""
-    monkeypatch.setattr("subquad.training.room.free_bytes", lambda _: 200_000_000)
+    monkeypatch.setattr("subquad.training.memory_check.free_bytes", lambda _: 200_000_000)
     words = ("train", "digits", "--out", tmp_path / "run", "--device", "cpu", "--set", "training.batch=20000")
     line = refused(*words)
     assert "training.batch=20000" in line

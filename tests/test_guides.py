@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from subquad.cli import app
-from subquad.tasks.train import configure
+from subquad.tasks.configure import configure
 
 GUIDES = Path(__file__).parents[1] / "guides"
 NAMES = sorted(path.name for path in GUIDES.glob("*.md"))

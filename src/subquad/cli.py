@@ -344,17 +344,17 @@ def generate(
 ) -> None:
     """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
     from subquad.machine import available
-    from subquad.models import LanguageModel, checkpoints
+    from subquad.models import LanguageModel, shipped
     from subquad.models.sampling import Sampling
-    from subquad.models.store import check_finite, read_header
+    from subquad.models.saving import check_finite, read_header
     from subquad.tasks.generate import check_options, image_shape, images_to_png, text_to_terminal
     from subquad.tasks.music import rate_of, write_pieces
 
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    folder = checkpoints.find(checkpoint)
-    card, kind = checkpoints.card(folder), read_header(folder)["model"]
+    folder = shipped.find(checkpoint)
+    card, kind = shipped.card(folder), read_header(folder)["model"]
     if kind != LanguageModel.__name__:
         raise ValueError(f"{folder} is a saved {kind}, which generates nothing here: accepted is a language model")
     model = LanguageModel.load(folder, available(device))
@@ -410,8 +410,8 @@ def train(
 
     On your own text: subquad train text --data my.txt --out runs/mine, then subquad generate runs/mine.
     """
-    from subquad.tasks.train import start
-    from subquad.training.run import Stopped
+    from subquad.tasks.configure import start
+    from subquad.training.loop import Stopped
     from subquad.training.signals import Interrupted
 
     given = list(settings or ())
@@ -569,7 +569,7 @@ def release(
     out: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = Path("checkpoints"),
 ) -> None:
     """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
-    from subquad.models.checkpoints import release as write
+    from subquad.models.shipped import release as write
 
     _check_folder("out", out)
     console.print(escape(f"checkpoint: {write(run, name, out)}"), soft_wrap=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 import subquad
 from subquad import LanguageModel, Seq2Seq
 from subquad.models import generation
+from subquad.models.decoding import Mixture, Recompute, decoder_of, step
+from subquad.models.footprint import bytes_per_stream, check_memory, largest_batch
 from subquad.models.generation import generate
-from subquad.models.loop import Mixture, Recompute, decoder_of, step
-from subquad.models.memory import bytes_per_stream, check_memory, largest_batch
 from subquad.models.sampling import Sampling, draw
 from subquad.models.state import fork, join, leaves, load_state, map_state, save_state, select, size
 
@@ -157,7 +157,7 @@ def test_a_saved_state_goes_on_in_another_process(tmp_path: Path) -> None:
         save_state(first.state, tmp_path / f"{name}.safetensors")
     program = f"""
 import subquad
-from subquad.models.loop import decoder_of
+from subquad.models.decoding import decoder_of
 from subquad.models.state import load_state
 for name, tokens in {last}.items():
     model = subquad.load({str(tmp_path)!r} + "/" + name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from subquad import LanguageModel
-from subquad.models.loop import Loop, defer, settle
+from subquad.models.decoding import Loop, defer, settle
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves
 from subquad.ops import linear_deferred

@@ -12,8 +12,8 @@ import pytest
 from subquad.measure.growth import between, crossovers
 from subquad.mechanisms import MECHANISMS
 from subquad.report import charts
-from subquad.report.found_runs import Run, read
 from subquad.report.report import make
+from subquad.report.runs import Run, read
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.mechanisms import MECHANISMS
-from subquad.report.found_runs import read
 from subquad.report.report import make, write
+from subquad.report.runs import read
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from subquad.models import LanguageModel
-from subquad.models.memory import bytes_per_stream
+from subquad.models.footprint import bytes_per_stream
 from subquad.studies import generation
 from subquad.studies.generation import START, bench, make_loop, measure, paper_model, rewind, run_steps
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from subquad import models
 from subquad.cli import app
-from subquad.report import found_runs as results
+from subquad.report import runs as results
 from subquad.training import checkpoints, history
 from subquad.training.log import logged
-from subquad.training.loop import train
-from subquad.training.run import Result
-from tests.training.test_loop import _die_at
+from subquad.training.loop import Result
+from subquad.training.train import train
+from tests.training.test_train import _die_at
 from tests.training.tiny import Tiny, assert_same_run, curve, run, weights
 
 FLIPS = int(os.environ.get("SUBQUAD_FLIPS", "6"))  # of each run; the full size is 200

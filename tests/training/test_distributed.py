@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from subquad.tasks.pairs import Pairs
 from subquad.training import checkpoints
-from subquad.training import run as run_module
+from subquad.training import loop as loop_module
 from subquad.training.distributed import Ranks, blocks_of, join
 from subquad.training.feed import pieces_of
 from tests.training.tiny import Tiny, assert_close_run, run, start
@@ -37,7 +37,7 @@ def _work(rank: int, world: int, folder: Path, jobs: list[tuple[str, dict[str, A
         settings = dict(settings)
         dies = settings.pop("dies", False)
         if dies:
-            run_module.Run._update = _dying(run_module.Run._update)  # type: ignore[method-assign]
+            loop_module.Run._update = _dying(loop_module.Run._update)  # type: ignore[method-assign]
         try:
             run(folder / name, STILL, task=Tiny(ragged=True), **{**BASE, **settings})
         except EOFError:
@@ -189,7 +189,7 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path:
 def _mortal_worker(out: Path) -> None:
     """What torchrun starts above."""
     torch.set_num_threads(1)
-    update = run_module.Run._update
+    update = loop_module.Run._update
 
     def die_once(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and self.ranks.rank == 1 and not (out / "died").exists():
@@ -197,7 +197,7 @@ def _mortal_worker(out: Path) -> None:
             os._exit(9)
         update(self, feed, seconds)
 
-    run_module.Run._update = die_once  # type: ignore[method-assign]
+    loop_module.Run._update = die_once  # type: ignore[method-assign]
     run(out, STILL, task=Tiny(ragged=True), **{**BASE, "checkpoint_every": 2})
 
 

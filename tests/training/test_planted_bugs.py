@@ -14,11 +14,11 @@ from subquad.data.order import Order
 from subquad.ops.clusters import kmeans_step
 from subquad.training import feed
 from subquad.training.feed import Feed
-from subquad.training.run import Run
+from subquad.training.loop import Run
 from tests.data import test_order
 from tests.ops import test_clusters
 from tests.planting import Slip, caught, plant
-from tests.training import test_feed, test_loop
+from tests.training import test_feed, test_train
 from tests.training.tiny import Tiny, assert_close_run, run, start
 
 LINES: dict[str, tuple[Slip, Callable[..., None]]] = {
@@ -82,7 +82,7 @@ def test_a_resumed_run_that_repeats_a_batch_is_caught(tmp_path: Path, monkeypatc
     def check() -> None:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
-        test_loop.test_every_optimiser_learns_and_resumes_exactly(folder, "adam", None)
+        test_train.test_every_optimiser_learns_and_resumes_exactly(folder, "adam", None)
 
     slip = Slip(Run._update, "feed.update(self.step)", "feed.update(self.step - (self.carried > 0))")
     caught(monkeypatch, (slip,), check)

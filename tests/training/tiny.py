@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from subquad.models import LanguageModel
 from subquad.training.config import TrainingConfig
-from subquad.training.loop import train
-from subquad.training.run import Result
+from subquad.training.loop import Result
 from subquad.training.task import Batch, Loss, Split, Sums, Task
+from subquad.training.train import train
 
 VOCAB, LENGTH = 7, 10
 QUIET = Console(quiet=True)

@@ -33,8 +33,8 @@ def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
 
     load("runs/t1"), load("runs/t1/model"), load("mnist_linear"): what `subquad generate` takes.
     """
-    from subquad.models.checkpoints import find
-    from subquad.models.store import read_header
+    from subquad.models.saving import read_header
+    from subquad.models.shipped import find
 
     check_device("device", device, meta=False)
     folder = find(directory)

@@ -18,7 +18,7 @@ from subquad.models.config import (
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
-from subquad.models.tower import Tower, check_tower
+from subquad.models.pooled_encoder import Tower, check_tower
 
 
 @dataclass(frozen=True, kw_only=True)

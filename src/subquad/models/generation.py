@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
-from subquad.models.loop import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
-from subquad.models.memory import check_memory, imagine
+from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
+from subquad.models.footprint import check_memory, imagine
 from subquad.models.model import Model
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, batch_of, check_state, leaves, map_state, rebuild

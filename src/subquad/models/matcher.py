@@ -12,7 +12,7 @@ from subquad.models.heads import make_mlp
 from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
-from subquad.models.tower import Tower, check_tower
+from subquad.models.pooled_encoder import Tower, check_tower
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def save(self, directory: str | Path) -> None:
         """Write model.safetensors and config.json, whole or not at all."""
-        from subquad.models.store import write
+        from subquad.models.saving import write
 
         if Path(directory).exists() and not Path(directory).is_dir():
             refuse("directory", str(directory), "a folder, or a name that nothing has yet")
@@ -40,7 +40,7 @@ class Model(nn.Module):
     @classmethod
     def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
         """The model that was saved there, in eval mode; bit for bit."""
-        from subquad.models.store import read
+        from subquad.models.saving import read
 
         check_device("device", device, meta=False)
         return read(cls, directory, device)

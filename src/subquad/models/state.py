@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad.checks import check_count, check_strided, checked, refuse, shown
 from subquad.disk import DIGEST, logger, parse_json, write_whole
-from subquad.models.store import describe, digest_tensors
+from subquad.models.saving import describe, digest_tensors
 
 State = Any
 FORMAT = 1

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from subquad.checks import at_least, check_methods, refuse
+from subquad.models.decoding import Loop, decoder_of, position_of, values_of
+from subquad.models.footprint import bytes_per_stream, check_memory
 from subquad.models.generation import (
     Prompt,
     Seed,
@@ -21,8 +23,6 @@ from subquad.models.generation import (
     evaluating,
     mark_seen,
 )
-from subquad.models.loop import Loop, decoder_of, position_of, values_of
-from subquad.models.memory import bytes_per_stream, check_memory
 from subquad.models.sampling import Sampling, make_seeds
 from subquad.models.state import State, overwrite, positions, select
 

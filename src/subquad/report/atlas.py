@@ -25,9 +25,9 @@ from subquad.mechanisms.base import Mixer, Options
 from subquad.mechanisms.card import Card, card, option_meanings
 from subquad.report import charts
 from subquad.report.charts import FAMILIES
-from subquad.report.found_runs import Json, Run, compared, find, read
 from subquad.report.html import Cell, chart, code, escape, number, page, table, template
 from subquad.report.published import beside
+from subquad.report.runs import Json, Run, compared, find, read
 from subquad.studies.published import TABLES
 
 LESSONS = {

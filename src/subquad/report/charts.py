@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
-from subquad.report.found_runs import Json, Run, learned
 from subquad.report.html import Cell, spelt, template
+from subquad.report.runs import Json, Run, learned
 from subquad.report.visible import visible
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name

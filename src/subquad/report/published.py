@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from subquad.report.found_runs import Json, Run, compared, learned, reproduced
 from subquad.report.html import Cell, escape, number, table
+from subquad.report.runs import Json, Run, compared, learned, reproduced
 from subquad.studies.published import Column, Memory, Published, Quality, Speed
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from subquad.disk import blaming
 from subquad.report import charts, training_runs
-from subquad.report.found_runs import Json, Run, compared, learned, read, reproduced
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import beside
 from subquad.report.reproduce_html import section
+from subquad.report.runs import Json, Run, compared, learned, read, reproduced
 from subquad.report.visible import visible
 from subquad.studies.published import TABLES
 from subquad.training.folder import CONFIG

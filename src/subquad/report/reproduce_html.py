@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from subquad.report import charts
-from subquad.report.found_runs import Run
 from subquad.report.html import Cell, chart, escape, number, size, table
 from subquad.report.reproduce import not_run
+from subquad.report.runs import Run
 
 COLUMNS = [
     "row", "data", "ours", "published", "steps", "minutes", "epochs", "examples/s", "iteration, ms", "peak memory",

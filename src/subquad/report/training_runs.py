@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from subquad.disk import blaming, read_sealed
-from subquad.report.found_runs import Json, Run
 from subquad.report.html import chart, escape, number
+from subquad.report.runs import Json, Run
 from subquad.training.folder import CONFIG, RESULT, read_result
 from subquad.training.history import METRICS
 from subquad.training.log import logged

@@ -23,8 +23,8 @@ from subquad.data import digits
 from subquad.disk import read_json
 from subquad.machine import machine, readable
 from subquad.measure.cost import YARDSTICK
-from subquad.models import LanguageModel, checkpoints, load
-from subquad.models.memory import bytes_per_stream
+from subquad.models import LanguageModel, load, shipped
+from subquad.models.footprint import bytes_per_stream
 from subquad.models.sampling import Sampling
 from subquad.models.threads import run_small
 from subquad.studies.compare import compare, milliseconds, reasons
@@ -114,10 +114,10 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
         console.print(draw(_inner(torch.tensor(found["images"]))))
         return found
     try:
-        folder = checkpoints.find(SHIPPED)
+        folder = shipped.find(SHIPPED)
         model = load(folder).float()  # shipped in half the bytes, which CPUs compute with slowly
         assert isinstance(model, LanguageModel)
-        rows, columns, _ = image_shape(model, card=checkpoints.card(folder)) or (0, 0, 0)
+        rows, columns, _ = image_shape(model, card=shipped.card(folder)) or (0, 0, 0)
     except (ValueError, OSError) as error:
         console.print(
             f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first",

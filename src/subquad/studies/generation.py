@@ -20,9 +20,9 @@ from subquad.machine import available, commit
 from subquad.measure.cost import first_line
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
+from subquad.models.decoding import Loop, decoder_of, values_of
+from subquad.models.footprint import bytes_per_stream, largest_batch
 from subquad.models.generation import UNROLL
-from subquad.models.loop import Loop, decoder_of, values_of
-from subquad.models.memory import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves, positions
 

@@ -16,8 +16,8 @@ from subquad.checks import check_count, refuse
 from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
-from subquad.models.loop import values_of
-from subquad.models.memory import bytes_per_stream, largest_batch
+from subquad.models.decoding import values_of
+from subquad.models.footprint import bytes_per_stream, largest_batch
 from subquad.models.sampling import Sampling
 from subquad.tasks.images import SETS, Images
 

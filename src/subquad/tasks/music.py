@@ -22,8 +22,8 @@ from subquad.data.text import Corpus, Windows
 from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
+from subquad.models.footprint import largest_batch
 from subquad.models.loss import cross_entropy
-from subquad.models.memory import largest_batch
 from subquad.models.sampling import Sampling
 from subquad.tasks.text import COLUMNS
 from subquad.training.config import TrainingConfig

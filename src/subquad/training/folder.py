@@ -15,11 +15,11 @@ from typing import IO, Any
 
 from subquad.disk import parse_json, read_sealed, set_aside, write_sealed
 from subquad.machine import origin
-from subquad.models import store
+from subquad.models import saving
 from subquad.training import checkpoints, history
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import FREE_ON_RESUME, RunConfig, differences
-from subquad.training.weights import damage_of
+from subquad.training.models import damage_of
 
 CONFIG, RESULT = "config.json", "result.json"
 
@@ -148,9 +148,9 @@ class Folder:
         if digest is None:
             return sentences
         model = damage_of(self.model, digest)
-        if not model and (self.model / store.CONFIG).is_file():
+        if not model and (self.model / saving.CONFIG).is_file():
             try:
-                store.verify(self.model)
+                saving.verify(self.model)
             except ValueError as error:
                 model = str(error)
         return [*sentences, model] if model else sentences

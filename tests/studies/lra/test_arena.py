@@ -25,7 +25,7 @@ from subquad.tasks.lra import pathfinder
 from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.training.config import TrainingConfig
 from subquad.training.folder import Folder, read_config, take
-from subquad.training.loop import defaults_of
+from subquad.training.train import defaults_of
 
 SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
 

@@ -16,7 +16,7 @@ from subquad.studies.reproduce.measurements import measure_iterations, write_sam
 from subquad.studies.reproduce.row import Budget, Reproduction, command_of, gather, settings_of, state_of
 from subquad.studies.reproduce.run import choose, reproduce
 from subquad.studies.reproduce.tables import TABLES
-from subquad.tasks.train import configure, start
+from subquad.tasks.configure import configure, start
 from subquad.training.folder import Folder, read_config
 
 TINY = (

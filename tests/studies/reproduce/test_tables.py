@@ -7,7 +7,7 @@ from subquad.studies.reproduce.row import Budget, settings_of
 from subquad.studies.reproduce.scaling import CONTENDERS
 from subquad.studies.reproduce.tables import TABLES, Row, Table
 from subquad.tasks import TASKS, speech
-from subquad.tasks.train import configure
+from subquad.tasks.configure import configure
 
 TRAINED = [(table, row) for table in TABLES.values() if table.kind == "train" for row in table.rows]
 

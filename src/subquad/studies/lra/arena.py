@@ -29,11 +29,11 @@ from subquad.pool import environment
 from subquad.studies.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
 from subquad.studies.results import earlier, save
 from subquad.tasks import TASKS
+from subquad.tasks.configure import make_task
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
-from subquad.tasks.train import make_task
 from subquad.training.config import parse
 from subquad.training.folder import CONFIG, read_config, take
-from subquad.training.loop import defaults_of, options_of
+from subquad.training.train import defaults_of, options_of
 
 Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from subquad.measure.cost import first_line
 from subquad.pool import end_with
-from subquad.tasks.train import make_task
+from subquad.tasks.configure import make_task
 from subquad.training.config import TrainingConfig
 from subquad.training.log import curve, logged
-from subquad.training.loop import train
-from subquad.training.run import Result
+from subquad.training.loop import Result
+from subquad.training.train import train
 
 Json = dict[str, Any]
 

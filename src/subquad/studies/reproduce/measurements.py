@@ -13,7 +13,7 @@ from subquad.studies.reproduce import scaling
 from subquad.studies.reproduce.row import Json, Reproduction, heading, settings_of
 from subquad.studies.reproduce.tables import Row
 from subquad.studies.settings import parse_lengths
-from subquad.tasks.train import configure
+from subquad.tasks.configure import configure
 from subquad.training.config import differences, parse
 from subquad.training.folder import RESULT, read_config
 
@@ -166,7 +166,7 @@ def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
 def write_samples(run: Reproduction, count: int) -> None:
     """What trained models write: a sheet of images, pieces that play."""
     from subquad.models import LanguageModel
-    from subquad.models.checkpoints import card
+    from subquad.models.shipped import card
     from subquad.tasks.generate import image_shape, images_to_png
     from subquad.tasks.music import write_pieces
 

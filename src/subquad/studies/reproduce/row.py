@@ -17,12 +17,12 @@ from subquad.machine import available, origin
 from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import save
 from subquad.tasks import TASKS
+from subquad.tasks.configure import configure
 from subquad.tasks.recurrent import OTHERS
-from subquad.tasks.train import configure
 from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
-from subquad.training.loop import defaults_of
+from subquad.training.train import defaults_of
 
 Json = dict[str, Any]
 Draw = Callable[[Json, Path], None]  # makes a picture of the results

@@ -31,7 +31,7 @@ from subquad.studies.reproduce.row import (
 )
 from subquad.studies.reproduce.tables import TABLES, Row, Table
 from subquad.studies.results import earlier
-from subquad.tasks.train import configure
+from subquad.tasks.configure import configure
 from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
 
 # of a row that is trained; the last two of its data, which may be gone by now

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import subquad
 from subquad.cli import app
-from subquad.models import LanguageModel, checkpoints, load
+from subquad.models import LanguageModel, load, shipped
 
 run = CliRunner(env={"COLUMNS": "160"})
 
@@ -32,11 +32,11 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_released_checkpoint_is_found_by_name_in_half_the_bytes(trained: Path) -> None:
-    folder = checkpoints.release(trained, "bach")
+    folder = shipped.release(trained, "bach")
     assert folder == Path("checkpoints/bach")
-    assert checkpoints.find("bach") == folder
-    assert checkpoints.names()[0] == "bach"
-    card = checkpoints.card(folder)
+    assert shipped.find("bach") == folder
+    assert shipped.names()[0] == "bach"
+    card = shipped.card(folder)
     assert card["result"]["test"]["bits/token"] == 1.5
     assert (card["task"], card["commit"], card["dtype"]) == ("music", "abc", "bfloat16")
     model = load(folder)
@@ -47,19 +47,19 @@ def test_a_released_checkpoint_is_found_by_name_in_half_the_bytes(trained: Path)
 
 
 def test_paths_runs_and_names_all_lead_to_a_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checkpoints.find(trained) == trained / "model"
-    assert checkpoints.find(trained / "model") == trained / "model"
-    assert checkpoints.card(trained / "model")["task"] == "music"
+    assert shipped.find(trained) == trained / "model"
+    assert shipped.find(trained / "model") == trained / "model"
+    assert shipped.card(trained / "model")["task"] == "music"
     monkeypatch.setenv("SUBQUAD_DATA", str(trained))
-    checkpoints.release(trained, "bach", trained / "checkpoints")
-    assert checkpoints.find("bach") == trained / "checkpoints" / "bach"
+    shipped.release(trained, "bach", trained / "checkpoints")
+    assert shipped.find("bach") == trained / "checkpoints" / "bach"
     with pytest.raises(ValueError, match="did you mean 'bach'"):
-        checkpoints.find("bahc")
+        shipped.find("bahc")
 
 
 def test_the_model_that_ships_finds_what_it_wrote_likely() -> None:
-    folder = checkpoints.find("mnist_linear")
-    assert (folder / "model.safetensors").stat().st_size < checkpoints.LARGEST
+    folder = shipped.find("mnist_linear")
+    assert (folder / "model.safetensors").stat().st_size < shipped.LARGEST
     model = LanguageModel.load(folder).float().eval()
     written = json.loads((folder.parents[1] / "results" / "generated.json").read_text())
     assert written["checkpoint"] == "mnist_linear"
@@ -67,17 +67,17 @@ def test_the_model_that_ships_finds_what_it_wrote_likely() -> None:
     start = nn.functional.pad(images[:, :-1], (1, 0), value=256)
     with torch.no_grad():
         bits = model.loss(start, targets=images).item() / math.log(2)
-    known = checkpoints.card(folder)["result"]["test"]["bits/dim"]
+    known = shipped.card(folder)["result"]["test"]["bits/dim"]
     assert known / 1.5 < bits < known * 1.5  # eight images; uniform noise has 8 bits
 
 
 def test_what_is_not_finished_or_too_large_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "LARGEST", 100)
+    monkeypatch.setattr(shipped, "LARGEST", 100)
     with pytest.raises(ValueError, match="at most 100"):
-        checkpoints.release(trained, "bach")
+        shipped.release(trained, "bach")
     (trained / "result.json").unlink()
     with pytest.raises(ValueError, match="finished run"):
-        checkpoints.release(trained, "bach")
+        shipped.release(trained, "bach")
 
 
 def test_generate_takes_a_name_and_writes_music(trained: Path) -> None:
@@ -91,7 +91,7 @@ def test_generate_takes_a_name_and_writes_music(trained: Path) -> None:
 
 
 def test_load_takes_what_generate_takes(trained: Path) -> None:
-    checkpoints.release(trained, "bach")
+    shipped.release(trained, "bach")
     for name in (trained, str(trained), "runs/music", trained / "model", "bach", "checkpoints/bach", "mnist_linear"):
         assert isinstance(subquad.load(name), LanguageModel)
     assert torch.equal(subquad.load("runs/music").embedding.weight, load(trained / "model").embedding.weight)
@@ -133,11 +133,11 @@ def test_a_flipped_bit_stops_generate(trained: Path, name: str) -> None:
 
 
 def test_a_damaged_card_is_named(trained: Path) -> None:
-    card = checkpoints.release(trained, "bach") / "card.json"
+    card = shipped.release(trained, "bach") / "card.json"
     card.write_text(card.read_text().replace("8000", "9000"))
     result = run.invoke(app, ["generate", "bach"])
     assert result.exit_code == 2
     assert "card.json is damaged" in " ".join(result.output.split())
     card.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deep"):
-        checkpoints.card(card.parent)
+        shipped.card(card.parent)

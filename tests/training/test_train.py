@@ -18,10 +18,10 @@ from subquad import models
 from subquad.data.order import Order
 from subquad.disk import DIGEST
 from subquad.training import checkpoints
-from subquad.training import run as run_module
-from subquad.training.loop import train
-from subquad.training.run import Stopped
+from subquad.training import loop as loop_module
+from subquad.training.loop import Stopped
 from subquad.training.task import Batch, Loss
+from subquad.training.train import train
 from tests.training.tiny import Tiny, Tokens, assert_close_run, assert_same_run, curve, run, weights
 
 STILL = {"dropout": 0.0}  # two ways of computing an update are compared without chance,
@@ -182,7 +182,7 @@ def test_minutes_end_a_run_that_still_anneals(tmp_path: Path, monkeypatch: pytes
 
 def test_legs_add_up_to_the_run(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr("subquad.training.run.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("subquad.training.loop.time.perf_counter", lambda: float(next(clock)))
     legs = 0
     while True:
         result = run(tmp_path, resume=legs > 0, leg=0.2)
@@ -295,7 +295,7 @@ def test_the_peak_of_memory_is_that_of_training(tmp_path: Path, monkeypatch: pyt
         return measure(self, model, batch)
 
     monkeypatch.setattr(Tiny, "measure", hungry)
-    monkeypatch.setattr(run_module, "memory", lambda _: used[0])
+    monkeypatch.setattr(loop_module, "memory", lambda _: used[0])
     assert run(tmp_path).peak_bytes == 100
 
 
@@ -312,7 +312,7 @@ def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkey
 def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) -> None:
     """A clock of our own, in which each of them takes so many seconds."""
     now = [0.0]
-    updating, measuring = run_module.Run._update, run_module.Run._measure
+    updating, measuring = loop_module.Run._update, loop_module.Run._measure
 
     def _update(self: Any, feed: Any, seconds: float) -> None:
         now[0] += update
@@ -322,9 +322,9 @@ def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) 
         now[0] += evaluation
         return measuring(self, *given)
 
-    monkeypatch.setattr(run_module.Run, "_update", _update)
-    monkeypatch.setattr(run_module.Run, "_measure", _measure)
-    monkeypatch.setattr("subquad.training.run.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop_module.Run, "_update", _update)
+    monkeypatch.setattr(loop_module.Run, "_measure", _measure)
+    monkeypatch.setattr("subquad.training.loop.time.perf_counter", lambda: now[0])
 
 
 def test_with_minutes_evaluations_take_at_most_half_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,16 +463,16 @@ class _Death(Exception):
 def _die_at(out: Path, step: int, model: Any = None, **training: Any) -> None:
     """A run that ends without a word before update number `step`."""
 
-    class Mortal(run_module.Run):
+    class Mortal(loop_module.Run):
         def _update(self, feed: Any, seconds: float) -> None:
             if self.step == step:
                 raise _Death
             super()._update(feed, seconds)
 
-    from subquad.training import loop
+    from subquad.training import train as train_module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Run", Mortal)
+        patch.setattr(train_module, "Run", Mortal)
         with pytest.raises(_Death):
             run(out, model, **training)
 

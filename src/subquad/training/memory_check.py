@@ -10,8 +10,8 @@ from torch import nn
 
 from subquad.checks import refuse
 from subquad.machine import allocation_peak, free_bytes, readable
+from subquad.training.models import make_model
 from subquad.training.task import Batch, Source, Task
-from subquad.training.weights import make_model
 
 DEEP = 64  # layers from which a stack is counted before it is built
 SUSPICIOUS = 1 / 2000  # of the free memory: a batch whose data takes more is weighed by one example

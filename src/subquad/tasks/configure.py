@@ -14,9 +14,9 @@ from subquad.tasks import TASKS
 from subquad.training.config import RunConfig, TrainingConfig, parse
 from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, Folder, read_config
-from subquad.training.loop import defaults_of, options_of, train
-from subquad.training.run import Result
+from subquad.training.loop import Result
 from subquad.training.task import Task
+from subquad.training.train import defaults_of, options_of, train
 
 
 def start(

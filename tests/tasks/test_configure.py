@@ -14,7 +14,7 @@ from subquad.cli import app
 from subquad.models import LanguageModel
 from subquad.studies.reproduce.row import Budget, settings_of, state_of
 from subquad.studies.reproduce.tables import TABLES
-from subquad.tasks.train import configure
+from subquad.tasks.configure import configure
 from subquad.training.config import TrainingConfig
 from tests.training.tiny import Tiny
 

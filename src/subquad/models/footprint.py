@@ -6,7 +6,7 @@ import torch
 
 from subquad.checks import check_count
 from subquad.machine import free_bytes
-from subquad.models.loop import Recompute, decoder_of, defer, stack_of, values_of
+from subquad.models.decoding import Recompute, decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, size
 
 

@@ -16,7 +16,7 @@ import torch
 from subquad.checks import nearest, plain_name
 from subquad.disk import read_sealed, write_sealed
 from subquad.models import Model, load
-from subquad.models.store import CONFIG, WEIGHTS, check_finite
+from subquad.models.saving import CONFIG, WEIGHTS, check_finite
 
 CARD, FOLDER = "card.json", "checkpoints"
 LARGEST = 20_000_000  # bytes of weights that are shipped

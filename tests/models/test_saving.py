@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from subquad.models import Classifier, LanguageModel, Matcher, Model, Seq2Seq, Transformer, TransformerConfig, load
-from subquad.models.store import check_finite
+from subquad.models.saving import check_finite
 
 SMALL: dict[str, Any] = {"dim": 16, "heads": 4, "depth": 2}
 TOKENS = torch.arange(12).view(2, 6) % 11
