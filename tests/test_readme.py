@@ -12,6 +12,7 @@ from PIL import Image
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
 from subquad.report.lra import averages, published
+from subquad.studies.results import ArenaTable, load
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -67,7 +68,7 @@ def figures() -> str:
 
 def arena() -> str:
     """The Long Range Arena: ours, and the paper's in brackets."""
-    found = results("lra/small")
+    found = load(README.parent / "results" / "lra" / "small.json", ArenaTable)
     columns = ("listops", "text", "image", "pathfinder")
     lines = ["| | ListOps | Text | Image | Pathfinder | average |", "|---|---|---|---|---|---|"]
     for mechanism, (ours, paper) in averages(found, columns).items():

@@ -216,14 +216,14 @@ def compare(
     results = run(settings, out, console)
     for table in tables(results, console.width):
         console.print(table)
-    if results["interrupted"]:
+    if results.interrupted:
         console.print("interrupted: what was measured is kept")
     if save is not None:
         write(results, save)
     how = "" if whole(results) else f" --from {out}"
     figures = escape(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them")
     console.print(figures, soft_wrap=True)
-    if results["interrupted"]:
+    if results.interrupted:
         raise typer.Exit(130)
 
 
@@ -478,11 +478,11 @@ def reproduce(
     console.print(escape(f"figures: {out / table / 'results.json'}"), soft_wrap=True)
     if save is not None:
         copy_to(results, save)
-    if results["interrupted"]:
+    if results.interrupted:
         console.print("interrupted: what was trained is kept, and the same command goes on from there")
         raise typer.Exit(130)
-    if results["failed"]:
-        console.print(f"failed: {', '.join(results['failed'])}", highlight=False, soft_wrap=True)
+    if results.failed:
+        console.print(f"failed: {', '.join(results.failed)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -539,7 +539,7 @@ def lra(
         for shown in speed.efficiency_tables(found):
             console.print(shown)
         console.print(escape(f"figures: {out / 'efficiency.json'}"), soft_wrap=True)
-        if found["interrupted"]:
+        if found.interrupted:
             raise typer.Exit(130)
         return
     arena = Arena(
@@ -554,11 +554,11 @@ def lra(
         console.print(line, highlight=False, soft_wrap=True)
     figures = escape(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}")
     console.print(figures, soft_wrap=True)
-    if results["left"]:
-        left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
+    if results.left:
+        left = "1 run is" if len(results.left) == 1 else f"{len(results.left)} runs are"
         console.print(f"{left} left: the same command goes on from there")
-    if results["interrupted"] or results["failed"]:
-        raise typer.Exit(130 if results["interrupted"] else 1)
+    if results.interrupted or results.failed:
+        raise typer.Exit(130 if results.interrupted else 1)
 
 
 @app.command()

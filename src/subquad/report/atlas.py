@@ -176,13 +176,13 @@ class _Site:
             if spec is None or not any(s["name"] == name for v in spec["views"] for s in v["series"]):
                 continue
             out.append(chart(f"cost{i}", spec))
-            growth: Json = next((g for g in run.data.get("growth", []) if g["mechanism"] == name), {})
-            said = [f"Measured on {escape(_where(run))}, {escape(str(run.data.get('date', ''))[:10])}."]
-            if growth.get("time") is not None:
+            growth = next((g for g in run.comparison.growth if g.mechanism == name), None)
+            said = [f"Measured on {escape(_where(run))}, {escape(run.comparison.date[:10])}."]
+            if growth and growth.time is not None:
                 far = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
-                said += far or [f"Its time grew about as T^{growth['time']:.2g}, as documented."]
-            if growth.get("memory") is not None:
-                said.append(f"Its memory grew about as T^{growth['memory']:.2g}.")
+                said += far or [f"Its time grew about as T^{growth.time:.2g}, as documented."]
+            if growth and growth.memory is not None:
+                said.append(f"Its memory grew about as T^{growth.memory:.2g}.")
             win = charts.wins(run, "training").get(name)
             if win:
                 said.append(f"A training step is faster than softmax {win.words()}.")
@@ -209,14 +209,14 @@ class _Site:
         for run in self.runs:
             won = [charts.wins(run, what) for what in ("training", "forward")]
             never = Cell("not reached", float("inf"), "n")
-            measured = {row["mechanism"] for row in run.data.get("rows", []) if row.get("training_ratio")}
+            measured = {row.mechanism for row in run.rows if row.training_ratio}
             rows = [
                 [Cell(name), *(w[name].cell() if name in w else never for w in won)]
                 for name in MECHANISMS
                 if name in measured and MECHANISMS[name].family == "kernels"
             ]
-            width = run.data.get("settings", {}).get("dim"), run.data.get("settings", {}).get("heads")
-            head = f" (d = {width[0] // width[1]})" if all(width) else ""
+            dim, heads = (run.comparison.settings.get(key) for key in ("dim", "heads"))
+            head = f" (d = {dim // heads})" if dim and heads else ""
             if rows:
                 caption = f"measured crossover with exact softmax, {_where(run)}{head}"
                 out.append(table(["mechanism", "training, T from", "forward, T from"], rows, caption=caption))
@@ -268,18 +268,18 @@ class _Site:
             if spec:
                 out.append(f"<h2>{escape(_where(run))}</h2><p>{escape(_how(run))}</p>{chart(f'measured{i}', spec)}")
         out.append(f'<p class="note">{charts.PAIRED}</p>' if self.runs else _not_measured())
-        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES, _by_device(self.figures))}")
+        out.append(f"<h2>Published, and ours beside it</h2>{beside(TABLES.values(), _by_device(self.figures))}")
         return "\n".join(out)
 
 
 def _where(run: Run) -> str:
     """The device and the form, in words: what tells comparisons apart."""
-    machine, settings = run.machine, run.data.get("settings", {})
+    machine, settings = run.machine, run.comparison.settings
     device = str(machine.get("device") or "an unknown device")
     if device == "cpu":
         threads = machine.get("threads")
         device = f"CPU ({machine.get('cpu', 'unknown')}" + (f", {threads} threads)" if threads else ")")
-    form = charts.FORMS.get(settings.get("causal"), "causal where there is a causal form")
+    form = charts.FORMS[settings.get("causal")]
     return f"{device}, {form}"
 
 
@@ -289,17 +289,17 @@ def _by_device(runs: Sequence[Run]) -> list[Run]:
     if len(set(devices)) < len(devices) or not all(devices):
         return list(runs)
     names = iter(devices)
-    return [run._replace(name=next(names)) if run.kind == "compare" else run for run in runs]
+    return [dataclasses.replace(run, name=next(names)) if run.kind == "compare" else run for run in runs]
 
 
 def _how(run: Run) -> str:
     """What was measured, of which layer, and the file it is from."""
-    settings = run.data.get("settings", {})
+    settings = run.comparison.settings
     words = {"dim": "width", "heads": "heads", "batch": "batch", "dtype": "numbers of type"}
     layer = ", ".join(f"{word} {settings[key]}" for key, word in words.items() if key in settings)
     return (
         f"Time, memory and state of one layer over the length of the sequence ({layer}). From {run.path.name}, "
-        f"{str(run.data.get('date', 'undated'))[:10]}."
+        f"{run.comparison.date[:10] or 'undated'}."
     )
 
 

@@ -4,20 +4,25 @@ import base64
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from subquad.disk import blaming
+from subquad.machine import readable
+from subquad.measure.cost import Row, Spread
 from subquad.report import charts, training_runs
 from subquad.report.html import Cell, chart, escape, facts, number, page, size, table
 from subquad.report.published import beside
 from subquad.report.reproduce_html import section
-from subquad.report.runs import Json, Run, compared, learned, read, reproduced
+from subquad.report.runs import Json, Run, compared, read, reproduced
 from subquad.report.visible import visible
+from subquad.studies.columns import COLUMNS, Column
 from subquad.studies.published import TABLES
+from subquad.studies.results import to_json
 from subquad.training.folder import CONFIG
 
-SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
+SPREADS = [field.name for field in fields(Row) if field.type == Spread | None]
 PNG = {"training_ms": "training", "forward_ms": "forward", "peak_bytes": "memory", "decode_ms": "decode"}
 
 
@@ -68,8 +73,8 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
         nav.append((run.name, f"#l{i}"))
     for i, run in enumerate(reproduced(runs)):
         parts.append(section(run, f"t{i}", _pictures(run)))
-        nav.append((run.data["table"], f"#t{i}"))
-    published = beside(TABLES, runs, only_ours=True)
+        nav.append((run.reproduced.table, f"#t{i}"))
+    published = beside(TABLES.values(), runs, only_ours=True)
     if published:
         parts.append(
             '<section><h2 id="published">Ours beside published</h2><p>The tables of the papers, with what these runs '
@@ -108,14 +113,12 @@ def _heading(runs: Sequence[Run]) -> str:
 def _summary(runs: Sequence[Run]) -> str:
     out = []
     for i, run in enumerate(runs):
-        settings = run.data.get("settings", {})
-        direction = {True: "causal", False: "bidirectional"}.get(
-            settings.get("causal"), "causal where there is a causal form"
-        )
+        settings = run.comparison.settings
+        direction = charts.FORMS[settings.get("causal")]
         width, heads, batch, dtype = (settings.get(key) for key in ("dim", "heads", "batch", "dtype"))
         shape = f"width {width}, {heads} heads, batch {batch}, {dtype}"
         out.append(f'<p class="lead">{escape(run.title)}: {direction}, {escape(shape)}.</p>')
-        if run.data.get("interrupted"):
+        if run.comparison.interrupted:
             out.append('<p class="warn">This run was interrupted: what is shown was measured before that.</p>')
         said = "".join(f"<li>{line}</li>" for line in _findings(run, f"r{i}"))
         out.append(f"<ul>{said}</ul>" if said else "")
@@ -124,15 +127,13 @@ def _summary(runs: Sequence[Run]) -> str:
 
 def _findings(run: Run, name: str) -> Iterable[str]:
     """What a reader would look for first, in sentences, from the figures."""
-    rows = run.data.get("rows", [])
-    timed = [row for row in rows if row.get("training_ms")]
+    rows = run.rows
+    timed = [row for row in rows if row.training_ms]
+    ratios = [(row.length, row.training_ratio.median, row.mechanism) for row in timed if row.training_ratio]
     if timed:
-        longest = max(row["length"] for row in timed)
-        at = [row for row in timed if row["length"] == longest and row.get("training_ratio")]
-        at = sorted(
-            (row for row in at if row["mechanism"] != "softmax"), key=lambda row: row["training_ratio"]["median"]
-        )
-        shares = ", ".join(f"{escape(r['mechanism'])} {number(r['training_ratio']['median']).shown}" for r in at[:3])
+        longest = max(row.length for row in timed)
+        at = sorted((ratio, name) for length, ratio, name in ratios if length == longest and name != "softmax")
+        shares = ", ".join(f"{escape(name)} {number(ratio).shown}" for ratio, name in at[:3])
         if shares:
             yield f"Fastest training steps at T = {longest:,}, as shares of softmax's time: {shares}."
     wins = charts.wins(run, "training")
@@ -142,21 +143,19 @@ def _findings(run: Run, name: str) -> Iterable[str]:
         more = f" … ({len(wins)} in all)" if len(shown) < len(wins) else ""
         yield f"Mechanisms that train faster than exact softmax: {escape(charts.in_words(shown))}{more}."
         first = wins[earliest[0]].length
-        below = [
-            row["training_ratio"]["median"] for row in timed if row["length"] < first and row.get("training_ratio")
-        ]
+        below = [ratio for length, ratio, _ in ratios if length < first]
         if below and min(below) >= 1:  # not where one won at a short length and lost again
             yield f"Below T = {first:,} none of them beats exact softmax in training: use softmax there."
-    elif timed and len({row["mechanism"] for row in timed}) > 1:
+    elif timed and len({row.mechanism for row in timed}) > 1:
         yield "None of the mechanisms measured trains faster than exact softmax at these lengths: use softmax."
-    for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):
-        found = [q for q in learned(run) if (q["task"], q["metric"]) == (task, metric)]
-        found.sort(key=lambda q: q["value"], reverse=not found[0].get("lower_is_better", True))
-        best = ", ".join(f"{escape(q['mechanism'])} {number(q['value']).shown}" for q in found[:3])
+    for task, metric in dict.fromkeys((q.task, q.metric) for q in run.quality):
+        ranked = [q for q in run.quality if (q.task, q.metric) == (task, metric)]
+        ranked.sort(key=lambda q: q.value or 0.0, reverse=not ranked[0].lower_is_better)
+        best = ", ".join(f"{escape(q.mechanism)} {number(q.value).shown}" for q in ranked[:3])
         yield f"Best {escape(metric)} on {escape(task)}: {best}."
-    left_out = [r for r in rows if r.get("skipped") or r.get("error")] + run.data.get("quality_missing", [])
+    left_out = sum(1 for row in rows if row.skipped or row.error) + len(run.comparison.quality_missing)
     if left_out:
-        what = "1 measurement was" if len(left_out) == 1 else f"{len(left_out)} measurements were"
+        what = "1 measurement was" if left_out == 1 else f"{left_out} measurements were"
         yield f'{what} not possible; <a href="#{name}-left-out">the reasons</a> are listed.'
 
 
@@ -173,7 +172,7 @@ def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
     crossovers = _crossovers(run)
     if crossovers:
         yield "crossovers", "Crossovers", crossovers
-    if run.data.get("growth"):
+    if run.comparison.growth:
         yield "growth", "Growth", _growth(run)
     against = charts.quality_against_cost(run)
     if against:
@@ -184,56 +183,45 @@ def _sections(run: Run, name: str) -> Iterable[tuple[str, str, str]]:
     pictures = _pictures(run)
     if pictures:
         yield "pictures", "Generated pictures", pictures
-    if run.data.get("rows"):
+    if run.rows:
         yield "figures", "All figures", _figures(run, name)
 
 
 def _figures(run: Run, name: str) -> str:
-    columns = [
-        "mechanism", "form", "T", "training, ms", "forward, ms", "training / softmax", "forward / softmax",
-        "peak memory", "one token, ms", "state",
-    ]  # fmt: skip
-    everybody = run.data.get("settings", {}).get("causal")
     rows, missing = [], []
-    for r in run.data["rows"]:
-        if r.get("skipped") or r.get("error"):
-            reason = f"skipped: {r['skipped']}" if r.get("skipped") else f"failed: {r['error']}"
-            missing.append([Cell(r["mechanism"]), Cell(f"T = {r['length']:,}"), Cell(reason, css="long")])
-        if all(r.get(key) is None for key in (*SPREADS, "peak_bytes", "state_bytes")):
-            continue
-        spread = {key: _spread(r.get(key)) for key in SPREADS}
-        form = "causal" if r.get("causal", everybody) else "bidirectional"
-        rows.append(
-            [
-                Cell(r["mechanism"]), Cell(form), number(r["length"]),
-                spread["training_ms"], spread["forward_ms"], spread["training_ratio"], spread["forward_ratio"],
-                size(r.get("peak_bytes")), spread["decode_ms"], size(r.get("state_bytes")),
-            ]
-        )  # fmt: skip
-    for q in run.data.get("quality_missing", []):
-        missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(q["reason"], css="long")])
+    for row in run.rows:
+        if row.skipped or row.error:
+            reason = f"skipped: {row.skipped}" if row.skipped else f"failed: {row.error}"
+            missing.append([Cell(row.mechanism), Cell(f"T = {row.length:,}"), Cell(reason, css="long")])
+        if any(getattr(row, column.field) is not None for column in COLUMNS):
+            form = Cell("causal" if row.causal else "bidirectional")
+            figures = [_figure(column, getattr(row, column.field)) for column in COLUMNS]
+            rows.append([Cell(row.mechanism), form, number(row.length), *figures])
+    for q in run.comparison.quality_missing:
+        missing.append([Cell(q.mechanism), Cell(f"quality on {q.task}"), Cell(q.reason, css="long")])
+    columns = ["mechanism", "form", "T", *(column.heading for column in COLUMNS)]
     body = table(columns, rows, name=f"{name}-rows", caption="medians; low to high in brackets", filtered=True)
     if missing:
         body += f'<h3 id="{name}-left-out">Not measured, and why</h3>' + table(["mechanism", "at", "reason"], missing)
     return body
 
 
-def _spread(value: Json | None) -> Cell:
-    if not value or value.get("median") is None:
-        return number(None)
-    shown = number(value["median"])
-    low, high = (number(value[k]).shown for k in ("low", "high"))
+def _figure(column: Column, value: Spread | float | None) -> Cell:
+    if not isinstance(value, Spread):
+        return size(value) if column.format is readable else number(value)
+    low, high = number(value.low).shown, number(value.high).shown
+    shown = number(value.median)
     return shown._replace(shown=f'{escape(shown.shown)} <span class="soft">({low} to {high})</span>', raw=True)
 
 
 def _crossovers(run: Run) -> str:
     """A row for each mechanism that was measured beside softmax; nothing if none was."""
     measured: dict[str, dict[str, int]] = {}  # of each mechanism, the longest length in each respect
-    for row in run.data.get("rows", []):
+    for row in run.rows:
         for what, ratio in charts.RATIOS.items():
-            if row["mechanism"] != "softmax" and row.get(ratio) is not None:
-                longest = measured.setdefault(row["mechanism"], {})
-                longest[what] = max(longest.get(what, 0), row["length"])
+            if row.mechanism != "softmax" and getattr(row, ratio) is not None:
+                longest = measured.setdefault(row.mechanism, {})
+                longest[what] = max(longest.get(what, 0), row.length)
     won = {what: charts.wins(run, what) for what in charts.RATIOS}
 
     def cell(name: str, what: str) -> Cell:
@@ -251,11 +239,10 @@ def _crossovers(run: Run) -> str:
 def _growth(run: Run) -> str:
     rows = [
         [
-            Cell(g["mechanism"]), number(g.get("time")), number(g.get("documented_time")),
-            number(g.get("memory")), number(g.get("documented_memory")),
-            Cell(", ".join(f"{n:,}" for n in g.get("lengths_used") or [])),
+            Cell(g.mechanism), number(g.time), number(g.documented_time), number(g.memory),
+            number(g.documented_memory), Cell(", ".join(f"{n:,}" for n in g.lengths_used)),
         ]
-        for g in run.data["growth"]
+        for g in run.comparison.growth
     ]  # fmt: skip
     titles = [
         "mechanism",
@@ -276,27 +263,26 @@ def _growth(run: Run) -> str:
 def _quality(run: Run) -> str:
     rows = [
         [
-            Cell(q["mechanism"]), Cell(q["task"]), Cell(q["metric"]), number(q["value"], 4),
-            Cell("lower" if q.get("lower_is_better", True) else "higher"),
-            number(q.get("steps")), number(q.get("seconds")),
+            Cell(q.mechanism), Cell(q.task), Cell(q.metric), number(q.value, 4),
+            Cell("lower" if q.lower_is_better else "higher"), number(q.steps), number(q.seconds),
         ]
-        for q in learned(run)
+        for q in run.quality
     ]  # fmt: skip
     return table(["mechanism", "task", "metric", "value", "better is", "steps", "seconds"], rows)
 
 
 def _pictures(run: Run) -> str:
     figures = []
-    for picture in run.data.get("pictures", []):
-        file = run.path.parent / picture["file"]
-        title = escape(picture["title"])
+    for picture in run.pictures:
+        file = run.path.parent / picture.file
+        title = escape(picture.title)
         if file.is_file():
             kind = {"jpg": "jpeg", "svg": "svg+xml"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())
             data = base64.b64encode(file.read_bytes()).decode()
             css = ' class="ink"' if _ink_on_white(file) else ""
             shown = f'<img{css} alt="{title}" src="data:image/{kind};base64,{data}">'
         else:
-            shown = f'<p class="warn">{escape(picture["file"])} is not in the run folder.</p>'
+            shown = f'<p class="warn">{escape(picture.file)} is not in the run folder.</p>'
         figures.append(f"<figure>{shown}<figcaption>{title}</figcaption></figure>")
     return f'<div class="pictures">{"".join(figures)}</div>' if figures else ""
 
@@ -378,10 +364,10 @@ def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
     for kind in ("rows", "growth", "crossovers", "quality"):
         records = []
         for run in compared(runs):
-            for record in run.data.get(kind, []):
+            for record in to_json(getattr(run.comparison, kind)):
                 flat: Json = {"run": run.name}
                 for key, value in record.items():
-                    if key in SPREADS:
+                    if kind == "rows" and key in SPREADS:
                         flat.update({f"{key}_{k}": (value or {}).get(k) for k in ("median", "low", "high")})
                     elif key != "curve":
                         flat[key] = " ".join(map(str, value)) if isinstance(value, list) else value
@@ -389,17 +375,10 @@ def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
         if records:
             written.append(_csv(out.with_name(f"{out.stem}_{kind}.csv"), records))
     points = [
-        {
-            "run": run.name,
-            "mechanism": q["mechanism"],
-            "task": q["task"],
-            "metric": q["metric"],
-            "step": step,
-            "value": value,
-        }
+        {"run": run.name, "mechanism": q.mechanism, "task": q.task, "metric": q.metric, "step": step, "value": value}
         for run in compared(runs)
-        for q in run.data.get("quality", [])
-        for step, value in q.get("curve") or []
+        for q in run.comparison.quality
+        for step, value in q.curve
     ]
     return [*written, _csv(out.with_name(f"{out.stem}_curves.csv"), points)] if points else written
 

@@ -27,9 +27,10 @@ from subquad.models import LanguageModel, load, shipped
 from subquad.models.footprint import bytes_per_stream
 from subquad.models.sampling import Sampling
 from subquad.models.threads import run_small
-from subquad.studies.compare import compare, milliseconds, reasons
+from subquad.studies.columns import duration
+from subquad.studies.compare import compare, reasons
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import save
+from subquad.studies.results import Comparison, from_json, save, to_json
 from subquad.studies.settings import LENGTHS, Settings
 from subquad.tasks.digits import PIXELS, bits_per_dim, generate, make_model, picture, standard_error, train
 from subquad.tasks.generate import image_shape, save_sheet
@@ -91,7 +92,11 @@ def demo(
     results["pictures"] = [found["picture"] for found in (shipped, written, *learned) if found is not None]
     results["summary"] = conclusions(results)
     save(results, out / "results.json")
-    for table in (_digits_table(results["quality"]), _lengths_table(results), reasons(results)):
+    for table in (
+        _digits_table(results["quality"]),
+        _lengths_table(results),
+        reasons(from_json(Comparison, results, "")),
+    ):
         if table.row_count:
             console.print()
             console.print(table)
@@ -251,7 +256,7 @@ def _scaling(
     if found is not None and not found["interrupted"]:
         console.print(f"  {len(found['rows'])} measurements of an earlier run", highlight=False)
         return found
-    found = compare(settings, folder, console, isolated=isolated, remember=False)  # too few to recommend from
+    found = to_json(compare(settings, folder, console, isolated=isolated, remember=False))  # too few to recommend from
     if found["interrupted"]:
         raise KeyboardInterrupt
     return found
@@ -310,7 +315,7 @@ def _lengths_table(results: Json) -> Table:
         row, since = rows[name].get(last, {}), crossed.get(name)
         cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
         cells += ["-" if row.get("peak_bytes") is None else readable(row["peak_bytes"])]
-        cells += [milliseconds(row.get("decode_ms"))]
+        cells += [duration(row["decode_ms"]["median"]) if row.get("decode_ms") else "-"]
         cells += ["-" if row.get("state_bytes") is None else readable(row["state_bytes"])]
         table.add_row(name, *cells, style="bold" if name == YARDSTICK else None)
     return table
