@@ -115,6 +115,12 @@ class Loop:
             for i in range(steps):
                 yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
 
+    def mark_seen(self, tokens: Tensor, rows: Tensor | slice = slice(None)) -> None:
+        """The tokens that streams have had so far are those of their prompts, [B, T]."""
+        if self.seen is not None:
+            unseen = torch.zeros_like(self.seen[rows])
+            self.seen[rows] = unseen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
+
     def _run(self, steps: int, side: Sequence["torch.cuda.Stream"] = ()) -> None:
         """A group of steps, lane by lane, on streams of their own where there are `side` streams."""
         if len(self.lanes) == 1:

@@ -20,7 +20,7 @@ def largest_batch(model: Any, capacity: int, free: int | None = None) -> int:
     return _free(model.device, free) // _bytes_at_work(model, capacity)
 
 
-def check_memory(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
+def check_fits(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
     """ValueError if so many streams do not fit, with how many do."""
     check_count("batch", batch)
     most = largest_batch(model, capacity, free)
