@@ -9,7 +9,7 @@ from subquad.measure.cost import Row, Spread
 from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
-from subquad.report.runs import Json, Run
+from subquad.report.runs import Json, Run, by_task
 from subquad.report.visible import visible
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name
@@ -167,22 +167,18 @@ def _point(value: Spread | float | None) -> list[float] | None:
 
 
 def quality_against_cost(run: Run) -> Json | None:
-    """Each task's metric over the price paid: seconds of its training, or a training step at each measured length."""
+    """Each task's metric over its price: seconds of its training, or a training step at each measured length."""
     views = []
-    for task, metric in dict.fromkeys((q.task, q.metric) for q in run.quality):
-        found = [q for q in run.quality if (q.task, q.metric) == (task, metric)]
-        lower = found[0].lower_is_better
-        y = {"label": f"{metric} on {task} ({'lower' if lower else 'higher'} is better)", "short": metric, "unit": ""}
-        costs = {"seconds of training": ("s", {q.mechanism: q.seconds for q in found})}
-        for length in sorted({row.length for row in run.rows}):
-            at = {r.mechanism: _point(r.training_ms) for r in run.rows if r.length == length}
-            costs[f"a training step at T = {length:,}, ms"] = ("ms", {k: v[0] for k, v in at.items() if v})
-        for cost, (unit, paid) in costs.items():
-            points = {
-                q.mechanism: [[cost_paid, q.value]]
-                for q in found
-                if q.value is not None and (cost_paid := paid.get(q.mechanism))
-            }
+    steps: dict[int, dict[str, float]] = {}  # {length: {mechanism: ms}}
+    for row in run.rows:
+        steps.setdefault(row.length, {}).update({row.mechanism: row.training_ms.median} if row.training_ms else {})
+    for (task, metric), found in by_task(run).items():
+        better = "lower" if found[0].lower_is_better else "higher"
+        y = {"label": f"{metric} on {task} ({better} is better)", "short": metric, "unit": ""}
+        costs = {("seconds of training", "s"): {q.mechanism: q.seconds or 0.0 for q in found}}
+        costs |= {(f"a training step at T = {n:,}, ms", "ms"): dict(times) for n, times in sorted(steps.items())}
+        for (cost, unit), paid in costs.items():
+            points = {q.mechanism: [[paid[q.mechanism], q.value or 0.0]] for q in found if paid.get(q.mechanism)}
             if points:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
                 series = _series(points)
@@ -193,12 +189,11 @@ def quality_against_cost(run: Run) -> Json | None:
 def loss_curves(run: Run) -> Json | None:
     """The metric over training steps, a view for each task."""
     views = []
-    for task, metric in dict.fromkeys((q.task, q.metric) for q in run.quality):
-        found = [q for q in run.quality if (q.task, q.metric) == (task, metric) and q.curve]
-        points = {q.mechanism: q.curve for q in found}
+    for (task, metric), found in by_task(run).items():
+        points = {q.mechanism: q.curve for q in found if q.curve}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
-            # the metric itself where training lowers it; an accuracy is not what is trained on
+            # an accuracy is not what training lowers: its curves are those of the loss
             y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return {"views": views, "chosen": _chosen(views)} if views else None

@@ -1,35 +1,34 @@
-"""A table that `subquad reproduce` ran: ours beside the published figures, how far it was trained, what differs."""
+"""A table that `subquad reproduce` ran, for the page: ours beside the published figures, training, what differs."""
 
 from subquad.report import charts
-from subquad.report.html import Cell, chart, escape, number, size, table
+from subquad.report.html import Cell, number, size
 from subquad.report.reproduce import not_run
-from subquad.report.runs import Run
+from subquad.report.runs import Json, Run
 from subquad.studies.results import TrainedRow
 
-COLUMNS = [
+COLUMNS = (
     "row", "data", "ours", "published", "steps", "minutes", "epochs", "examples/s", "iteration, ms", "peak memory",
     "remarks",
-]  # fmt: skip
+)  # fmt: skip
 
 
-def section(run: Run, name: str, pictures: str) -> str:
-    """As HTML, with the curves of its runs."""
+def shown(run: Run) -> Json:
+    """What the template shows of it; columns without figures are left out."""
     results = run.reproduced
-    theirs = {
-        label: TrainedRow(published={results.metric: value}, error="not run")
-        for label, value in not_run(results).items()
-    }
+    theirs = {n: TrainedRow(published={results.metric: v}, error="not run") for n, v in not_run(results).items()}
     rows = [_cells(label, row, results.metric) for label, row in {**results.results, **theirs}.items()]
     filled = [i for i in range(len(COLUMNS)) if any(row[i].shown for row in rows)]
-    columns, rows = [COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows]
-    body = table(columns, rows, caption=f"{results.source}; the measure is {results.metric}")
-    differs = "".join(f"<li>{escape(line)}</li>" for line in results.differs)
-    for spec, kind in ((charts.curves(run), "lengths"), (charts.loss_curves(run), "losses")):
-        body += chart(f"{name}-{kind}", spec) if spec else ""
-    return (
-        f'<section><h2 id="{name}">{escape(results.title)}</h2>{body}'
-        f"<p>What differs from the paper:</p><ul>{differs}</ul>{pictures}</section>"
-    )
+    return {
+        "title": results.title,
+        "source": results.source,
+        "metric": results.metric,
+        "differs": results.differs,
+        "name": results.table,
+        "columns": [COLUMNS[i] for i in filled],
+        "rows": [[row[i] for i in filled] for row in rows],
+        "lengths": charts.curves(run),
+        "losses": charts.loss_curves(run),
+    }
 
 
 def _cells(label: str, row: TrainedRow, metric: str) -> list[Cell]:

@@ -69,6 +69,11 @@ class Run:
         return known
 
     @property
+    def settings(self) -> Json:
+        settings = self.data.get("settings")
+        return settings if isinstance(settings, dict) else {}
+
+    @property
     def title(self) -> str:
         """A name that tells runs apart: what ran, where."""
         device = self.machine.get("device") or self.machine.get("gpu") or self.machine.get("cpu")
@@ -106,8 +111,7 @@ def find(root: Path = Path()) -> list[Run]:
         shipped = [_load(file) for file in sorted(folder.glob("*.json"))]
     best: dict[tuple[str, bool | None], Run] = {}
     for run in compared([*here, *kept, *shipped]):
-        settings = run.comparison.settings
-        kind = str(settings.get("device", "cpu")).split(":")[0], settings.get("causal")
+        kind = str(run.settings.get("device", "cpu")).split(":")[0], run.settings.get("causal")
         if kind not in best or _covered(run) > _covered(best[kind]):
             best[kind] = run
     return _told_apart([*best.values(), *(run for run in kept if run.kind != "compare")])
@@ -122,9 +126,12 @@ def compared(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.kind == "compare"]
 
 
-def reproduced(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad reproduce` wrote."""
-    return [run for run in runs if run.kind == "reproduce"]
+def by_task(run: Run) -> dict[tuple[str, str], list[Quality]]:
+    """{(task, metric): the records of quality}"""
+    records: dict[tuple[str, str], list[Quality]] = {}
+    for quality in run.quality:
+        records.setdefault((quality.task, quality.metric), []).append(quality)
+    return records
 
 
 def _files(path: Path) -> Iterator[Path]:
