@@ -11,7 +11,7 @@ from subquad.training.task import WriteOptions, Written
 
 
 def generate(checkpoint: str, options: WriteOptions, console: Console, device: str = "cpu") -> Written:
-    """`checkpoint`: a run, a saved model's folder, or a shipped checkpoint's name. Options that have no meaning for what
+    """`checkpoint`: a run, a saved model's folder, or a shipped checkpoint's name. Options without a meaning for what
     the model writes raise ValueError."""
     folder = shipped.find(checkpoint)
     card, kind = shipped.card(folder), read_header(folder)["model"]
