@@ -176,7 +176,7 @@ def write_samples(run: Reproduction, count: int) -> None:
             continue
         folder, result = run.folder / row.name, run.results["results"][row.name]
         out = run.folder / f"{row.name}.png" if task.writes == "images" else folder / "piece"
-        model, data = LanguageModel.load(folder / "model", run.budget.place), card(folder / "model")["data"]
+        model, data = LanguageModel.load(folder / "model", run.budget.place), card(folder / "model").get("data", {})
         written = task.write(model, data, WriteOptions(count=count, out=out), run.console)
         if task.writes != "images":
             result["pieces"] = [str(path.relative_to(run.folder)) for path in written.files]
