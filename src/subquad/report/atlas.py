@@ -134,8 +134,8 @@ class _Site:
             if spec is None or not any(s["name"] == name for v in spec["views"] for s in v["series"]):
                 continue
             growth = next((g for g in run.comparison.growth if g.mechanism == name), Growth(mechanism=name))
-            exponents = {"time": growth.time, "memory": growth.memory}
-            exponents = {key: None if value is None else f"{value:.2g}" for key, value in exponents.items()}
+            measured = {"time": growth.time, "memory": growth.memory}
+            exponents = {key: None if value is None else f"{value:.2g}" for key, value in measured.items()}
             far = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
             win = charts.wins(run, "training").get(name)
             about = {"where": _where(run), "date": run.comparison.date[:10], "win": win and win.words()}

@@ -27,9 +27,10 @@ from subquad.pool import Died, Worker
 from subquad.studies import compare_worker as worker
 from subquad.studies.columns import COLUMNS, milliseconds, ratio
 from subquad.studies.compare_worker import Event, Job
-from subquad.studies.quality import load_tokens, task_name
+from subquad.studies.quality import task_name
 from subquad.studies.results import Comparison, MissingQuality, Quality, from_json, save, set_aside, to_json
 from subquad.studies.settings import Settings
+from subquad.tasks.tokens import load_tokens
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
 WIDE = 110  # columns of a terminal that has room for every column

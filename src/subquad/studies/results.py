@@ -255,9 +255,9 @@ def to_json(value: Any) -> Any:
 
 def from_json(kind: Any, value: Any, name: str) -> Any:
     """What `to_json` made of a `kind`; TypeError or ValueError with the name of what is something else."""
-    if is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(kind)
-        return kind(**{key: from_json(hints[key], value[key], key) for key in hints if key in value})  # type: ignore[operator]
+        return kind(**{key: from_json(hints[key], value[key], key) for key in hints if key in value})
     origin, inner = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return None if value is None else from_json(inner[0], value, name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from subquad.checks import check_count, nearest
+from subquad.disk import lock_folder
 from subquad.machine import origin
 from subquad.measure.cost import first_line
 from subquad.pool import run_all
@@ -32,7 +33,7 @@ from subquad.studies.reproduce.row import (
 from subquad.studies.reproduce.tables import TABLES, Row, Table
 from subquad.studies.results import ReproducedTable, TrainedRow, continued
 from subquad.tasks.configure import configure
-from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
+from subquad.training.folder import CONFIG, RESULT, Folder, read_config
 
 # what a row keeps of an earlier call: measured after its training; the last two need its data, which may be gone
 AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
@@ -65,7 +66,7 @@ def reproduce(
     if table.kind == "train":
         _check(table, chosen, budget)
     folder.mkdir(parents=True, exist_ok=True)
-    with take(folder, "another process reproduces this table there"):
+    with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
         _measure(run, out, timing, samples)
         return run.results
