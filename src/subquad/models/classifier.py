@@ -5,16 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
-from subquad.models.config import (
-    POOLINGS,
-    Config,
-    EmbeddingConfig,
-    TransformerConfig,
-    assemble,
-    check_parts,
-    optional_at_least,
-)
+from subquad.checks import one_of
+from subquad.models.config import POOLINGS, Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
@@ -30,10 +22,8 @@ class ClassifierConfig(Config):
     head_hidden: int | None = None  # width of a hidden layer before the classes; None: no hidden layer
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, classes=1)
+        super().__post_init__()
         one_of(self, pooling=POOLINGS)
-        optional_at_least(self, head_hidden=1)
         check_tower(self.transformer, self.pooling)
 
 

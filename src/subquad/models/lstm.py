@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_count, check_strided, refuse, shown
+from subquad.checks import check_count, check_strided, refuse, shown
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
-from subquad.models.config import (
-    Config,
-    EmbeddingConfig,
-    assemble,
-    check_depth,
-    check_parts,
-    flags,
-    optional_at_least,
-    probabilities,
-)
+from subquad.models.config import Config, EmbeddingConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
 from subquad.models.inputs import batch_of, check_position, zero_padding
@@ -47,12 +38,7 @@ class LSTMConfig(Config):
     dropout: float = 0.0  # between layers
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, dim=1, depth=1)
-        check_depth(self.depth)
-        optional_at_least(self, outputs=1)
-        flags(self, "bidirectional")
-        probabilities(self, "dropout")
+        super().__post_init__()
         if self.outputs is None and self.embedding.vocab is None:
             refuse("outputs", None, "a number of outputs for frames, which have no vocab")
 

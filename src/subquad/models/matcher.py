@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, one_of
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, check_parts, optional_at_least
+from subquad.checks import one_of
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.heads import make_mlp
 from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy
@@ -24,10 +24,8 @@ class MatcherConfig(Config):
     head_hidden: int | None = None  # None: dim
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, classes=1)
+        super().__post_init__()
         one_of(self, pooling=("mean", "cls"))
-        optional_at_least(self, head_hidden=1)
         check_tower(self.transformer, self.pooling)
 
 
