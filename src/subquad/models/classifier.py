@@ -10,7 +10,7 @@ from subquad.models.config import POOLINGS, Config, EmbeddingConfig, Transformer
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
-from subquad.models.pooled_encoder import Tower, check_tower
+from subquad.models.pooled_encoder import PooledEncoder, check_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ClassifierConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, pooling=POOLINGS)
-        check_tower(self.transformer, self.pooling)
+        check_encoder(self.transformer, self.pooling)
 
 
 class Classifier(Model):
@@ -40,7 +40,8 @@ class Classifier(Model):
     def __init__(self, config: ClassifierConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(ClassifierConfig, config, fields)
-        self.tower = Tower(config.embedding, config.transformer, config.pooling)
+        # saved weights know it as `tower`
+        self.tower = PooledEncoder(config.embedding, config.transformer, config.pooling)
         dim = config.transformer.dim
         self.head: nn.Module = (
             make_head(dim, config.classes)
