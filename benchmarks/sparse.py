@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+from subquad.ops.sparse_triton import CONFIGS, Config
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from subquad.machine import commit, tell_commit
 from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, sparse, sparse_attention
 from subquad.ops import sparse_triton as kernels
-from subquad.ops.sparse_triton import CONFIGS, Config
 
 TOKENS, HEADS, WIDTH = 65536, 16, 64
 Patterns = Pattern | Sequence[Pattern]

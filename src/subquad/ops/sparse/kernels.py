@@ -1,33 +1,15 @@
-"""Exact softmax over a pattern, in Triton: one family of flash kernels over tiles of re-addressed tokens.
+"""The Triton kernels of sparse attention: flash attention over tiles of re-addressed tokens.
 
 A program holds a tile of queries (forward, dq) or of keys (dkv) and walks the tiles of the other side that an atom of
 the pattern can reach, between bounds that it computes itself. Inside a tile the atom's own rule and the exclusion of
 earlier atoms are evaluated on positions, unless a test on the corners of the tile shows that every pair is visible.
 
-Tiles hold consecutive positions, or points of a lattice: residue by residue, r, r + l, r + 2l, ..., each residue padded
-to `pad` points. In that order a stride is block-diagonal. If a residue has fewer points than a tile has rows, a tile
-holds several residues.
-
-Passes over the same queries continue one softmax: a later pass starts from the output and the log-sum-exp of the
-earlier one. The backward of each pass only needs the final log-sum-exp, so passes add up.
-
 No compile-time constant depends on the length of the sequence.
 """
 # ruff: noqa: RET505 (a compile-time test keeps all its branches)
 
-from functools import lru_cache
-from math import gcd, inf, log2
-from typing import Any, NamedTuple
-
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.nn.attention import SDPBackend
-
-from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from subquad.ops.sparse import plan
 
 # atoms as four integers: the kind and its parameters
 GLOBAL = tl.constexpr(0)  # tokens
@@ -43,36 +25,12 @@ STRIP = tl.constexpr(9)  # as SUMMARY: what the far part of a summary leaves, se
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-
-class Config(NamedTuple):
-    queries: int  # rows of a tile of queries
-    keys: int  # rows of a tile of keys
-    warps: int
-    stages: int
-
-
-# by pass and by the bytes of a row (a head in its type, at least 128); a pass without its own takes the one before "_"
-CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(64, 64, 4, 3),
-    ("forward", 256): Config(128, 64, 8, 2),
-    ("forward", 512): Config(64, 32, 4, 2),
-    ("forward_lattice", 128): Config(64, 32, 4, 3),
-    ("forward_summary", 128): Config(128, 64, 8, 2),
-    ("dq", 128): Config(64, 32, 4, 3),
-    ("dq", 256): Config(64, 64, 4, 2),
-    ("dq", 512): Config(64, 32, 4, 1),
-    ("dkv", 128): Config(64, 64, 4, 3),
-    ("dkv", 256): Config(32, 128, 8, 2),
-    ("dkv", 512): Config(32, 32, 4, 1),
-    ("dkv_lattice", 128): Config(64, 64, 4, 2),
-}
 # arguments that change with the length: a value that is 1, or a multiple of 16, must not make another kernel
 CHANGING = [
     "T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows",
     "lse_piece", "lse_head", "table_batch", "table_head", "far_batch",
     "starts_batch", "starts_head", "readers_batch", "readers_head",
 ]  # fmt: skip
-SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
 
 
 @triton.jit
@@ -369,7 +327,7 @@ def _forward(
     q_batch, q_stride: tl.constexpr, q_head, k_batch, k_stride: tl.constexpr, k_head,
     v_batch, v_stride: tl.constexpr, v_head,
     o_piece, o_batch, lse_piece, lse_head, table_batch, table_head,
-    scale, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
+    scale_log2, T, S, tiles, row0, rows, pad, shift, low, split, table_rows,
     A: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr, CONTINUE: tl.constexpr,
     SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
@@ -420,7 +378,7 @@ def _forward(
                 hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
                 acc, m, z = _forward_tile(
                     acc, m, z, qt, i, i0, i1, s0, hi, klen, entry // A[4 * PARTS[part] + 2], k, v, k_stride, v_stride,
-                    scale, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    scale_log2, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
         else:
             lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, first, A, PARTS[part], CAUSAL, STEP, BM)
@@ -430,7 +388,7 @@ def _forward(
             for s0 in tl.range(lo, hi, BN):
                 acc, m, z = _forward_tile(
                     acc, m, z, qt, i, i0, i1, s0, hi, klen, 0, k, v, k_stride, v_stride,
-                    scale, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
+                    scale_log2, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
                 )  # fmt: skip
     alive = (z > 0) & (i < end)
     z = tl.where(z > 0, z, 1.0)
@@ -599,10 +557,11 @@ def _dkv(
     starts_batch, starts_head, readers_batch, readers_head,
     scale, scale_log2, T, S, tiles, row0, col0, cols, pad, shift, low, split,
     A: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
-    CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, HKV: tl.constexpr,
+    CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr,
     SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of the keys col0 .. cols - 1, in index; KEYS is the atom whose columns they are."""
+    HKV: tl.constexpr = H // SHARE
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % HKV
     b = (tl.program_id(0) // tiles // HKV).to(tl.int64)
@@ -629,7 +588,7 @@ def _dkv(
         head = h * SHARE + g
         qh = q + b * q_batch + head * q_head
         doh = do + b * do_batch + head * do_head
-        statsh = stats + (b * (HKV * SHARE) + head) * T * 2
+        statsh = stats + (b * H + head) * T * 2
         for part in tl.static_range(len(PARTS)):
             if A[4 * PARTS[part]] == RANDOM:
                 per = (A[4 * PARTS[part] + 1] + BM - 1) // BM
@@ -702,497 +661,3 @@ def _far(
     if BACK:
         _store(k, j, here, kt, k_stride, D, BD)
         _store(v, j, here, vt, v_stride, D, BD)
-
-
-class Passes(NamedTuple):
-    """How a pattern is computed: its atoms as integers, and which of them each kind of pass walks."""
-
-    atoms: tuple[int, ...]
-    far: int  # the summary whose far part is computed apart, or -1
-    random: tuple[Random, ...]
-    rows: int  # leading queries that read everything
-    columns: int  # leading keys that are read by everything
-    queries: tuple[int, ...]  # atoms that a tile of consecutive queries walks
-    keys: tuple[int, ...]  # atoms that a tile of consecutive keys walks
-    summaries: tuple[int, ...]
-    lattices: tuple[tuple[int, int], ...]  # atom, step
-
-
-@lru_cache(maxsize=256)
-def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
-    """`split_off`: whether the far part of a summary may be computed apart; `shifted`: whether heads shift it."""
-    atoms = plan(pattern, causal)
-    random = tuple(a for a in atoms if isinstance(a, Random))
-    fixed = [a for a in atoms if not isinstance(a, Random)]
-    coded = [_code(a, shifted) for a in fixed]
-    far = -1
-    match atoms:
-        case (Block(size, 0), Summary(l, c)) if split_off and causal and size == l and l % c == 0 and 2 <= l // c <= 8:
-            far = 1
-            coded[1] = (STRIP.value, *coded[1][1:])
-    columns = fixed[0].tokens if fixed and isinstance(fixed[0], Global) else 0
-    rows = 0 if causal else columns
-    lattices = tuple(
-        (n, a.l if isinstance(a, Strided) else a.gap) for n, a in enumerate(fixed) if isinstance(a, Strided | Dilated)
-    )
-    queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
-    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
-    summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
-    if random:  # several draws become one, over blocks that divide all of theirs
-        size = gcd(*(a.block_size for a in random))
-        coded.append((RANDOM.value, size, sum(a.blocks * (a.block_size // size) for a in random), 0))
-        queries.append(len(coded) - 1)
-        keys.append(len(coded) - 1)
-    if rows:
-        coded.append((ROWS.value, rows, 0, 0))
-        keys.append(len(coded) - 1)
-    flat = tuple(x for code in coded for x in code)
-    return Passes(flat, far, random, rows, columns, tuple(queries), tuple(keys), summaries, lattices)
-
-
-def _code(atom: Pattern, shifted: bool) -> tuple[int, int, int, int]:
-    match atom:
-        case Global(tokens):
-            return GLOBAL.value, tokens, 0, 0
-        case Local(before, after):
-            return LOCAL.value, before, after, 0
-        case Block(l, before, after):
-            return BLOCK.value, l, before, after
-        case Dilated(window, gap):
-            return DILATED.value, gap, window, 0
-        case Strided(l):
-            return STRIDED.value, l, 0, 0
-        case Summary(l, c, shift):
-            return SUMMARY.value, l, c, -1 if shifted else l - c * (shift + 1)
-        case Dense():
-            return DENSE.value, 0, 0, 0
-    raise NotImplementedError(f"{atom!r} in Triton")
-
-
-@lru_cache(maxsize=64)
-def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copied there once: a copy in the middle of a call waits, and cannot be captured."""
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _table(
-    random: tuple[Random, ...],
-    draws: tuple[int, ...],
-    T: int,
-    S: int,
-    causal: bool,
-    lengths: Tensor | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each block of queries the blocks of keys, and of each block of keys where its readers start, and the readers.
-
-    [1 or B, 1 or H, ...]: [rows, blocks] with -1 for none and each block once, [key blocks + 1], [rows·blocks].
-    """
-    size = gcd(*(a.block_size for a in random))
-    rows = torch.arange(-(-T // size), device=device)[None, None]
-    heads = _on_device(draws, torch.int64, device)[:, None] if draws else None
-    drawn = []
-    for atom in random:
-        ratio = atom.block_size // size
-        length = S if lengths is None else lengths[:, None, None]
-        table = atom.table(rows // ratio, causal=causal, length=length, head=heads)[..., None]
-        drawn.append(torch.where(table >= 0, table * ratio + torch.arange(ratio, device=device), -1).flatten(3))
-    blocks = -(-S // size)
-    table = torch.cat(drawn, 3).sort(3).values
-    table.masked_fill_(table >= blocks, -1)  # the last block drawn may reach beyond the last key
-    if len(random) > 1:
-        table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1], -1)
-    ordered, order = torch.where(table < 0, blocks, table).flatten(2).sort(dim=2, stable=True)
-    edges = torch.arange(blocks + 1, device=device).expand(*ordered.shape[:2], -1).contiguous()
-    starts = torch.searchsorted(ordered, edges)
-    return table.int(), starts.int(), (order // table.shape[3]).int()
-
-
-@lru_cache(maxsize=32)
-def _full_table(
-    random: tuple[Random, ...], draws: tuple[int, ...], T: int, S: int, causal: bool, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _table(random, draws, T, S, causal, None, device)
-
-
-def _strides(table: Tensor) -> tuple[int, int]:
-    """Of batch and head, 0 where all share one."""
-    return tuple(0 if table.shape[n] == 1 else table.stride(n) for n in range(2))  # type: ignore[return-value]
-
-
-class Pass(NamedTuple):
-    """One launch: which atoms a tile of consecutive (or of every step-th) queries or keys walks."""
-
-    kind: str  # of CONFIGS
-    atoms: tuple[int, ...]
-    parts: tuple[int, ...]
-    start: int  # first query or key, in index
-    stop: int
-    step: int = 1
-    go_on: bool = False  # from what an earlier pass left
-    pieces: bool = False  # few rows against the whole sequence: cut it, and leave float32 parts to be added up
-
-
-class Call(NamedTuple):
-    """One call of the operator: what every launch needs."""
-
-    work: Passes
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    causal: bool
-    scale: float
-    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
-    random: tuple[Tensor, Tensor, Tensor] | None
-    firsts: Tensor | None  # [H], where heads shift the summary: its first column in a block
-    dtype: torch.dtype
-
-    def config(self, kind: str) -> Config:
-        size = max(128, self.width * self.dtype.itemsize)
-        return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
-
-    @property
-    def width(self) -> int:
-        return max(16, triton.next_power_of_2(self.D))
-
-    def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
-        """pad, shift, low: how tiles are cut from the residues."""
-        tile = max(config.queries, config.keys)
-        points = -(-max(self.T, self.S) // step)
-        if step == 1 or points > tile:
-            return -(-points // tile) * tile, 31, -1
-        pad = triton.next_power_of_2(points)
-        return pad, int(log2(pad)), pad - 1
-
-    def constants(self, config: Config) -> dict[str, Any]:
-        return {
-            "CAUSAL": self.causal,
-            "LENGTHS": self.lengths is not None,
-            "FIRSTS": self.firsts is not None,
-            "SHARE": self.H // self.Hkv,
-            "D": self.D,
-            "BD": self.width,
-            "BM": config.queries,
-            "BN": config.keys,
-            # full float32 products from three of the tensor cores' short ones
-            "PRECISION": "tf32x3" if self.dtype == torch.float32 else "tf32",
-            "num_warps": config.warps,
-            "num_stages": config.stages,
-        }
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    pattern: str,
-    draws: tuple[int, ...],
-    shifts: tuple[int, ...],
-    causal: bool,
-    scale: float,
-    split_off: bool = False,
-) -> Call:
-    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    # padding may hold anything, and the fused attention of torch would multiply it by 0
-    split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(q) is not None
-    work = passes(pattern, causal, split_off, bool(shifts))
-    random = None
-    if work.random:
-        limits = None if causal else key_lengths
-        if limits is None:
-            random = _full_table(work.random, draws, T, S, causal, q.device)
-        else:
-            random = _table(work.random, draws, T, S, causal, limits, q.device)
-    firsts = None
-    if shifts:
-        l, c = next((a.l, a.c) for a in plan(pattern, causal) if isinstance(a, Summary))  # noqa: E741
-        firsts = _on_device(tuple(l - c * (shift + 1) for shift in shifts), torch.int32, q.device)
-    both = None
-    if lengths is not None or key_lengths is not None:
-        lengths = torch.full((B,), T, device=q.device) if lengths is None else lengths
-        key_lengths = torch.full((B,), S, device=q.device) if key_lengths is None else key_lengths
-        both = lengths.clamp(max=T), key_lengths.clamp(max=S)
-    return Call(work, B, T, S, H, Hkv, D, causal, scale, both, random, firsts, q.dtype)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    pattern: str,
-    draws: tuple[int, ...],
-    shifts: tuple[int, ...],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    call = _call(q, k, lengths, key_lengths, pattern, draws, shifts, causal, scale)
-    work = call.work
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
-    o = torch.empty(call.B, call.T, call.H, call.D, device=q.device, dtype=q.dtype)
-    lse = torch.empty(call.B, call.H, call.T, device=q.device, dtype=torch.float32)
-    started = False
-    if work.queries and work.rows < call.T:
-        run = Pass(
-            "forward_summary" if work.summaries else "forward",
-            work.atoms,
-            work.queries,
-            work.rows,
-            call.T,
-            go_on=started,
-        )
-        _run_forward(call, run, q, k, v, o[None], lse[None])
-        started = True
-    for n, step in work.lattices:
-        run = Pass("forward_lattice", work.atoms, (n,), 0, call.T, step, go_on=started)
-        _run_forward(call, run, q, k, v, o[None], lse[None])
-        started = True
-    if work.rows:
-        rows, pieces = min(work.rows, call.T), -(-call.S // SPLIT)
-        part = torch.empty(pieces, call.B, rows, call.H, call.D, device=q.device, dtype=torch.float32)
-        part_lse = torch.empty(pieces, call.B, call.H, rows, device=q.device, dtype=torch.float32)
-        run = Pass("forward_rows", (DENSE.value, 0, 0, 0), (0,), 0, rows, pieces=True)
-        _run_forward(call, run, q, k, v, part, part_lse)
-        total = torch.logsumexp(part_lse, 0)
-        weight = torch.exp(part_lse - total.masked_fill(total == -inf, 0))
-        o[:, :rows] = (part * weight.transpose(2, 3)[..., None]).sum(0)
-        lse[:, :, :rows] = total
-    return o, lse.transpose(1, 2)
-
-
-def _run_forward(
-    call: Call,
-    run: Pass,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,  # [pieces, B, rows, H, D]
-    lse: Tensor,  # [pieces, B, H, rows]
-) -> None:
-    config = call.config(run.kind)
-    pad, shift, low = call.lattice(run.step, config)
-    tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
-    lengths, key_lengths = call.lengths or (q, q)
-    table = call.random[0] if call.random else q[:1, :1]
-    firsts = q if call.firsts is None else call.firsts
-    _forward[(tiles * call.B * call.H, len(o))](
-        q, k, v, o, lse, lengths, key_lengths, table, firsts,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        o.stride(0), o.stride(1), lse.stride(0), lse.stride(2),
-        *_strides(table), call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
-        table.shape[2] if call.random else 0,
-        A=run.atoms, PARTS=run.parts, STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces, H=call.H,
-        **call.constants(config),
-    )  # fmt: skip
-
-
-def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    pattern: str,
-    draws: tuple[int, ...],
-    shifts: tuple[int, ...],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # the backward of torch's attention knows no gradient of the log-sum-exp
-    call = _call(q, k, lengths, key_lengths, pattern, draws, shifts, causal, scale, split_off=dlse is None)
-    work = call.work
-    do, q, k, v = (_dense_rows(x) for x in (do, q, k, v))
-    lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
-    if dlse is not None:
-        dlse = dlse.transpose(1, 2).contiguous()
-    stats = torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype)
-    dq = torch.empty(call.B, call.T, call.H, call.D, device=q.device, dtype=q.dtype)
-    far = far_backward(call, do, q, k, v, o, lse)
-    given = (q, k, v, o, do, lse, dlse, stats)
-    started = False
-    if work.queries and work.rows < call.T:
-        _run_dq(call, Pass("dq", work.atoms, work.queries, work.rows, call.T), *given, dq[None], far)
-        started = True
-    for n, step in work.lattices:
-        _run_dq(call, Pass("dq_lattice", work.atoms, (n,), 0, call.T, step, go_on=started), *given, dq[None])
-        started = True
-    if work.rows:
-        rows, pieces = min(work.rows, call.T), -(-call.S // SPLIT)
-        part = torch.empty(pieces, call.B, rows, call.H, call.D, device=q.device, dtype=torch.float32)
-        _run_dq(call, Pass("dq_rows", (DENSE.value, 0, 0, 0), (0,), 0, rows, pieces=True), *given, part)
-        dq[:, :rows] = part.sum(0)
-
-    dk, dv = (torch.empty(call.B, call.S, call.Hkv, call.D, device=q.device, dtype=q.dtype) for _ in range(2))
-    sources = (q, k, v, do, stats)
-    started = False
-    if work.keys and work.columns < call.S:
-        _run_dkv(call, Pass("dkv", work.atoms, work.keys, work.columns, call.S), *sources, dk[None], dv[None])
-        started = True
-    for n, step in work.lattices:
-        run = Pass("dkv_lattice", work.atoms, (n,), 0, 0, step, go_on=started)
-        _run_dkv(call, run, *sources, dk[None], dv[None])
-        started = True
-    if not started:
-        dk.zero_(), dv.zero_()
-    for n in work.summaries:
-        size, count = work.atoms[4 * n + 1 : 4 * n + 3]
-        stop = -(-call.S // size) * count  # the columns that the last block lacks are beyond S
-        run = Pass("dkv_summary", work.atoms, (n,), 0, stop, go_on=True)
-        _run_dkv(call, run, *sources, dk[None], dv[None])
-    if work.columns:
-        columns, pieces = min(work.columns, call.S), -(-call.T // SPLIT)
-        shape = (pieces, call.B, columns, call.Hkv, call.D)
-        parts = [torch.empty(shape, device=q.device, dtype=torch.float32) for _ in range(2)]
-        _run_dkv(call, Pass("dkv_columns", work.atoms, (0,), 0, columns, pieces=True), *sources, *parts)
-        dk[:, :columns], dv[:, :columns] = (part.sum(0) for part in parts)
-    if far is not None:
-        _run_far(call, dk, dv, *far[1:], back=True)
-    return dq, dk, dv
-
-
-def far_backward(
-    call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
-
-    It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
-    take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
-    s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
-    u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
-    memory, so they pass for heads: dq comes for n·g queries from number l on, [B, n, g·H, D], dk and dv for n columns,
-    g times.
-    """
-    if call.work.far < 0:
-        return None
-    size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
-    n = -(-call.T // (size // c)) - c
-    if n <= 0:
-        return None
-    do, q, o = (_far_queries(x, n, size, c) for x in (do, q, o))
-    lse = F.pad(lse[:, :, size:], (0, n * (size // c) - (call.T - size)))
-    lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
-    far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
-    _run_far(call, k, v, far_k, far_v, back=False)
-    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
-    tile, rows = 32, far_k.shape[1]
-    tiles = triton.cdiv(rows, tile)
-    _far[(tiles * call.B * call.H,)](
-        k, v, far_k, far_v, k if call.firsts is None else call.firsts, *k.stride()[:3], *v.stride()[:3], tiles, rows,
-        A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,
-        H=call.H, D=call.D, BD=call.width, BN=tile,
-    )  # fmt: skip
-
-
-def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
-    """[B, T, H, D] -> [B, n, g·H, D], without a copy if g divides T."""
-    x = x[:, size:]
-    missing = n * (size // c) - x.shape[1]
-    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
-
-
-def _fused(q: Tensor) -> str | None:
-    """Which causal attention of torch has a backward that takes the log-sum-exp from outside."""
-    if q.device.type == "cpu":
-        return "cpu"
-    if q.dtype == torch.float32:
-        return None
-    x = q.transpose(1, 2)
-    choice = torch._fused_sdp_choice(x, x, x, None, 0.0, True)
-    return {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}.get(choice)
-
-
-def _causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
-    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
-    n, seed = q.shape[2], torch.empty((), dtype=torch.int64, device=q.device)
-    fused = _fused(q)
-    if fused == "cudnn":
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, n, n, 0.0, True, scale=scale
-        )
-    elif fused == "flash":
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, None, None, n, n, 0.0, True, seed, seed, scale=scale
-        )
-    else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, True, scale=scale
-        )
-    return [grad.transpose(1, 2) for grad in grads]
-
-
-def _run_dq(
-    call: Call,
-    run: Pass,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    stats: Tensor,  # [B, H, T, 2]
-    dq: Tensor,  # [pieces, B, rows, H, D]
-    far: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:
-    config = call.config(run.kind)
-    pad, shift, low = call.lattice(run.step, config)
-    tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * pad, config.queries)
-    lengths, key_lengths = call.lengths or (q, q)
-    table = call.random[0] if call.random else q[:1, :1]
-    firsts = q if call.firsts is None else call.firsts
-    _dq[(tiles * call.B * call.H, len(dq))](
-        q, k, v, o, do, lse, lse if dlse is None else dlse, stats, dq, dq if far is None else far[0],
-        lengths, key_lengths, table, firsts,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-        dq.stride(0), dq.stride(1), 0 if far is None else far[0].stride(0), *_strides(table),
-        call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, run.start, run.stop, pad, shift, low, SPLIT,
-        table.shape[2] if call.random else 0,
-        A=run.atoms, PARTS=run.parts, STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces,
-        FAR=-1 if far is None else call.work.far, DLSE=dlse is not None, H=call.H, **call.constants(config),
-    )  # fmt: skip
-
-
-def _run_dkv(
-    call: Call,
-    run: Pass,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    stats: Tensor,  # [B, H, T, 2]
-    dk: Tensor,  # [pieces, B, columns, Hkv, D]
-    dv: Tensor,
-) -> None:
-    config = call.config(run.kind)
-    pad, shift, low = call.lattice(run.step, config)
-    stop = run.stop if run.step == 1 else run.step * pad
-    tiles = triton.cdiv(stop - run.start, config.keys)
-    lengths, key_lengths = call.lengths or (q, q)
-    starts, readers = call.random[1:] if call.random else (q[:1, :1], q[:1, :1])
-    firsts = q if call.firsts is None else call.firsts
-    _dkv[(tiles * call.B * call.Hkv, len(dk))](
-        q, k, v, do, stats, dk, dv, lengths, key_lengths, starts, readers, firsts,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-        dk.stride(0), dk.stride(1), *_strides(starts), *_strides(readers),
-        call.scale, call.scale * LOG2E.value, call.T, call.S, tiles, call.work.rows, run.start, stop,
-        pad, shift, low, SPLIT,
-        A=run.atoms, PARTS=run.parts, KEYS=run.parts[0], STEP=run.step, CONTINUE=run.go_on, SPLITS=run.pieces,
-        HKV=call.Hkv, **call.constants(config),
-    )  # fmt: skip
