@@ -70,13 +70,8 @@ def _whole(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
     if A[4 * n] == LOCAL:
         return (i1 - j0 <= A[4 * n + 1]) & (j1 - i0 <= A[4 * n + 2])
     elif A[4 * n] == BLOCK:
-        row0, row1, column0, column1 = (
-            i0 // A[4 * n + 1],
-            i1 // A[4 * n + 1],
-            j0 // A[4 * n + 1],
-            j1 // A[4 * n + 1],
-        )
-        return (row1 - column0 <= A[4 * n + 2]) & (column1 - row0 <= A[4 * n + 3])
+        l: tl.constexpr = A[4 * n + 1]  # noqa: E741
+        return (i1 // l - j0 // l <= A[4 * n + 2]) & (j1 // l - i0 // l <= A[4 * n + 3])
     elif A[4 * n] == DILATED:
         span: tl.constexpr = A[4 * n + 1] * A[4 * n + 2]
         return (i1 - j0 <= span) & (j1 - i0 <= span)
@@ -94,13 +89,8 @@ def _apart(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
     elif A[4 * n] == LOCAL:
         return (i0 - j1 > A[4 * n + 1]) | (j0 - i1 > A[4 * n + 2])
     elif A[4 * n] == BLOCK:
-        row0, row1, column0, column1 = (
-            i0 // A[4 * n + 1],
-            i1 // A[4 * n + 1],
-            j0 // A[4 * n + 1],
-            j1 // A[4 * n + 1],
-        )
-        return (row0 - column1 > A[4 * n + 2]) | (column0 - row1 > A[4 * n + 3])
+        l: tl.constexpr = A[4 * n + 1]  # noqa: E741
+        return (i0 // l - j1 // l > A[4 * n + 2]) | (j0 // l - i1 // l > A[4 * n + 3])
     elif A[4 * n] == DILATED:
         span: tl.constexpr = A[4 * n + 1] * A[4 * n + 2]
         return (i0 - j1 > span) | (j0 - i1 > span)
@@ -109,11 +99,11 @@ def _apart(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
 
 
 @triton.jit
-def _free(i0, i1, j0, j1, low, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
+def _free(i0, i1, j0, j1, lattice, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether every pair between the corners is visible through atom n and belongs to no earlier one."""
     free = _whole(i0, i1, j0, j1, A, n)
     if A[4 * n] == STRIDED or A[4 * n] == DILATED:
-        free = free & (low < 0)  # one residue
+        free = free & (lattice[2] < 0)  # one residue
     if A[4 * n] != ROWS:
         for e in tl.static_range(0, n):
             free = free & _apart(i0, i1, j0, j1, A, e)
@@ -140,21 +130,20 @@ def _seen(i, j, x, own, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def _place(f, a, pad, shift, low, STEP: tl.constexpr):
+def _place(f, a, lattice, STEP: tl.constexpr):
     """The positions of the entries a after index f: consecutive, or residue by residue of a lattice."""
     if STEP == 1:
         return f + a
     else:
+        pad, shift, low = lattice
         return f // pad + (a >> shift) + STEP * (f % pad + (a & low))
 
 
 @triton.jit
-def _corner(f, pad, STEP: tl.constexpr):
-    """The position of index f."""
-    if STEP == 1:
-        return f
-    else:
-        return f // pad + STEP * (f % pad)
+def _corners(f, lattice, STEP: tl.constexpr, N: tl.constexpr):
+    """The positions of index f and of the last of N entries."""
+    first = f if STEP == 1 else f // lattice[0] + STEP * (f % lattice[0])
+    return first, first + STEP * (N - 1)
 
 
 @triton.jit
@@ -173,19 +162,13 @@ def _columns_below(x, first, A: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def _key_range(
-    f,
-    i0,
-    i1,
-    end,
-    pad,
-    first,
-    A: tl.constexpr,
-    n: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STEP: tl.constexpr,
-    BM: tl.constexpr,
-):
-    """Which of atom n's keys the queries i0 .. i1 (from index f on) can reach; `end`: how many keys there are."""
+    f, i0, i1, end, lattice, first, table_rows, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Which of atom n's keys the queries i0 .. i1 (from index f on) can reach; `end`: how many keys there are.
+
+    RANDOM: from 0 to the number of tiles in all blocks that they drew, see `_drawn`.
+    """
     lo = 0
     hi = end
     if A[4 * n] == GLOBAL:
@@ -199,6 +182,10 @@ def _key_range(
     elif A[4 * n] == STRIP:
         lo = i0 // (A[4 * n + 1] // A[4 * n + 2]) - A[4 * n + 2] + 1
         hi = i1 // A[4 * n + 1] * A[4 * n + 2]
+    elif A[4 * n] == RANDOM:
+        draws = tl.minimum(i1 // A[4 * n + 1], table_rows - 1) - i0 // A[4 * n + 1] + 1
+        return 0, draws * A[4 * n + 2] * ((A[4 * n + 1] + BN - 1) // BN)
+    pad = lattice[0]
     if STEP != 1:
         lo = f // pad * pad
         hi = ((f + BM - 1) // pad + 1) * pad
@@ -221,19 +208,9 @@ def _key_range(
 
 @triton.jit
 def _query_range(
-    f,
-    j0,
-    j1,
-    T,
-    row0,
-    pad,
-    first,
-    A: tl.constexpr,
-    n: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    STEP: tl.constexpr,
+    f, j0, j1, T, row0, lattice, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
     BN: tl.constexpr,
-):
+):  # fmt: skip
     """Which queries can reach the keys j0 .. j1 (from index f on) through atom n."""
     lo = row0
     hi = T
@@ -253,6 +230,7 @@ def _query_range(
         hi = tl.minimum(hi, (j1 // A[4 * n + 1] + 2) * A[4 * n + 1])
         if _columns_below(j0, first, A, n) == _columns_below(j1 + 1, first, A, n):
             hi = lo
+    pad = lattice[0]
     if STEP != 1:
         lo = f // pad * pad
         hi = ((f + BN - 1) // pad + 1) * pad
@@ -278,9 +256,16 @@ def _rows(x, at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _keys(
-    s0, hi, klen, pad, shift, low, first, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+def _store(x, at, ok, rows, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    d = tl.arange(0, BD)
+    ok = ok[:, None]
+    if D != BD:
+        ok = ok & (d[None, :] < D)
+    tl.store(x + at.to(tl.int64)[:, None] * stride + d[None, :], rows.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _keys(s0, hi, klen, lattice, first, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr):
     """Positions of the keys from index s0 on, which of them exist, the corners, and whether all exist."""
     a = tl.arange(0, BN)
     if A[4 * n] == SUMMARY or A[4 * n] == STRIP:
@@ -288,37 +273,83 @@ def _keys(
         j0 = _column(s0, first, A, n)
         j1 = _column(s0 + BN - 1, first, A, n)
     else:
-        j = _place(s0, a, pad, shift, low, STEP)
-        j0 = _corner(s0, pad, STEP)
-        j1 = j0 + STEP * (BN - 1)
+        j = _place(s0, a, lattice, STEP)
+        j0, j1 = _corners(s0, lattice, STEP, BN)
     return j, (s0 + a < hi) & (j < klen), j0, j1, (s0 + BN <= hi) & (j1 < klen)
 
 
 @triton.jit
-def _forward_tile(
-    acc, m, z, q, i, i0, i1, s0, hi, klen, own, k, v,
-    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low, first,
-    A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+def _drawn(t, i0, klen, table, A: tl.constexpr, n: tl.constexpr, BN: tl.constexpr):
+    """The t-th tile of the blocks that queries from i0 on drew: its first key, the end of its keys, and who drew it."""
+    per = (A[4 * n + 1] + BN - 1) // BN
+    entry = i0 // A[4 * n + 1] * A[4 * n + 2] + t // per
+    block = tl.load(table + entry)
+    s0 = tl.maximum(block, 0) * A[4 * n + 1] + t % per * BN
+    hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * n + 1], klen))
+    return s0, hi, entry // A[4 * n + 2]
+
+
+@triton.jit
+def _query_tile(
+    lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS: tl.constexpr, STEP: tl.constexpr, H: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
-    """Continues the softmax of a tile of queries over one tile of keys."""
-    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, first, A, n, STEP, BN)
-    kt = _rows(k, j, ok, k_stride, D, BD)
-    s = tl.dot(q, kt.T, input_precision=PRECISION)
-    free = free & _free(i0, i1, j0, j1, low, A, n, CAUSAL)
-    if A[4 * n] == RANDOM:
-        free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
-    if not free:
-        seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
-        s = tl.where(seen & ok[None, :], s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1) * scale)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s * scale - base[:, None])
-    fade = tl.exp2(m - base)
-    z = z * fade + tl.sum(p, 1)
-    vt = _rows(v, j, ok, v_stride, D, BD)
-    acc = tl.dot(p.to(vt.dtype), vt, acc * fade[:, None], input_precision=PRECISION)
-    return acc, top, z
+    """The tile of queries of this program: sequence and head; first index, positions, corners and which of them exist;
+    how many queries and keys the sequence has."""
+    tile = tl.program_id(0) % tiles
+    h = tl.program_id(0) // tiles % H
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    klen = S
+    end = T
+    if LENGTHS:
+        klen = tl.load(key_lengths + b).to(tl.int32)
+        end = tl.load(lengths + b).to(tl.int32)
+    f = row0 + tile * BM
+    a = tl.arange(0, BM)
+    i = _place(f, a, lattice, STEP)
+    i0, i1 = _corners(f, lattice, STEP, BM)
+    here = i < rows
+    if STEP != 1:
+        here = here & (f + a < STEP * lattice[0])
+    return b, h, f, i, i0, i1, here, end, klen
+
+
+@triton.jit
+def _forward_part(
+    acc, m, z, q, f, i, i0, i1, rows, klen, k, v, k_stride: tl.constexpr, v_stride: tl.constexpr, scale, lattice, first,
+    table, table_rows, piece, split, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Continues the softmax of a tile of queries over the keys of atom n."""
+    lo, end = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, lattice, first, table_rows, A, n, CAUSAL, STEP, BM, BN)
+    if SPLITS:
+        lo = piece * split
+        end = tl.minimum(end, lo + split)
+    for at in tl.range(lo, end, 1 if A[4 * n] == RANDOM else BN):
+        s0 = at
+        hi = end
+        own = 0
+        if A[4 * n] == RANDOM:
+            s0, hi, own = _drawn(at, i0, klen, table, A, n, BN)
+        j, ok, j0, j1, free = _keys(s0, hi, klen, lattice, first, A, n, STEP, BN)
+        kt = _rows(k, j, ok, k_stride, D, BD)
+        s = tl.dot(q, kt.T, input_precision=PRECISION)
+        free = free & _free(i0, i1, j0, j1, lattice, A, n, CAUSAL)
+        if A[4 * n] == RANDOM:
+            free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
+        if not free:
+            seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
+            s = tl.where(seen & ok[None, :], s, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1) * scale)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s * scale - base[:, None])
+        fade = tl.exp2(m - base)
+        z = z * fade + tl.sum(p, 1)
+        vt = _rows(v, j, ok, v_stride, D, BD)
+        acc = tl.dot(p.to(vt.dtype), vt, acc * fade[:, None], input_precision=PRECISION)
+        m = top
+    return acc, m, z
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -333,9 +364,10 @@ def _forward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries row0 .. rows - 1: starts or continues their softmax over the atoms PARTS."""
-    tile = tl.program_id(0) % tiles
-    h = tl.program_id(0) // tiles % H
-    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    lattice = (pad, shift, low)
+    b, h, f, i, i0, i1, here, end, klen = _query_tile(
+        lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS, STEP, H, BM
+    )
     piece = tl.program_id(1)
     first = tl.load(firsts + h) if FIRSTS else 0
     q += b * q_batch + h * q_head
@@ -343,19 +375,7 @@ def _forward(
     v += b * v_batch + h // SHARE * v_head
     o += piece * o_piece + b * o_batch + h * D
     lse += piece * lse_piece + (b * H + h) * lse_head
-    klen = S
-    end = T
-    if LENGTHS:
-        klen = tl.load(key_lengths + b).to(tl.int32)
-        end = tl.load(lengths + b).to(tl.int32)
-    f = row0 + tile * BM
-    a = tl.arange(0, BM)
-    i = _place(f, a, pad, shift, low, STEP)
-    i0 = _corner(f, pad, STEP)
-    i1 = i0 + STEP * (BM - 1)
-    here = i < rows
-    if STEP != 1:
-        here = here & (f + a < STEP * pad)
+    table += b * table_batch + h * table_head
     qt = _rows(q, i, here & (i < end), q_stride, D, BD)
     if CONTINUE:
         before = tl.load(lse + i, mask=here, other=float("-inf"))
@@ -367,29 +387,10 @@ def _forward(
         z = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, BD], tl.float32)
     for part in tl.static_range(len(PARTS)):
-        if A[4 * PARTS[part]] == RANDOM:
-            begin = i0 // A[4 * PARTS[part] + 1]
-            last = tl.minimum(i1 // A[4 * PARTS[part] + 1], table_rows - 1)
-            per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
-            for t in tl.range(0, (last - begin + 1) * A[4 * PARTS[part] + 2] * per):
-                entry = begin * A[4 * PARTS[part] + 2] + t // per
-                block = tl.load(table + b * table_batch + h * table_head + entry)
-                s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
-                hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
-                acc, m, z = _forward_tile(
-                    acc, m, z, qt, i, i0, i1, s0, hi, klen, entry // A[4 * PARTS[part] + 2], k, v, k_stride, v_stride,
-                    scale_log2, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
-                )  # fmt: skip
-        else:
-            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, first, A, PARTS[part], CAUSAL, STEP, BM)
-            if SPLITS:
-                lo = piece * split
-                hi = tl.minimum(hi, lo + split)
-            for s0 in tl.range(lo, hi, BN):
-                acc, m, z = _forward_tile(
-                    acc, m, z, qt, i, i0, i1, s0, hi, klen, 0, k, v, k_stride, v_stride,
-                    scale_log2, pad, shift, low, first, A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
-                )  # fmt: skip
+        acc, m, z = _forward_part(
+            acc, m, z, qt, f, i, i0, i1, rows, klen, k, v, k_stride, v_stride, scale_log2, lattice, first, table,
+            table_rows, piece, split, A, PARTS[part], CAUSAL, STEP, SPLITS, BM, BN, D, BD, PRECISION,
+        )  # fmt: skip
     alive = (z > 0) & (i < end)
     z = tl.where(z > 0, z, 1.0)
     _store(o, i, here, tl.where(alive[:, None], acc / z[:, None], 0.0), H * D, D, BD)
@@ -397,34 +398,37 @@ def _forward(
 
 
 @triton.jit
-def _store(x, at, ok, rows, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    d = tl.arange(0, BD)
-    ok = ok[:, None]
-    if D != BD:
-        ok = ok & (d[None, :] < D)
-    tl.store(x + at.to(tl.int64)[:, None] * stride + d[None, :], rows.to(x.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def _dq_tile(
-    dq, q, do, norm, delta, i, i0, i1, s0, hi, klen, own, k, v,
-    k_stride: tl.constexpr, v_stride: tl.constexpr, scale, pad, shift, low, first,
-    A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+def _dq_part(
+    dq, q, do, norm, delta, f, i, i0, i1, rows, klen, k, v, k_stride: tl.constexpr, v_stride: tl.constexpr, scale,
+    lattice, first, table, table_rows, piece, split, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    j, ok, j0, j1, free = _keys(s0, hi, klen, pad, shift, low, first, A, n, STEP, BN)
-    kt = _rows(k, j, ok, k_stride, D, BD)
-    vt = _rows(v, j, ok, v_stride, D, BD)
-    p = tl.exp2(tl.dot(q, kt.T, input_precision=PRECISION) * scale - norm[:, None])
-    free = free & _free(i0, i1, j0, j1, low, A, n, CAUSAL)
-    if A[4 * n] == RANDOM:
-        free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
-    if not free:
-        seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
-        p = tl.where(seen & ok[None, :], p, 0.0)
-    dp = tl.dot(do, vt.T, input_precision=PRECISION)
-    ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION)
+    """Adds to dq what comes through the keys of atom n."""
+    lo, end = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, lattice, first, table_rows, A, n, CAUSAL, STEP, BM, BN)
+    if SPLITS:
+        lo = piece * split
+        end = tl.minimum(end, lo + split)
+    for at in tl.range(lo, end, 1 if A[4 * n] == RANDOM else BN):
+        s0 = at
+        hi = end
+        own = 0
+        if A[4 * n] == RANDOM:
+            s0, hi, own = _drawn(at, i0, klen, table, A, n, BN)
+        j, ok, j0, j1, free = _keys(s0, hi, klen, lattice, first, A, n, STEP, BN)
+        kt = _rows(k, j, ok, k_stride, D, BD)
+        vt = _rows(v, j, ok, v_stride, D, BD)
+        p = tl.exp2(tl.dot(q, kt.T, input_precision=PRECISION) * scale - norm[:, None])
+        free = free & _free(i0, i1, j0, j1, lattice, A, n, CAUSAL)
+        if A[4 * n] == RANDOM:
+            free = free & (i0 // A[4 * n + 1] == own) & (i1 // A[4 * n + 1] == own)
+        if not free:
+            seen = _seen(i[:, None], j[None, :], i[:, None], own, first, A, n, CAUSAL)
+            p = tl.where(seen & ok[None, :], p, 0.0)
+        dp = tl.dot(do, vt.T, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(kt.dtype), kt, dq, input_precision=PRECISION)
+    return dq
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -439,12 +443,13 @@ def _dq(
     H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries. The first pass leaves, for all others, what a score is compared with:
-    norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp, side by side.
+    """dq of one tile of queries. The first pass leaves in `stats` what all other passes need of a query, side by side:
+    norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp.
     FAR: the atom whose far part has been computed apart, its gradients in `far`."""
-    tile = tl.program_id(0) % tiles
-    h = tl.program_id(0) // tiles % H
-    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    lattice = (pad, shift, low)
+    b, h, f, i, i0, i1, here, end, klen = _query_tile(
+        lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS, STEP, H, BM
+    )
     piece = tl.program_id(1)
     first = tl.load(firsts + h) if FIRSTS else 0
     q += b * q_batch + h * q_head
@@ -454,61 +459,28 @@ def _dq(
     do += b * do_batch + h * do_head
     dq += piece * dq_piece + b * dq_batch + h * D
     stats += (b * H + h) * T * 2
-    klen = S
-    end = T
-    if LENGTHS:
-        klen = tl.load(key_lengths + b).to(tl.int32)
-        end = tl.load(lengths + b).to(tl.int32)
-    f = row0 + tile * BM
-    a = tl.arange(0, BM)
-    i = _place(f, a, pad, shift, low, STEP)
-    i0 = _corner(f, pad, STEP)
-    i1 = i0 + STEP * (BM - 1)
-    here = i < rows
-    if STEP != 1:
-        here = here & (f + a < STEP * pad)
+    table += b * table_batch + h * table_head
     alive = here & (i < end)
     qt = _rows(q, i, alive, q_stride, D, BD)
     dot = _rows(do, i, alive, do_stride, D, BD)
     if CONTINUE:
-        e = tl.load(stats + 2 * i, mask=alive, other=float("inf"))
-        d = tl.load(stats + 2 * i + 1, mask=alive, other=0.0)
+        norm = tl.load(stats + 2 * i, mask=alive, other=float("inf"))
+        delta = tl.load(stats + 2 * i + 1, mask=alive, other=0.0)
     else:
-        e = tl.load(lse + (b * H + h) * T + i, mask=alive, other=float("inf"))
+        norm = tl.load(lse + (b * H + h) * T + i, mask=alive, other=float("inf"))
         # a row that sees nothing has -inf: its probabilities must be 0, not exp(-inf + inf)
-        e = tl.where(e == float("-inf"), float("inf"), e) * LOG2E
-        d = tl.sum(_rows(o, i, alive, H * D, D, BD).to(tl.float32) * dot.to(tl.float32), 1)
+        norm = tl.where(norm == float("-inf"), float("inf"), norm) * LOG2E
+        delta = tl.sum(_rows(o, i, alive, H * D, D, BD).to(tl.float32) * dot.to(tl.float32), 1)
         if DLSE:
-            d -= tl.load(dlse + (b * H + h) * T + i, mask=alive, other=0.0)
-        tl.store(stats + 2 * i, e, mask=here)
-        tl.store(stats + 2 * i + 1, d, mask=here)
+            delta -= tl.load(dlse + (b * H + h) * T + i, mask=alive, other=0.0)
+        tl.store(stats + 2 * i, norm, mask=here)
+        tl.store(stats + 2 * i + 1, delta, mask=here)
     grad = tl.zeros([BM, BD], tl.float32)
     for part in tl.static_range(len(PARTS)):
-        if A[4 * PARTS[part]] == RANDOM:
-            begin = i0 // A[4 * PARTS[part] + 1]
-            last = tl.minimum(i1 // A[4 * PARTS[part] + 1], table_rows - 1)
-            per = (A[4 * PARTS[part] + 1] + BN - 1) // BN
-            for t in tl.range(0, (last - begin + 1) * A[4 * PARTS[part] + 2] * per):
-                entry = begin * A[4 * PARTS[part] + 2] + t // per
-                block = tl.load(table + b * table_batch + h * table_head + entry)
-                s0 = tl.maximum(block, 0) * A[4 * PARTS[part] + 1] + t % per * BN
-                hi = tl.where(block < 0, 0, tl.minimum((block + 1) * A[4 * PARTS[part] + 1], klen))
-                grad = _dq_tile(
-                    grad, qt, dot, e, d, i, i0, i1, s0, hi, klen, entry // A[4 * PARTS[part] + 2], k, v,
-                    k_stride, v_stride, scale_log2, pad, shift, low, first,
-                    A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
-                )  # fmt: skip
-        else:
-            lo, hi = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, pad, first, A, PARTS[part], CAUSAL, STEP, BM)
-            if SPLITS:
-                lo = piece * split
-                hi = tl.minimum(hi, lo + split)
-            for s0 in tl.range(lo, hi, BN):
-                grad = _dq_tile(
-                    grad, qt, dot, e, d, i, i0, i1, s0, hi, klen, 0, k, v,
-                    k_stride, v_stride, scale_log2, pad, shift, low, first,
-                    A, PARTS[part], CAUSAL, STEP, BN, D, BD, PRECISION,
-                )  # fmt: skip
+        grad = _dq_part(
+            grad, qt, dot, norm, delta, f, i, i0, i1, rows, klen, k, v, k_stride, v_stride, scale_log2, lattice, first,
+            table, table_rows, piece, split, A, PARTS[part], CAUSAL, STEP, SPLITS, BM, BN, D, BD, PRECISION,
+        )  # fmt: skip
     grad *= scale
     if CONTINUE:
         grad += _rows(dq, i, here, H * D, D, BD).to(tl.float32)
@@ -521,21 +493,21 @@ def _dq(
 @triton.jit
 def _dkv_tile(
     dk, dv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, q, do, stats,
-    q_stride: tl.constexpr, do_stride: tl.constexpr, scale,
-    pad, shift, low, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
-    BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    q_stride: tl.constexpr, do_stride: tl.constexpr, scale, lattice, first, A: tl.constexpr, n: tl.constexpr,
+    CAUSAL: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Adds to dk and dv of a tile of keys what comes from one tile of queries."""
     a = tl.arange(0, BM)
-    i = _place(s0, a, pad, shift, low, STEP)
-    i0 = _corner(s0, pad, STEP)
-    i1 = i0 + STEP * (BM - 1)
+    i = _place(s0, a, lattice, STEP)
+    i0, i1 = _corners(s0, lattice, STEP, BM)
     alive = (s0 + a < hi) & (i < end)
     qt = _rows(q, i, alive, q_stride, D, BD)
     dot = _rows(do, i, alive, do_stride, D, BD)
     pair = tl.load(stats + 2 * i[:, None] + tl.arange(0, 2)[None, :], mask=alive[:, None], other=1e30)
     e, d = tl.split(pair)
     p = tl.exp2(tl.dot(kt, qt.T, input_precision=PRECISION) * scale - e[None, :])  # [BN, BM]
-    free = whole & _free(i0, i1, j0, j1, low, A, n, CAUSAL)
+    free = whole & _free(i0, i1, j0, j1, lattice, A, n, CAUSAL)
     if A[4 * n] == RANDOM:
         free = free & (j0 // A[4 * n + 1] == own) & (j1 // A[4 * n + 1] == own)
     if not free:
@@ -562,6 +534,7 @@ def _dkv(
 ):  # fmt: skip
     """dk and dv of one tile of the keys col0 .. cols - 1, in index; KEYS is the atom whose columns they are."""
     HKV: tl.constexpr = H // SHARE
+    lattice = (pad, shift, low)
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % HKV
     b = (tl.program_id(0) // tiles // HKV).to(tl.int64)
@@ -577,7 +550,7 @@ def _dkv(
         klen = tl.load(key_lengths + b).to(tl.int32)
         end = tl.load(lengths + b).to(tl.int32)
     f = col0 + tile * BN
-    j, here, j0, j1, whole = _keys(f, cols, S, pad, shift, low, first, A, KEYS, STEP, BN)
+    j, here, j0, j1, whole = _keys(f, cols, S, lattice, first, A, KEYS, STEP, BN)
     ok = here & (j < klen)
     whole = whole & (j1 < klen)
     kt = _rows(k, j, ok, k_stride, D, BD)
@@ -602,18 +575,18 @@ def _dkv(
                         hi = tl.minimum((row + 1) * A[4 * PARTS[part] + 1], T)
                         gk, gv = _dkv_tile(
                             gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, own, qh, doh, statsh,
-                            q_stride, do_stride, scale_log2, pad, shift, low, first,
+                            q_stride, do_stride, scale_log2, lattice, first,
                             A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                         )  # fmt: skip
             else:
-                lo, hi = _query_range(f, j0, j1, T, row0, pad, first, A, PARTS[part], CAUSAL, STEP, BN)
+                lo, hi = _query_range(f, j0, j1, T, row0, lattice, first, A, PARTS[part], CAUSAL, STEP, BN)
                 if SPLITS:
                     lo = tl.maximum(lo, piece * split)
                     hi = tl.minimum(hi, piece * split + split)
                 for s0 in tl.range(lo, hi, BM):
                     gk, gv = _dkv_tile(
                         gk, gv, kt, vt, j, j0, j1, ok, whole, s0, hi, end, 0, qh, doh, statsh,
-                        q_stride, do_stride, scale_log2, pad, shift, low, first,
+                        q_stride, do_stride, scale_log2, lattice, first,
                         A, PARTS[part], CAUSAL, STEP, BM, D, BD, PRECISION,
                     )  # fmt: skip
     gk *= scale
