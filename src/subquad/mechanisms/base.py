@@ -218,13 +218,6 @@ class Mixer(nn.Module):
         y, new = self._step(x, state)
         return y, type(state)(*(o.copy_(n) if o.shape == n.shape else n for o, n in zip(state, new, strict=True)))
 
-    def defer(self, state: State) -> State:
-        """The state for a run of in-place steps, which may put off what they write until `settle`; here they do not."""
-        return state
-
-    def settle(self, state: State, steps: int) -> None:
-        """Write what `steps` steps of a deferred state have put off, into the state that `defer` was given."""
-
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
         """The memory of a context: what of cross-attention to it needs no query. `lengths` is its last field."""
         return Memory(context, lengths)
