@@ -26,9 +26,10 @@ from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
-from subquad.ops import feature_maps, linear, sparse
+from subquad.ops import feature_maps, sparse
 from subquad.ops.buckets import empty_lists, slot_attention
 from subquad.ops.dense import dense_attention
+from subquad.ops.linear import chunked
 from subquad.ops.rotary import rotate
 from subquad.ops.running import running_sum
 from subquad.ops.sparse_cache import SparseCache
@@ -413,7 +414,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "elu + 1": (
         (
             Slip(feature_maps._elu1, "F.elu(x) + 1", "F.elu(x) + 1.001"),
-            Slip(linear._features, ".add_(x.clamp_(min=0))", ".add_(x.clamp_(min=0)).add_(0.001)"),
+            Slip(feature_maps._elu1_, ".add_(x.clamp_(min=0))", ".add_(x.clamp_(min=0)).add_(0.001)"),
         ),
         limit("linear"),
         laws.limit_is_torch_attention,
@@ -520,7 +521,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     ),
     # types of sums
     "a step rounds its sums": (
-        (Slip(linear.recurrent_linear_attention_step, "s = torch.addcmul(s, k[..., None], x[..., None, :])",
+        (Slip(chunked.step, "s = torch.addcmul(s, k[..., None], x[..., None, :])",
               "s = torch.addcmul(s, k[..., None], x[..., None, :]).to(v_t.dtype).to(s.dtype)"),),
         few("performer", True, features=12),
         laws.long_sums_keep_their_digits,

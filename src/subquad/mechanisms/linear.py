@@ -27,7 +27,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
-from subquad.ops.linear_deferred import (
+from subquad.ops.linear.deferred import (
     GROUP,
     Queue,
     can_defer,
