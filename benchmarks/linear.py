@@ -399,7 +399,8 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
             options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
             kernel.warmup(*tensors, *numbers, grid=grid, **constants, **options)
 
-    launches_triton.launch_by_key = compile_only
+    starts: Any = launches_triton
+    starts.launch_by_key = compile_only
     if only is not None:
         override(case, only, parameters)
     b, t, h, k, v = (case[x] for x in ("b", "t", "h", "k", "v"))
@@ -418,8 +419,8 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
     )
     for save in (False, True) if case.get("timed") else (True,):
         out = fused.forward(Inputs(*given), spec, save)
-    ends = (None, None) if case.get("timed") else (torch.empty_like(out[1]), torch.empty_like(out[2]))
-    fused.backward(torch.empty_like(out[0]), *ends, Inputs(*given), spec, out)
+    ds, dz = (None if case.get("timed") else torch.empty_like(end) for end in out[1:3])
+    fused.backward(torch.empty_like(out[0]), ds, dz, Inputs(*given), spec, out)
 
 
 def override(case: Case, kernel: str, parameters: tuple[Any, ...]) -> None:
@@ -687,17 +688,18 @@ def launches(x: list[Tensor], causal: bool) -> list[tuple[str, Callable[[], None
     from subquad.ops.linear import launches_triton
 
     found: list[tuple[str, Callable[[], None]]] = []
-    run = launches_triton.launch_by_key
+    starts: Any = launches_triton
+    run = starts.launch_by_key
 
     def visit(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
         run(key, kernel, tensors, plan)
         found.append((name_of(key), partial(run, key, kernel, tensors, plan)))
 
-    launches_triton.launch_by_key = visit
+    starts.launch_by_key = visit
     try:
         forward_backward(x, causal)
     finally:
-        launches_triton.launch_by_key = run
+        starts.launch_by_key = run
     return found
 
 

@@ -96,9 +96,10 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, log_gate, s0 and z0, from those of o, s and z and from what `forward` returned."""
     o, s, z, divisor, starts = done
+    # without a gate or a start the tensors for their gradients are not used
     dq, dk, dv, dgate, ds0, dz0 = (
-        None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in (x.q, x.k, x.v, x.log_gate, x.s0, x.z0)
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (x.q, x.k, x.v, x.q[:0] if x.log_gate is None else x.log_gate, s, z)
     )
     state, dstate = _join(x.s0, x.z0, s, z), _join(ds, dz, s, z)
 
@@ -125,11 +126,10 @@ def backward(
             if dlog is not None:
                 c.k_layout.merge(dlog.masked_fill_(c.forgets, 0), dgate[at][..., None])
             dnow = c.dstart
-        if ds0 is not None:
-            ds0[across, heads], dz0[across, heads] = _divide(dnow, x.v.shape[-1])
+        ds0[across, heads], dz0[across, heads] = _divide(dnow, x.v.shape[-1])
 
     _each_slab(work, x, spec)
-    return dq, dk, dv, dgate, ds0, dz0
+    return dq, dk, dv, None if x.log_gate is None else dgate, *((None, None) if x.s0 is None else (ds0, dz0))
 
 
 def _segment(q: Tensor) -> int:

@@ -100,11 +100,9 @@ def warps(block_k: int, block_v: int) -> int:
     return max(1, block_k * block_v // TILE)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, keys: Tensor, values: Tensor, start: Tensor,
-    position: Tensor, spec: Spec,
-) -> Tensor:  # fmt: skip
-    """o of one token for every row and head."""
+def step(tensors: tuple[Tensor, ...], spec: Spec) -> Tensor:
+    """o of one token for every row and head; the tensors are the first nine of the kernel."""
+    q, k, v, s, z, keys, values, _, _ = tensors
     if not (s[0, 0].is_contiguous() and z.stride(-1) == 1 and s.dtype == torch.float32):
         raise ValueError(f"s is {s.dtype} with strides {s.stride()}: accepted is float32, K and V contiguous")
     b, h, width_k = q.shape
@@ -120,5 +118,5 @@ def step(
         "SIGNED": spec.signed, "NORM": spec.normalize,
     }  # fmt: skip
     plan = Plan((b * h,), (spec.eps,), constants, warps(block_k, block_v))
-    launch(kernel, (q, k, v, s, z, keys, values, start, position, o), plan)
+    launch(kernel, (*tensors, o), plan)
     return o

@@ -187,7 +187,7 @@ def _step_inplace(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: T
 def _step_deferred(*args: Any) -> Tensor:
     from subquad.ops.linear import deferred_triton
 
-    return deferred_triton.step(*args[:-_M], Spec(*args[-_M:]))
+    return deferred_triton.step(args[:-_M], Spec(*args[-_M:]))
 
 
 def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _gate: Tensor | None, s: Tensor, z: Tensor, *_spec: Any) -> Any:
