@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
-from subquad.report.runs import Json, Run, learned
+from subquad.report.runs import Json, Run, by_task
 from subquad.report.visible import visible
 
 FEW = 1e4  # from the lowest to the highest: of more only decades have a name
@@ -31,6 +31,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
 FORMS = {True: "causal", False: "bidirectional"}
+EITHER_FORM = "causal where there is a causal form"
 FAMILIES = {  # by the lecture notes' order; the rest is what they take for granted or leave out
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
@@ -167,17 +168,18 @@ def _point(value: Any) -> list[float] | None:
 
 
 def quality_against_cost(run: Run) -> Json | None:
-    """Each task's metric over the price paid: seconds of its training, or a training step at each measured length."""
+    """Each task's metric over its price: seconds of its training, or a training step at each measured length."""
     views = []
-    for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):
-        found = [q for q in learned(run) if (q["task"], q["metric"]) == (task, metric)]
-        lower = found[0].get("lower_is_better", True)
-        y = {"label": f"{metric} on {task} ({'lower' if lower else 'higher'} is better)", "short": metric, "unit": ""}
-        costs = {"seconds of training": ("s", {q["mechanism"]: q.get("seconds") for q in found})}
-        for length in sorted({row["length"] for row in run.data.get("rows", [])}):
-            at = {r["mechanism"]: _point(r.get("training_ms")) for r in run.data["rows"] if r["length"] == length}
-            costs[f"a training step at T = {length:,}, ms"] = ("ms", {k: v[0] for k, v in at.items() if v})
-        for cost, (unit, paid) in costs.items():
+    steps: dict[int, dict[str, float]] = {}  # {length: {mechanism: ms}}
+    for row in run.data.get("rows", []):
+        time = _point(row.get("training_ms"))
+        steps.setdefault(row["length"], {}).update({row["mechanism"]: time[0]} if time else {})
+    for (task, metric), found in by_task(run).items():
+        better = "lower" if found[0].get("lower_is_better", True) else "higher"
+        y = {"label": f"{metric} on {task} ({better} is better)", "short": metric, "unit": ""}
+        costs = {("seconds of training", "s"): {q["mechanism"]: q.get("seconds") for q in found}}
+        costs |= {(f"a training step at T = {n:,}, ms", "ms"): dict(times) for n, times in sorted(steps.items())}
+        for (cost, unit), paid in costs.items():
             points = {q["mechanism"]: [[paid[q["mechanism"]], q["value"]]] for q in found if paid.get(q["mechanism"])}
             if points:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
@@ -189,12 +191,11 @@ def quality_against_cost(run: Run) -> Json | None:
 def loss_curves(run: Run) -> Json | None:
     """The metric over training steps, a view for each task."""
     views = []
-    for task, metric in dict.fromkeys((q["task"], q["metric"]) for q in learned(run)):
-        found = [q for q in learned(run) if (q["task"], q["metric"]) == (task, metric) and q.get("curve")]
-        points = {q["mechanism"]: [[s, v] for s, v in q["curve"] if v is not None] for q in found}
+    for (task, metric), found in by_task(run).items():
+        points = {q["mechanism"]: [[s, v] for s, v in q["curve"] if v is not None] for q in found if q.get("curve")}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
-            # the metric itself where training lowers it; an accuracy is not what is trained on
+            # an accuracy is not what training lowers: its curves are those of the loss
             y = {"label": metric if found[0].get("lower_is_better", True) else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return {"views": views, "chosen": _chosen(views)} if views else None

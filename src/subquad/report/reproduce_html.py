@@ -1,36 +1,35 @@
-"""A table that `subquad reproduce` ran: ours beside the published figures, how far it was trained, what differs."""
+"""A table that `subquad reproduce` ran, for the page: ours beside the published figures, training, what differs."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from subquad.report import charts
-from subquad.report.html import Cell, chart, escape, number, size, table
+from subquad.report.html import Cell, number, size
 from subquad.report.reproduce import not_run
-from subquad.report.runs import Run
+from subquad.report.runs import Json, Run
 
-COLUMNS = [
+COLUMNS = (
     "row", "data", "ours", "published", "steps", "minutes", "epochs", "examples/s", "iteration, ms", "peak memory",
     "remarks",
-]  # fmt: skip
+)  # fmt: skip
 
 
-def section(run: Run, name: str, pictures: str) -> str:
-    """As HTML, with the curves of its runs."""
+def shown(run: Run) -> Json:
+    """What the template shows of it; columns without figures are left out."""
     data = run.data
     theirs = {
         label: {"published": {data["metric"]: value}, "error": "not run"} for label, value in not_run(data).items()
     }
     rows = [_cells(label, found, data["metric"]) for label, found in {**data["results"], **theirs}.items()]
     filled = [i for i in range(len(COLUMNS)) if any(row[i].shown for row in rows)]
-    columns, rows = [COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows]
-    body = table(columns, rows, caption=f"{data['source']}; the measure is {data['metric']}")
-    differs = "".join(f"<li>{escape(line)}</li>" for line in data["differs"])
-    for spec, kind in ((charts.curves(run), "lengths"), (charts.loss_curves(run), "losses")):
-        body += chart(f"{name}-{kind}", spec) if spec else ""
-    return (
-        f'<section><h2 id="{name}">{escape(data["title"])}</h2>{body}'
-        f"<p>What differs from the paper:</p><ul>{differs}</ul>{pictures}</section>"
-    )
+    return {
+        **{key: data[key] for key in ("title", "source", "metric", "differs")},
+        "name": data["table"],
+        "columns": [COLUMNS[i] for i in filled],
+        "rows": [[row[i] for i in filled] for row in rows],
+        "lengths": charts.curves(run),
+        "losses": charts.loss_curves(run),
+    }
 
 
 def _cells(label: str, found: Mapping[str, Any], metric: str) -> list[Cell]:

@@ -35,6 +35,11 @@ class Run(NamedTuple):
         return known
 
     @property
+    def settings(self) -> Json:
+        settings = self.data.get("settings")
+        return settings if isinstance(settings, dict) else {}
+
+    @property
     def title(self) -> str:
         """A name that tells runs apart: what ran, where."""
         device = self.machine.get("device") or self.machine.get("gpu") or self.machine.get("cpu")
@@ -90,14 +95,17 @@ def compared(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if run.kind == "compare"]
 
 
-def reproduced(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad reproduce` wrote."""
-    return [run for run in runs if run.kind == "reproduce"]
-
-
 def learned(run: Run) -> list[Json]:
     """The records of quality that have a figure; others say why not."""
     return [q for q in run.data.get("quality", []) if q.get("value") is not None]
+
+
+def by_task(run: Run) -> dict[tuple[str, str], list[Json]]:
+    """{(task, metric): the records of quality}"""
+    found: dict[tuple[str, str], list[Json]] = {}
+    for q in learned(run):
+        found.setdefault((q["task"], q["metric"]), []).append(q)
+    return found
 
 
 def _files(path: Path) -> Iterator[Path]:
