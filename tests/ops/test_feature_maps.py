@@ -50,7 +50,7 @@ def test_the_triton_code_of_a_row_is_the_same_map(name: str) -> None:
     from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
 
     @triton.jit
-    def both(x, d, f, pulled, zero, MAP: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    def both(x, d, f, pulled, zero, MAP: tl.constexpr) -> None:  # type: ignore[no-untyped-def, name-defined]
         at = tl.arange(0, 32)
         y = phi(tl.load(x + at), MAP)
         tl.store(f + at, y)
