@@ -67,7 +67,7 @@ class Fixed(Patterned):
         ]
         return combine(self.options.combine, factors, self.options.layer)
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         block, summary = self.options.block, self.options.summary
         factors = []
         for shift in self._shifts():

@@ -45,5 +45,5 @@ class Local(Patterned):
         window = self.options.window
         return [Window(window, 0 if self.options.causal else window)] * self.options.heads
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         return (i - j).abs() <= self.options.window

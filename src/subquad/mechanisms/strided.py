@@ -57,7 +57,7 @@ class Strided(Patterned):
         factors: tuple[Pattern, Pattern] = Local(stride, 0 if causal else stride), Stride(stride)
         return combine(self.options.combine, [factors] * heads, self.options.layer)
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         stride = self.options.stride
         factors = (i - j).abs() <= stride, (i - j) % stride == 0
         return torch.stack(combine(self.options.combine, [factors] * self.options.heads, self.options.layer))

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_strided, refuse
-from subquad.mechanisms.base import keep
-from subquad.ops.lengths import check_lengths, readable, shape_of
+from subquad.ops.lengths import check_lengths, keep, readable, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 
