@@ -387,14 +387,13 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
     case, only, parameters = job
     triton.runtime.driver.set_active(Hopper())
 
-    def compile_only(key: Any, kernel: Any, tensors: Any, launch: Any) -> None:
+    def compile_only(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
         if only is None or only == name_of(kernel, key):
-            grid, numbers, constants, cfg = launch()
-            options = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
-            kernel.warmup(*tensors, *numbers, grid=(grid,), **constants, **options)
+            grid, numbers, constants, warps, stages, registers = plan()
+            options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+            kernel.warmup(*tensors, *numbers, grid=grid, **constants, **options)
 
-    setattr(linear_triton, "_run", compile_only)  # noqa: B010 (as a plain assignment its type would be wrong)
-    setattr(linear_triton, "_device", lambda _x: contextlib.nullcontext())  # noqa: B010
+    linear_triton.launch_by_key = compile_only
     if only is not None:
         override(case, only, parameters)
     b, t, h, k, v = (case[x] for x in ("b", "t", "h", "k", "v"))
@@ -684,23 +683,23 @@ def launches(x: list[Tensor], causal: bool) -> list[tuple[str, Callable[[], None
     from subquad.ops import linear_triton
 
     found: list[tuple[str, Callable[[], None]]] = []
-    run = linear_triton._run
+    run = linear_triton.launch_by_key
 
-    def visit(key: Any, kernel: Any, tensors: Any, launch: Any) -> None:
-        run(key, kernel, tensors, launch)
-        found.append((name_of(kernel, key), partial(run, key, kernel, tensors, launch)))
+    def visit(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
+        run(key, kernel, tensors, plan)
+        found.append((name_of(kernel, key), partial(run, key, kernel, tensors, plan)))
 
-    linear_triton._run = visit
+    linear_triton.launch_by_key = visit
     try:
         forward_backward(x, causal)
     finally:
-        linear_triton._run = run
+        linear_triton.launch_by_key = run
     return found
 
 
 def tune(widths: list[tuple[int, int]]) -> Case:
     """Milliseconds of every kernel with every set of launch parameters, at two lengths, the best first."""
-    from subquad.ops import linear_triton
+    from subquad.ops import launch, linear_triton
 
     kernels = ("states", "forward", "backward_q", "backward_kv", "backward_v", "backward_k")
     trials: list[tuple[Case, str | None, tuple[Any, ...]]] = [
@@ -715,7 +714,7 @@ def tune(widths: list[tuple[int, int]]) -> Case:
             continue
         known = dict(linear_triton.TUNED)
         override(case, name, values)
-        linear_triton._READY.clear()
+        launch._READY.clear()
         try:
             found = launches(inputs(case["t"], case["k"], case["v"], grad=True), case["causal"])
             for ms in [median(work, 10) for one, work in found if one == name]:

@@ -132,8 +132,6 @@ MIXER: dict[str, Callable[[random.Random, Path], Call]] = {
     "Mixer.step": mixed_call(
         "step", "state", x=lambda _: x(2, 8), state=lambda m: m.init_state(2), inplace=lambda _: False
     ),
-    "Mixer.defer": mixed_call("defer", "state", state=lambda m: m.init_state(2)),
-    "Mixer.settle": mixed_call("settle", "state", state=lambda m: m.init_state(2), steps=lambda _: 1),
     "Mixer.redraw": mixed_call("redraw", generator=lambda _: torch.Generator()),
     "Mixer.share_with": mixed_call("share_with", first=lambda m: m),
     "Mixer.extra_repr": mixed_call("extra_repr"),

@@ -25,14 +25,14 @@ SMALLER = (
 
 
 def blocks(name: str, language: str) -> list[str]:
-    found = re.findall(rf"```{language}\n(.*?)```", (GUIDES / name).read_text(), re.DOTALL)
-    assert found
-    return found
+    return re.findall(rf"```{language}\n(.*?)```", (GUIDES / name).read_text(), re.DOTALL)
 
 
 def commands(name: str) -> list[list[str]]:
-    lines = [shlex.split(line) for block in blocks(name, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    return [words[1:] for words in lines if words[0] == "subquad"]
+    """The words behind `subquad`, of every command; `torchrun ... -m subquad.cli` is one too."""
+    lines = [line for block in blocks(name, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    calls = [re.sub(r"^torchrun .* -m subquad.cli ", "subquad ", line) for line in lines]
+    return [shlex.split(call, comments=True)[1:] for call in calls if call.startswith("subquad ")]
 
 
 def run(sources: list[str], name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def settings_of(words: list[str]) -> list[str]:
     return [words[n + 1] for n, word in enumerate(words) if word == "--set"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
 def test_every_command_is_one(name: str) -> None:
     """Options are parsed as they are when typed, and settings are those of the task."""
     group: Any = typer.main.get_command(app)
@@ -58,6 +58,11 @@ def test_every_command_is_one(name: str) -> None:
                 task.make_model(config.model)
 
 
+def invoke(command: str, *words: str) -> None:
+    done = CliRunner().invoke(app, [command, *words])
+    assert done.exit_code == 0, done.output
+
+
 def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's commands in their order, with a smaller model, then what it does from Python."""
     monkeypatch.chdir(tmp_path)
@@ -67,8 +72,7 @@ def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             words += [word for setting in SMALLER for word in ("--set", setting)]
         if command == "generate":
             words += ["--steps", "20"]
-        done = CliRunner().invoke(app, [command, *words])
-        assert done.exit_code == 0, done.output
+        invoke(command, *words)
     names = run(blocks("own_text.md", "python"), "own_text.md")
     without = names["model"].generate(names["first"].tokens[:, -2:-1], 40, seed=1, state=names["first"].state)
     assert not torch.equal(without, names["rest"])  # the last token makes a difference
@@ -80,6 +84,36 @@ def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["losses"][-1] < 0.5 * names["losses"][0]
     assert names["written"].tolist() == [[1, 2, 3, 4, 1, 2, 3, 4]]
     assert names["z"].shape == (2, 30, 64)
+
+
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's commands between its Python, with fewer mechanisms, lengths and steps."""
+    monkeypatch.chdir(tmp_path)
+    write, read = blocks("compare_own_data.md", "python")
+    run([write], "compare_own_data.md")
+    for command, *words in commands("compare_own_data.md"):
+        smaller = {
+            "compare": ["--mechanisms", "linear", "--lengths", "256,512", "--steps", "2", "--repeats", "1"],
+            "recommend": ["--length", "512"],
+            "report": [],
+        }
+        invoke(command, *words, *smaller[command])
+    names = run([read], "compare_own_data.md")
+    assert set(names["learned"]) == {"linear", "softmax"}
+    assert Path("runs/mine/report.html").is_file()
+
+
+def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = run(blocks("generate.md", "python"), "generate.md")
+    assert names["three"].shape == (3, 10)
+    assert names["b"] in names["streams"].running
+
+
+def test_mechanisms() -> None:
+    names = run(blocks("mechanisms.md", "python"), "mechanisms.md")
+    assert names["o"].shape == (1, 1000, 4, 16)
 
 
 class StandIn(types.ModuleType):

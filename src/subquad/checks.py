@@ -252,6 +252,11 @@ class _Signature:
             for name, p in parameters.items()
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         }
+        for name, p in parameters.items():
+            if p.kind is p.VAR_KEYWORD and typing.get_origin(hints.get(name)) is typing.Unpack:  # of a TypedDict
+                keywords = typing.get_type_hints(typing.get_args(hints[name])[0])
+                self.accepted |= {key: _Accepted.of(key, hint) for key, hint in keywords.items()}
+                self.open = False
         self.positional = [
             self.accepted[name]
             for name, p in parameters.items()

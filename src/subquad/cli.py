@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.checks import refuse
+from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
@@ -321,8 +322,32 @@ def atlas(
     console.print(escape(f"atlas: {build_atlas(out, runs or ())}"), soft_wrap=True)
 
 
+def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """An option for each field of Sampling that has a help text; the command gets them as one `sampling`."""
+    fields = {f.name: f for f in dataclasses.fields(Sampling) if "help" in f.metadata}
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(sampling=Sampling(**{name: given.pop(name) for name in fields}), **given)
+
+    signature = inspect.signature(command)
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=f.default,
+            annotation=Annotated[f.type, typer.Option(help=f.metadata["help"])],  # type: ignore[misc,valid-type]
+        )
+        for name, f in fields.items()
+    ]
+    others = [parameter for name, parameter in signature.parameters.items() if name != "sampling"]
+    run.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+    return run
+
+
 @app.command()
 @_say_errors
+@_sampling_options
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
     count: Annotated[int | None, typer.Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
@@ -334,25 +359,18 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
     steps: Annotated[int | None, typer.Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same output.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k most probable tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens of this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Draw from tokens of this share of the largest probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
+    *,
+    sampling: Sampling,
 ) -> None:
     """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
     from subquad.machine import available
     from subquad.models import LanguageModel, shipped
-    from subquad.models.sampling import Sampling
     from subquad.models.saving import check_finite, read_header
     from subquad.tasks.generate import check_options, image_shape, images_to_png, text_to_terminal
     from subquad.tasks.music import rate_of, write_pieces
 
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
     folder = shipped.find(checkpoint)
     card, kind = shipped.card(folder), read_header(folder)["model"]
     if kind != LanguageModel.__name__:

@@ -197,12 +197,12 @@ ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or 
 
 def test_every_threshold_is_known() -> None:
     package, numbers = Path(subquad.__file__).parent, set()
-    for path in [*package.glob("mechanisms/*.py"), *package.glob("ops/*.py")]:
+    for path in [*package.glob("mechanisms/*.py"), *package.glob("ops/**/*.py")]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_number(node.value):
                 name = node.targets[0].id
                 if name.isupper():
-                    numbers.add(f"{path.parent.name}.{path.stem}.{name}")
+                    numbers.add(".".join((*path.relative_to(package).with_suffix("").parts, name)))
     assert numbers == set(THRESHOLDS) | set(ELSEWHERE)
     assert set(CALLS) == set(THRESHOLDS)
 

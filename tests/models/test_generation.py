@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import subquad
-from subquad import LanguageModel, Seq2Seq
+from subquad import LanguageModel, Seq2Seq, machine
 from subquad.models import generation
 from subquad.models.decoding import Mixture, Recompute, decoder_of, step
-from subquad.models.footprint import bytes_per_stream, check_memory, largest_batch
+from subquad.models.footprint import bytes_per_stream, check_fits, largest_batch
 from subquad.models.generation import generate
 from subquad.models.sampling import Sampling, draw
 from subquad.models.state import fork, join, leaves, load_state, map_state, save_state, select, size
@@ -319,11 +319,18 @@ def test_memory_is_known_before_it_is_used() -> None:
     assert bytes_per_stream(linear, 10) == bytes_per_stream(linear, 10**9)
     assert bytes_per_stream(softmax, 10**9) > 10**9 * 2 * 2 * 16 * 4 - 1  # nothing like it is allocated
     most = largest_batch(linear, 100, free=10**7)
-    check_memory(linear, most, 100, free=10**7)
+    check_fits(linear, most, 100, free=10**7)
     with pytest.raises(ValueError, match=f"at most {most}"):
-        check_memory(linear, most + 1, 100, free=10**7)
+        check_fits(linear, most + 1, 100, free=10**7)
     with pytest.raises(ValueError, match="batch=3 cannot work"):
         generate(softmax, [[1], [2], [3]], 10**10)
+
+
+def test_streams_respect_the_memory_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("30000000\n")
+    (tmp_path / "memory.current").write_text("10000000\n")
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
+    assert largest_batch(make(), 100) == largest_batch(make(), 100, free=int(0.95 * 20_000_000))
 
 
 def test_without_a_compiler_steps_run_uncompiled_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

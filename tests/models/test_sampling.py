@@ -1,4 +1,7 @@
+import dataclasses
+import inspect
 import math
+import typing
 from typing import Any
 
 import pytest
@@ -6,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad.models.sampling import Sampling, draw, gumbel, make_seeds, shape, uniform
+from subquad.models.generation import generate, stream
+from subquad.models.sampling import Sampling, SamplingOptions, adjust, draw, gumbel, make_seeds, uniform
+from subquad.models.streams import Streams
 
 
 def many(logits: torch.Tensor, sampling: Sampling, count: int = 20000) -> torch.Tensor:
@@ -75,7 +80,7 @@ def test_filters_keep_what_they_say() -> None:
     probabilities = logits.exp()[0]
 
     def kept(**settings: Any) -> list[int]:
-        return torch.isfinite(shape(logits, Sampling(**settings)))[0].nonzero()[:, 0].tolist()
+        return torch.isfinite(adjust(logits, Sampling(**settings)))[0].nonzero()[:, 0].tolist()
 
     assert kept(top_k=2) == [0, 1]
     assert kept(top_k=99) == [0, 1, 2, 3, 4]
@@ -91,7 +96,7 @@ def test_filters_keep_what_they_say() -> None:
 
 
 def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
-    assert torch.isfinite(shape(torch.zeros(3, 10), Sampling(top_k=4))).sum(-1).tolist() == [4, 4, 4]
+    assert torch.isfinite(adjust(torch.zeros(3, 10), Sampling(top_k=4))).sum(-1).tolist() == [4, 4, 4]
 
 
 def test_greedy_takes_the_largest_and_a_penalty_can_change_it() -> None:
@@ -141,3 +146,10 @@ def test_impossible_settings_raise(name: str, value: float) -> None:
         Sampling(**{name: value})
     with pytest.raises(ValueError, match="exclude"):
         Sampling(exclude=(5,)).check(5)
+
+
+def test_every_field_of_sampling_is_a_keyword() -> None:
+    """One list for `generate`, `stream` and `Streams`."""
+    assert typing.get_type_hints(SamplingOptions).keys() == {field.name for field in dataclasses.fields(Sampling)}
+    for call in (generate, stream, Streams.__init__):
+        assert typing.get_type_hints(inspect.unwrap(call))["options"] == typing.Unpack[SamplingOptions]

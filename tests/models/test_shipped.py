@@ -46,6 +46,22 @@ def test_a_released_checkpoint_is_found_by_name_in_half_the_bytes(trained: Path)
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-2, atol=1e-2, msg=name)
 
 
+def test_the_card_of_a_real_run_says_on_what_and_how_it_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = [f"--set={setting}" for setting in ("training.steps=1", "model.depth=1", "model.dim=16", "model.heads=2")]
+    assert run.invoke(app, ["train", "digits", "--out", "tiny", *tiny]).exit_code == 0
+    assert run.invoke(app, ["release", "tiny", "digits"]).exit_code == 0
+    card = shipped.card(shipped.find("digits"))
+    trained = json.loads(Path("tiny/config.json").read_text())
+    assert card["machine"]["device"] == "cpu"
+    assert (card["subquad"], card["machine"]["torch"]) == (subquad.__version__, torch.__version__)
+    for key in ("task", "data", "model", "training", "commit", "date", "machine"):
+        assert card[key] == trained[key]
+    assert "bits/dim" in card["result"]["test"]
+
+
 def test_paths_runs_and_names_all_lead_to_a_model(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shipped.find(trained) == trained / "model"
     assert shipped.find(trained / "model") == trained / "model"

@@ -7,6 +7,7 @@ import torch
 from subquad import LanguageModel
 from subquad.models import footprint
 from subquad.models.sampling import Sampling
+from subquad.models.state import overwrite
 from subquad.models.streams import Streams
 
 
@@ -134,11 +135,12 @@ def test_an_interrupted_admission_changes_nothing(monkeypatch: pytest.MonkeyPatc
     streams = Streams(model, slots=2, capacity=24)
     (id,) = streams.admit([[1, 2, 3]], seed=4)
 
-    def interrupt(*_: Any) -> Any:
+    def interrupt(*arguments: Any) -> None:
+        overwrite(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("subquad.models.streams.make_seeds", interrupt)  # after the prompt's state was written
+        patch.setattr("subquad.models.streams.overwrite", interrupt)  # after the prompt's state was written
         with pytest.raises(KeyboardInterrupt):
             streams.admit([[5] * 9])
     assert streams.running == [id]

@@ -99,10 +99,10 @@ def test_compiles_for_hopper(width: int) -> None:
 
     from subquad.ops import feed_forward_triton
 
-    fn, cfg = feed_forward_triton.block, feed_forward_triton.CONFIG
+    kernels, fn = feed_forward_triton, feed_forward_triton.block
     constants = {
-        "D": width, "F": 4 * width, "BM": cfg.rows, "BF": cfg.inner, "GELU": width == 64, "RMS": False, "BIAS": True,
-        "PRE": width == 64, "DOT": tl.bfloat16,
+        "D": width, "F": 4 * width, "BM": kernels.ROWS, "BF": kernels.INNER, "GELU": width == 64, "RMS": False,
+        "BIAS": True, "PRE": width == 64, "DOT": tl.bfloat16,
     }  # fmt: skip
     signature, constexprs = {}, {}
     for i, name in enumerate(fn.arg_names):
@@ -111,7 +111,7 @@ def test_compiles_for_hopper(width: int) -> None:
         else:
             signature[name] = {"eps": "fp32", "R": "i32"}.get(name, "*bf16")
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
-    options = {"num_warps": cfg.warps, "num_stages": cfg.stages}
+    options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert built.asm["cubin"]
     assert built.metadata.shared <= 227 * 1024

@@ -98,5 +98,5 @@ def test_compiles_for_hopper(width: int, dtype: str) -> None:
                 plain = {"R": "i32", "eps": "fp32", "mean": "*fp32", "scale": "*fp32", "parts": "*fp32"}
                 signature[name] = plain.get(name, f"*{dtype}")
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
-        options = {"num_warps": kernels.LAUNCH.warps, "num_stages": kernels.LAUNCH.stages}
+        options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]

@@ -146,13 +146,6 @@ class Mixer(nn.Module):
     def share_with(self, first: "Mixer") -> None:
         """Use what the layers of a stack share, from the first layer of this kind; here nothing is shared."""
 
-    def defer(self, state: State) -> State:
-        """The state for a run of in-place steps, which may put off what they write until `settle`; here they do not."""
-        return state
-
-    def settle(self, state: State, steps: int) -> None:
-        """Write what `steps` steps of a deferred state have put off, into the state that `defer` was given."""
-
     # What everybody calls
 
     def forward(

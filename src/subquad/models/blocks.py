@@ -115,13 +115,6 @@ class Block(nn.Module):
         state = self.mixer.init_state(batch, capacity)
         return state if self.taps is None else Tapped(state, self.taps.init_state(batch))
 
-    def defer(self, state: Any) -> Any:
-        """The state for a group of steps, in which the mixer may put off what it writes."""
-        return self.mixer.defer(state) if self.taps is None else state._replace(mixer=self.mixer.defer(state.mixer))
-
-    def settle(self, state: Any, steps: int) -> None:
-        self.mixer.settle(state if self.taps is None else state.mixer, steps)
-
     def remember(self, memory: Tensor, memory_lengths: Tensor | None) -> Any:
         """What this block's cross-attention keeps of a memory; `prefill` and `step` take it in the memory's place."""
         assert self.cross is not None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.mechanisms.linear import Linear
 from subquad.models import logistic_mixture
 from subquad.models.sampling import Sampling, draw
 from subquad.models.state import State, leaves, select
@@ -115,6 +116,12 @@ class Loop:
             for i in range(steps):
                 yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
 
+    def mark_seen(self, tokens: Tensor, rows: Tensor | slice = slice(None)) -> None:
+        """The tokens that streams have had so far are those of their prompts, [B, T]."""
+        if self.seen is not None:
+            unseen = torch.zeros_like(self.seen[rows])
+            self.seen[rows] = unseen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
+
     def _run(self, steps: int, side: Sequence["torch.cuda.Stream"] = ()) -> None:
         """A group of steps, lane by lane, on streams of their own where there are `side` streams."""
         if len(self.lanes) == 1:
@@ -182,20 +189,25 @@ def step(
 
 
 def defer(decoder: Any, state: State) -> State:
-    """The state for a group of steps in which layers may put off what they write, where their mechanism can."""
-    inner = state.decoder if hasattr(state, "decoder") else state
+    """The state for a group of steps: linear layers write their sums at every fourth step, and `settle` the rest."""
+    inner = getattr(state, "decoder", state)
     if not hasattr(inner, "layers"):
         return state
-    pairs = zip(stack_of(decoder).blocks, inner.layers, strict=True)
-    inner = inner._replace(layers=tuple(block.defer(layer) for block, layer in pairs))
+    layers = list(inner.layers)
+    for number, (block, layer) in enumerate(zip(stack_of(decoder).blocks, layers, strict=True)):
+        if isinstance(block.mixer, Linear):
+            late = block.mixer.defer(layer if block.taps is None else layer.mixer)
+            layers[number] = late if block.taps is None else layer._replace(mixer=late)
+    inner = inner._replace(layers=tuple(layers))
     return state._replace(decoder=inner) if hasattr(state, "decoder") else inner
 
 
 def settle(decoder: Any, state: State, steps: int) -> None:
-    """Write what `steps` steps of a deferred state have put off."""
-    layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", ())
-    for block, layer in zip(stack_of(decoder).blocks if layers else (), layers, strict=True):
-        block.settle(layer, steps)
+    """Write what `steps` steps of a deferred state have not written yet, into the state that `defer` was given."""
+    layers = getattr(getattr(state, "decoder", state), "layers", ())
+    for block, layer in zip(stack_of(decoder).blocks, layers, strict=False):
+        if isinstance(block.mixer, Linear):
+            block.mixer.settle(layer if block.taps is None else layer.mixer, steps)
 
 
 class Categorical:

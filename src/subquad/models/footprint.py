@@ -6,7 +6,7 @@ import torch
 
 from subquad.checks import check_count
 from subquad.machine import free_bytes
-from subquad.models.decoding import Recompute, decoder_of, defer, stack_of, values_of
+from subquad.models.decoding import decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, size
 
 
@@ -20,7 +20,7 @@ def largest_batch(model: Any, capacity: int, free: int | None = None) -> int:
     return _free(model.device, free) // _bytes_at_work(model, capacity)
 
 
-def check_memory(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
+def check_fits(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
     """ValueError if so many streams do not fit, with how many do."""
     check_count("batch", batch)
     most = largest_batch(model, capacity, free)
@@ -39,8 +39,7 @@ def _bytes_at_work(model: Any, capacity: int) -> int:
     layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", (state,))
     stack = stack_of(model).config
     vectors = 4 * (4 * stack.dim + 2 * stack.ff_width) + 16 * values_of(model)
-    work = state if isinstance(decoder, Recompute) else defer(decoder, state)
-    return size(work) + max(size(layer) for layer in layers) + vectors
+    return size(defer(decoder, state)) + max(size(layer) for layer in layers) + vectors
 
 
 def imagine(decoder: Any, capacity: int) -> State:

@@ -4,29 +4,30 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
 from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
-from subquad.models.footprint import check_memory, imagine
+from subquad.models.footprint import check_fits, imagine
+from subquad.models.inputs import check_ids
 from subquad.models.model import Model
-from subquad.models.sampling import Sampling, make_seeds
+from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
 from subquad.models.state import State, batch_of, check_state, leaves, map_state, rebuild
 from subquad.models.threads import run_small
-from subquad.ops.lengths import check_lengths, readable, shape_of
+from subquad.ops.lengths import check_lengths, shape_of
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 Seed = int | Sequence[int] | Tensor
 
-COMPILE_PAYS = 16384  # steps after which compiling, which takes a minute, has paid
+COMPILE_PAYS = 16384  # compiling takes a minute, which this many steps repay
 # Measured on an H200 with the paper's MNIST model (results/generation.json): 4, 8 and 16 steps a graph are within 1.3%
 # of each other; two lanes lose 5% against one at 10,240 rows and gain 1% at 20,480
 UNROLL = 8  # steps in one graph, so that lanes need not wait for each other after each
 LANES_PAY = 16384  # rows from which two lanes are faster than one
-CHECK = 16  # steps between looks at whether all streams have stopped: each look waits for the GPU
+CHECK = 16  # steps between checks whether all streams have stopped: each check waits for the GPU
 PIECE = 1 << 26  # outputs of a prompt held at once
 
 
@@ -52,11 +53,6 @@ def generate(
     lengths: Tensor | None = None,
     state: State | None = None,
     sampling: Sampling | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
     seed: Seed = 0,
     stop: int | Sequence[int] = (),
     logprobs: bool = False,
@@ -64,18 +60,19 @@ def generate(
     lanes: int | None = None,
     full: bool = False,
     told: Callable[[int], None] | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Any:
     """`steps` new tokens after each prompt: [B, steps], or `Generated` with full=True.
 
     prompt    tokens [B, T] (right-padded with `lengths`), a list of lists of any lengths, or one row [T]
-    state     what came before the prompt: a state of generate, prefill or load_state, left alone; a repetition penalty
-              does not know the tokens in it
+    state     what came before the prompt: a state of generate, prefill or load_state, left unchanged; a repetition
+              penalty does not know the tokens in it
     sampling  Sampling(temperature=..., top_k=..., ...); by default tokens come with the model's probabilities.
-              temperature, top_k, top_p, min_p and repetition_penalty may also be given by themselves
+              temperature, top_k, top_p, min_p, repetition_penalty and exclude may also be given by themselves
     seed      one number (streams take seed, seed + 1, ...) or one a stream; a stream's tokens depend on its own alone
     stop      tokens that end a stream
-    compile   torch.compile the step; None: where the run is long enough to pay for it
-    lanes     parts of the batch whose kernels overlap on a GPU; None: what is fastest
+    compile   torch.compile the step; None: if the run is long enough to pay for it
+    lanes     parts of the batch whose kernels overlap on a GPU; None: the fastest number
     told      called with the number of tokens made, after each
 
     A state has not seen the last token that was drawn, so to continue pass that token again as the prompt:
@@ -84,19 +81,16 @@ def generate(
     more = model.generate(first.tokens[:, -1:], 10, state=first.state)
     """
     check_model(model)
-    sampling = Sampling.of(
-        sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
     check_count("steps", steps)
-    tokens, lengths, single = as_prompt(prompt, lengths, model.device)
-    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
+    drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+    lanes = (2 if len(prompts.tokens) >= LANES_PAY else 1) if lanes is None else lanes
+    check_count("lanes", lanes)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
     with evaluating(model, list(model.modules())):
-        loop = _start(
-            model, tokens, lengths, steps, state, sampling, seed, stop, logprobs, compile, lanes, unroll=unroll
-        )
-        out = torch.empty(steps, len(tokens), dtype=torch.int64, device=tokens.device)
-        scores = torch.empty(out.shape, device=tokens.device) if logprobs else None
+        loop = _start(model, prompts, steps, *drawing, compile, logprobs=logprobs, lanes=lanes, unroll=unroll)
+        out = torch.empty(steps, len(prompts.tokens), dtype=torch.int64, device=model.device)
+        scores = torch.empty(out.shape, device=model.device) if logprobs else None
         for i, (token, score) in enumerate(loop.advance(steps)):
             out[i] = token
             if scores is not None and score is not None:
@@ -104,14 +98,14 @@ def generate(
             if told is not None:
                 told(i + 1)
             if loop.stop is not None and i % CHECK == CHECK - 1 and i + 1 < steps and bool(loop.done.all()):
-                out[i + 1 :], steps = token, i + 1
+                out[i + 1 :] = token
                 if scores is not None:
                     scores[i + 1 :] = 0
                 break
     out = out.T.contiguous()
     if not full:
-        return out[0] if single else out
-    ends = torch.full((len(tokens),), out.shape[1], device=out.device)
+        return out[0] if prompts.single else out
+    ends = torch.full((len(out),), steps, device=out.device)
     if loop.stop is not None:
         hit = (out[..., None] == loop.stop).any(-1)
         ends = torch.where(hit.any(1), hit.int().argmax(1) + 1, ends)
@@ -127,15 +121,11 @@ def stream(
     lengths: Tensor | None = None,
     state: State | None = None,
     sampling: Sampling | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
     seed: Seed = 0,
     stop: int | Sequence[int] = (),
     compile: bool | None = None,
     capacity: int | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[Any]:
     """The tokens of `generate` as they come: an int at a time for a prompt [T], [B] at a time for [B, T].
 
@@ -145,75 +135,68 @@ def stream(
     Everything else is as in `generate`. Arguments are checked at once, tokens are made when they are asked for.
     """
     check_model(model)
-    sampling = Sampling.of(
-        sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
     for name, count in (("steps", steps), ("capacity", capacity)):
         if count is not None:
             check_count(name, count)
-    tokens, lengths, single = as_prompt(prompt, lengths, model.device)
-    stop = check_start(model, tokens, lengths, state, sampling, seed, stop)
-    return _stream(model, tokens, lengths, single, steps, state, sampling, seed, stop, compile, capacity)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
+    drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+
+    def run() -> Iterator[Any]:
+        modules = list(model.modules())
+        with evaluating(model, modules):
+            loop = _start(model, prompts, steps, *drawing, compile, capacity)
+        made = 0
+        while steps is None or made < steps:
+            with evaluating(model, modules):  # not between tokens, since the caller may stop asking for them
+                ((token, _),) = loop.advance(1)
+            yield int(token[0]) if prompts.single else token.clone()
+            made += 1
+            if loop.stop is not None and bool(loop.done.all()):
+                return
+
+    return run()
 
 
-def _stream(
-    model: Any,
-    tokens: Tensor,
-    lengths: Tensor | None,
-    single: bool,
-    steps: int | None,
-    state: State | None,
-    sampling: Sampling,
-    seed: Seed,
-    stop: Sequence[int],
-    compile: bool | None,
-    capacity: int | None,
-) -> Iterator[Any]:
-    modules = list(model.modules())
-    with evaluating(model, modules):
-        loop = _start(model, tokens, lengths, steps, state, sampling, seed, stop, False, compile, 1, capacity=capacity)
-    made = 0
-    while steps is None or made < steps:
-        with evaluating(model, modules):  # not between tokens: a stream may be left half way
-            ((token, _),) = loop.advance(1)
-        yield int(token[0]) if single else token.clone()
-        made += 1
-        if loop.stop is not None and bool(loop.done.all()):
-            return
+class Prompts(NamedTuple):
+    """What streams start from, checked."""
+
+    tokens: Tensor  # [B, T]; beyond its length a row repeats its first token
+    lengths: Tensor | None  # [B]; None: every row has T tokens
+    seeds: Tensor  # [B]
+    state: State | None  # what came before the prompts
+    single: bool  # given as one row [T], without a batch
+
+    @property
+    def sizes(self) -> Tensor:
+        """[B]: tokens in each prompt."""
+        return torch.full_like(self.tokens[:, 0], self.tokens.shape[1]) if self.lengths is None else self.lengths
+
+    @property
+    def last(self) -> Tensor:
+        """[B]: the last token of each prompt."""
+        return self.tokens.gather(1, self.sizes[:, None] - 1)[:, 0]
 
 
 def _start(
     model: Any,
-    tokens: Tensor,
-    lengths: Tensor | None,
+    prompts: Prompts,
     steps: int | None,
-    state: State | None,
     sampling: Sampling,
-    seed: Seed,
     stop: Sequence[int],
-    logprobs: bool,
     compile: bool | None,
-    lanes: int | None,
     capacity: int | None = None,
-    unroll: int = 1,
+    **how: Any,
 ) -> Loop:
-    batch, longest = tokens.shape
-    before = 0 if state is None else int(position_of(state).max())
-    capacity = before + longest - 1 + (steps if steps is not None else max(64, capacity or 0))
-    check_memory(model, batch, capacity)
-    state = begin(model, tokens, lengths, capacity, state)
-    last = torch.full((batch,), longest, device=tokens.device) if lengths is None else lengths
-    token = tokens.gather(1, last[:, None] - 1)[:, 0]
-    lanes = (2 if batch >= LANES_PAY else 1) if lanes is None else lanes
-    check_count("lanes", lanes)
-    seeds = make_seeds(seed, batch, tokens.device)
-    compiling = (steps or 0) >= COMPILE_PAYS if compile is None else compile
-    # a state that may grow cannot be captured
-    loop = Loop(model, state, token, seeds, sampling, stop, logprobs, compiling, lanes, unroll)
+    """The loop after the prompts. `how`: of the loop, such as lanes=2."""
+    before = 0 if prompts.state is None else int(position_of(prompts.state).max())
+    room = before + prompts.tokens.shape[1] - 1 + (steps if steps is not None else max(64, capacity or 0))
+    check_fits(model, len(prompts.tokens), room)
+    state = begin(model, prompts, room)
+    compile = (steps or 0) >= COMPILE_PAYS if compile is None else compile
+    loop = Loop(model, state, prompts.last, prompts.seeds, sampling, stop, compile=compile, **how)
     if steps is None and stack_of(model).traits.state == "growing":
-        loop.capturing = False
-    if loop.seen is not None:
-        mark_seen(loop.seen, tokens, lengths)
+        loop.capturing = False  # a state that may grow cannot be captured
+    loop.mark_seen(prompts.tokens)
     return loop
 
 
@@ -223,105 +206,30 @@ def check_model(model: object) -> None:
         raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
 
 
-def check_start(
-    model: Any,
-    tokens: Tensor,
-    lengths: Tensor | None,
-    state: State | None,
-    sampling: Sampling,
-    seed: Seed,
-    stop: int | Sequence[int],
-) -> tuple[int, ...]:
-    """Refuse what a loop could not start from; the stop tokens as a tuple."""
-    check_tokens(model, tokens, lengths, "prompt")
+def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
+    """The sampling, and the stop tokens as a tuple; refused if the model cannot draw them."""
     values = values_of(model)
     sampling.check(values)
-    make_seeds(seed, len(tokens), tokens.device)
-    if state is not None:
-        check_given_state(model, state, len(tokens))
-    return check_stop(stop, values)
-
-
-def check_stop(stop: int | Sequence[int], values: int) -> tuple[int, ...]:
-    """The stop tokens as a tuple; refused if the model, of so many values, cannot draw them."""
     stop = (stop,) if isinstance(stop, int) else tuple(stop)
     if any(not 0 <= token < values for token in stop):
         refuse("stop", stop, f"tokens from 0 to {values - 1}")
-    return stop
+    return sampling, stop
 
 
-def check_tokens(model: Any, tokens: Tensor, lengths: Tensor | None, name: str) -> None:
-    """Refuse prompts [B, T] with other tokens than the model has, where they can be read without waiting."""
-    if not readable(tokens):
-        return
-    if lengths is not None:
-        tokens = tokens.masked_fill(torch.arange(tokens.shape[1]) >= lengths[:, None], 0)
-    low, high = (int(v) for v in torch.aminmax(tokens))
-    if low < 0 or high >= vocab_of(model):
-        raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {vocab_of(model) - 1}")
-
-
-def check_given_state(model: Any, state: State, batch: int) -> None:
-    """Refuse a state that is not this model's, or of another batch."""
-    check_state(state)
-    wanted = imagine(decoder_of(model), 1)
-    names, accepted = [name for name, _ in leaves(state)], [name for name, _ in leaves(wanted)]
-    if type(state) is not type(wanted) or names != accepted:
-        raise ValueError(
-            f"state is a {type(state).__name__} of {', '.join(names[:3])}, ...: accepted is a state of this model's "
-            f"init_state, prefill or generate, a {type(wanted).__name__} of {', '.join(accepted[:3])}, ..."
-        )
-    if position_of(state).device != model.device:
-        raise ValueError(f"state is on {position_of(state).device}: this model is on {model.device}")
-    if batch_of(state) != batch:
-        raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
-
-
-def begin(model: Any, tokens: Tensor, lengths: Tensor | None, capacity: int, state: State | None = None) -> State:
-    """The state after all but the last token of each prompt, with room for `capacity` positions; in its own memory."""
-    decoder, (batch, longest) = decoder_of(model), tokens.shape
-    if state is None and hasattr(model, "encode"):
-        raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
-    count = longest - 1
+def read_prompts(
+    model: Any, prompt: Prompt, lengths: Tensor | None, state: State | None, seed: Seed, name: str = "prompt"
+) -> Prompts:
+    """Prompts in any form, with their seeds and the state before them; ValueError if the model cannot read them."""
+    tokens, lengths, single = _as_tokens(prompt, lengths, model.device, name)
+    check_ids(name, tokens, vocab_of(model))
+    seeds = make_seeds(seed, len(tokens), tokens.device)
     if state is not None:
-        state = with_capacity(map_state(torch.clone, state), decoder, capacity)
-    elif count == 0:
-        state = decoder.init_state(batch, capacity)
-    piece = max(1, PIECE // (batch * values_of(model)))
-    with torch.no_grad():
-        for start in range(0, count, piece):
-            part = tokens[:, start : min(start + piece, count)]
-            left = None if lengths is None else (lengths - 1 - start).clamp(0, part.shape[1])
-            # from nothing, not from an empty state: a mechanism then knows that the prompt is all there is
-            work = work_of(model, () if state is None else state, part.numel())
-            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
-            state = after if state is not None else with_capacity(after, decoder, capacity)
-    return map_state(lambda tensor: tensor.contiguous(), state)
+        _check_given_state(model, state, len(tokens))
+    return Prompts(tokens, lengths, seeds, state, single)
 
 
-def with_capacity(state: State, decoder: Any, capacity: int) -> State:
-    """The state with as much room as init_state gives: what grows does so at the end of its second dimension."""
-    least, wanted = (dict(leaves(imagine(decoder, room))) for room in (1, capacity))
-    grows = {name for name, tensor in wanted.items() if tensor.shape != least[name].shape}
-    grown = {}
-    for name, tensor in leaves(state):
-        more = wanted[name].shape[1] - tensor.shape[1] if name in grows else 0
-        grown[name] = tensor
-        if more > 0:
-            grown[name] = torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)
-    return rebuild(state, grown)
-
-
-def mark_seen(seen: Tensor, tokens: Tensor, lengths: Tensor | None) -> None:
-    """Write the tokens of prompts [B, T] into `seen` [B, V]; padding repeats the first token, which is there anyway."""
-    if lengths is not None:
-        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        tokens = torch.where(real, tokens, tokens[:, :1])
-    seen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
-
-
-def as_prompt(
-    prompt: Prompt, lengths: Tensor | None, device: torch.device, name: str = "prompt"
+def _as_tokens(
+    prompt: Prompt, lengths: Tensor | None, device: torch.device, name: str
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Tokens [B, T], lengths [B] or None, and whether it was one row without a batch."""
     if not isinstance(prompt, Tensor):
@@ -351,7 +259,60 @@ def as_prompt(
         raise ValueError("lengths has a 0: every stream needs a first token, such as a start token")
     if lengths is not None and bool((lengths == tokens.shape[1]).all()):
         lengths = None
-    return tokens.to(device, torch.int64), None if lengths is None else lengths.to(device), single
+    if lengths is not None:
+        tokens = torch.where(torch.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens[:, :1])
+        lengths = lengths.to(device)
+    return tokens.to(device, torch.int64), lengths, single
+
+
+def _check_given_state(model: Any, state: State, batch: int) -> None:
+    """Refuse a state that is not this model's, or of another batch."""
+    check_state(state)
+    wanted = imagine(decoder_of(model), 1)
+    names, accepted = [name for name, _ in leaves(state)], [name for name, _ in leaves(wanted)]
+    if type(state) is not type(wanted) or names != accepted:
+        raise ValueError(
+            f"state is a {type(state).__name__} of {', '.join(names[:3])}, ...: accepted is a state of this model's "
+            f"init_state, prefill or generate, a {type(wanted).__name__} of {', '.join(accepted[:3])}, ..."
+        )
+    if position_of(state).device != model.device:
+        raise ValueError(f"state is on {position_of(state).device}: this model is on {model.device}")
+    if batch_of(state) != batch:
+        raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
+
+
+def begin(model: Any, prompts: Prompts, capacity: int) -> State:
+    """The state after all but the last token of each prompt, with room for `capacity` positions; in its own memory."""
+    decoder, (batch, longest), state = decoder_of(model), prompts.tokens.shape, prompts.state
+    if state is None and hasattr(model, "encode"):
+        raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
+    count = longest - 1
+    if state is not None:
+        state = _with_capacity(map_state(torch.clone, state), decoder, capacity)
+    elif count == 0:
+        state = decoder.init_state(batch, capacity)
+    piece = max(1, PIECE // (batch * values_of(model)))
+    with torch.no_grad():
+        for start in range(0, count, piece):
+            part = prompts.tokens[:, start : min(start + piece, count)]
+            left = None if prompts.lengths is None else (prompts.lengths - 1 - start).clamp(0, part.shape[1])
+            # from None, not from an empty state: a mechanism then knows that the prompt is all there is
+            work = work_of(model, () if state is None else state, part.numel())
+            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
+            state = after if state is not None else _with_capacity(after, decoder, capacity)
+    return map_state(lambda tensor: tensor.contiguous(), state)
+
+
+def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
+    """The state with as much room as init_state gives: what grows does so at the end of its second dimension."""
+    least, wanted = (dict(leaves(imagine(decoder, room))) for room in (1, capacity))
+    enlarged = {}
+    for name, tensor in leaves(state):
+        grows = wanted[name].shape != least[name].shape
+        more = wanted[name].shape[1] - tensor.shape[1] if grows else 0
+        zeros = tensor.new_zeros(len(tensor), more, *tensor.shape[2:]) if more > 0 else None
+        enlarged[name] = tensor if zeros is None else torch.cat((tensor, zeros), 1)
+    return rebuild(state, enlarged)
 
 
 class _Modes(NamedTuple):
@@ -379,7 +340,7 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
     finally:
         try:
             _restore_modes(model, user)
-        except KeyboardInterrupt:  # in the middle of it
+        except KeyboardInterrupt:  # while it restored them
             _restore_modes(model, user)
             raise
 

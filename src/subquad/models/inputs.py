@@ -1,4 +1,4 @@
-"""What enters a model, checked, with its padding set to zero."""
+"""Checks of a model's inputs, which also set padding to zero."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from subquad.ops.lengths import check_lengths, keep, readable, shape_of, zero_pa
 
 
 def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths") -> Tensor:
-    """Token ids [B, T] of a `table` [vocab, width], as int64; beyond `lengths` anything may stand."""
-    vocab = table.shape[0]
+    """Token ids [B, T] of a `table` [vocab, width], as int64; padding may hold anything."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(ids)}: accepted are token ids [batch, T], at least one")
     if ids.dtype not in INTEGERS:
@@ -20,17 +19,22 @@ def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, len
     check_strided(name, ids)
     mask = keep(check_lengths(lengths, ids, lengths_name), ids.shape[1])
     ids = (ids if mask is None else ids.masked_fill(~mask, 0)).long()
+    check_ids(name, ids, table.shape[0])
+    return ids
+
+
+def check_ids(name: str, ids: Tensor, vocab: int) -> None:
+    """Refuse ids outside a vocabulary, where they can be read without waiting for a GPU."""
     if readable(ids):
         low, high = (int(v) for v in torch.aminmax(ids))
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {vocab - 1}")
-    return ids
 
 
 def clean_frames(
     frames: Tensor, like: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths"
 ) -> Tensor:
-    """Frames [B, T, width] for a weight `like` [..., width]; beyond `lengths` anything may stand."""
+    """Frames [B, T, width] for a weight `like` [..., width]; padding may hold anything."""
     width = like.shape[-1]
     if not isinstance(frames, Tensor) or frames.ndim != 3 or frames.shape[-1] != width or frames.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(frames)}: accepted is [batch, T, {width}], at least one frame")
@@ -40,7 +44,7 @@ def clean_frames(
 
 
 def check_type(x: Tensor, like: Tensor, name: str) -> None:
-    """Refuse another type or another device than a weight's, unless autocast will see to the type."""
+    """Refuse another type or another device than a weight's, unless autocast converts it."""
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
     if x.dtype != like.dtype and not (x.dtype in FLOATS and autocasts(x.device)):
@@ -48,7 +52,7 @@ def check_type(x: Tensor, like: Tensor, name: str) -> None:
 
 
 def check_position(position: object, batch: int, device: torch.device) -> None:
-    """Refuse what is not the position of each row in a state."""
+    """Refuse what cannot be the positions in a state, one a row."""
     if not isinstance(position, Tensor) or position.ndim != 1 or position.dtype != torch.int64:
         raise ValueError(f"state.position is {shown(position)}: accepted is int64 [{batch}]")
     check_strided("state.position", position)

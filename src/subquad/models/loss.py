@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_strided, refuse
-from subquad.ops.lengths import check_lengths, keep, readable, shape_of
+from subquad.models.inputs import check_ids
+from subquad.ops.lengths import check_lengths, keep, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -71,10 +72,7 @@ def over_targets(
     if mask is not None:
         there = there & mask
     safe = targets.long().masked_fill(~there, 0)
-    if readable(safe):
-        low, high = (int(v) for v in torch.aminmax(safe))
-        if low < 0 or high >= shape[-1]:
-            raise ValueError(f"{name} ranges from {low} to {high}: accepted are ids from 0 to {shape[-1] - 1}")
+    check_ids(name, safe, shape[-1])
     losses = losses_of(safe).masked_fill(~there, 0)
     if reduction == "none":
         return losses

@@ -2,12 +2,15 @@
 
 Noise is a hash of (seed of the stream, position, candidate), so that a stream's tokens depend on nothing but its own
 seed and its own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
+
+To add an option: a field of `Sampling` with its check, a line in `SamplingOptions`, a line in `adjust`. `generate`,
+`stream`, `Streams` and the command line take it from there.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,17 +20,24 @@ from subquad.checks import INTEGERS, LARGEST, at_least, check_count, check_metho
 MASK = (1 << 32) - 1
 
 
+def _option(default: Any, help: str) -> Any:
+    """A field that is also an option of the command line, with this help."""
+    return field(default=default, metadata={"help": help})
+
+
 @check_methods
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a token is drawn. The filters apply in the order of the fields; what they leave is renormalised."""
 
-    exclude: tuple[int, ...] = ()  # tokens that never come
-    repetition_penalty: float = 1.0  # of tokens the stream has seen (Keskar et al. 2019, arXiv:1909.05858, §4.1)
-    temperature: float = 1.0  # 0: always the most probable token
-    top_k: int | None = None  # the k most probable tokens
-    top_p: float = 1.0  # the fewest tokens that hold this probability (Holtzman et al. 2020, arXiv:1904.09751)
-    min_p: float = 0.0  # tokens of at least this share of the largest probability
+    exclude: tuple[int, ...] = ()  # tokens that are never drawn
+    # the penalty is for tokens the stream has seen (Keskar et al. 2019, arXiv:1909.05858, §4.1)
+    repetition_penalty: float = _option(1.0, "Above 1: fewer repetitions.")
+    temperature: float = _option(1.0, "0 takes the most probable token.")
+    top_k: int | None = _option(None, "Draw from the k most probable tokens.")
+    # Holtzman et al. 2020, arXiv:1904.09751
+    top_p: float = _option(1.0, "Draw from the fewest tokens of this probability.")
+    min_p: float = _option(0.0, "Draw from tokens of this share of the largest probability.")
 
     def __post_init__(self) -> None:
         check_plain("exclude", self.exclude, Sequence[int])
@@ -46,9 +56,9 @@ class Sampling:
             at_least(self, top_k=1)
 
     @classmethod
-    def of(cls, sampling: "Sampling | None", **settings: Any) -> "Sampling":
-        """The sampling as given, or made of those settings that are not None."""
-        given = {name: value for name, value in settings.items() if value is not None}
+    def of(cls, sampling: "Sampling | None", **options: Any) -> "Sampling":
+        """The sampling as given, or one made of the options that are not None."""
+        given = {name: value for name, value in options.items() if value is not None}
         if sampling is None:
             return cls(**given)
         check_plain("sampling", sampling, cls)
@@ -65,7 +75,7 @@ class Sampling:
         return self == PLAIN
 
     def check(self, values: int) -> None:
-        """Refuse settings that leave nothing of a vocabulary."""
+        """ValueError if these settings leave nothing to draw of `values` tokens."""
         check_count("values", values)
         wrong = [token for token in self.exclude if not 0 <= token < values]
         if wrong:
@@ -74,23 +84,34 @@ class Sampling:
             refuse("exclude", self.exclude, "fewer tokens than there are")
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of Sampling as keywords of a call, where None is the default."""
+
+    exclude: Sequence[int] | None
+    repetition_penalty: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+
+
 PLAIN = Sampling()
 
 
 def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
     """One token a row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
 
-    `seen` [B, V], the tokens a stream has had, is read with a repetition penalty.
+    A repetition penalty reads `seen` [B, V]: the tokens each stream has had.
     """
-    scores = shape(logits, sampling, seen)
+    scores = adjust(logits, sampling, seen)
     if sampling.temperature == 0:
         return scores.argmax(-1)
     # The largest of log p + Gumbel noise is a draw from p
     return (scores + gumbel(seeds, position, scores.shape[-1])).argmax(-1)
 
 
-def shape(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Logits after penalty, temperature and filters: at least float32, -inf for what may not come."""
+def adjust(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Logits after penalty, temperature and filters: at least float32, -inf for tokens that are left out."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.exclude:
         scores = scores.clone()

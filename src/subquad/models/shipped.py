@@ -1,9 +1,9 @@
 """Trained models that ship with the project, by name: checkpoints/NAME/ with weights, config and a card.
 
     model.safetensors, config.json    as Model.save writes them, in bfloat16
-    card.json                         what it is: task, data, figures, how it was trained, commit
+    card.json                         what it is: task, data, figures, how, when and on what machine it was trained
 
-`subquad generate NAME` finds them in ./checkpoints, in checkpoints/ of the data folder, and in the source tree.
+`subquad generate NAME` looks in ./checkpoints, in checkpoints/ of the data folder, and in the source tree.
 """
 
 import os
@@ -35,30 +35,28 @@ def folders() -> Iterator[Path]:
 
 
 def names() -> list[str]:
-    """The checkpoints there are."""
+    """The named checkpoints that exist."""
     return sorted({path.parent.name for folder in folders() for path in folder.glob(f"*/{WEIGHTS}")})
 
 
 def find(name: str | Path) -> Path:
     """The folder of a saved model: a path to one, a run folder that holds one in model/, or a checkpoint's name."""
     path = Path(name)
-    candidates = [path, path / "model", *(folder / name for folder in folders())]
-    for folder in candidates:
+    for folder in (path, path / "model", *(folder / name for folder in folders())):
         if (folder / WEIGHTS).is_file():
             return folder
-    known = names()
-    shipped = f"checkpoints are {', '.join(known)}" if known else "there are no named checkpoints here"
     if (path / "checkpoints").is_dir():
         raise NotFound(f"{path} is a run without a model yet: it is written when the run has finished")
+    known = names()
+    shipped = f"Checkpoints are {', '.join(known)}" if known else "There are no named checkpoints here"
     raise NotFound(
         f"checkpoint={str(name)!r} is neither a run, nor the folder of a saved model, nor a checkpoint's name"
-        f"{nearest(str(name), known)} {shipped[0].upper()}{shipped[1:]}; "
-        f"a saved model is a directory with {WEIGHTS} and {CONFIG}"
+        f"{nearest(str(name), known)} {shipped}; a saved model is a directory with {WEIGHTS} and {CONFIG}"
     )
 
 
 def card(folder: Path) -> dict[str, Any]:
-    """What is known of a saved model: its card, or the config of the run it was trained in; nothing of others."""
+    """What is known of a saved model: its card, or the config of the run that trained it; empty if it has neither."""
     for file in (folder / CARD, folder.parent / CONFIG):
         if file.is_file():
             facts, _ = read_sealed(file)
@@ -68,7 +66,10 @@ def card(folder: Path) -> dict[str, Any]:
 
 
 def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write checkpoints/NAME from a finished run: its model in half the bytes, and a card of its figures."""
+    """Write checkpoints/NAME from a finished run: its model in half the bytes, and a card.
+
+    The card is the run's config.json (task, settings, commit, date, machine and versions), and its result.
+    """
     plain_name("name", name)
     model: Model = load(run).to(dtype)
     check_finite(model, run)
@@ -78,15 +79,9 @@ def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype 
         raise ValueError(f"{run} holds {size:,} bytes of weights: a checkpoint that ships has at most {LARGEST:,}")
     folder = into / name
     model.save(folder)
-    keys: tuple[str, ...] = ("task", "data", "model", "training", "versions", "commit")
-    about = {
-        "name": name,
-        **{key: config[key] for key in keys if key in config},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "result": result,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    write_sealed(folder / CARD, about)
+    parameters = sum(p.numel() for p in model.parameters())
+    about = {"parameters": parameters, "result": result, "dtype": str(dtype).removeprefix("torch.")}
+    write_sealed(folder / CARD, {"name": name, **config, **about})
     return folder
 
 

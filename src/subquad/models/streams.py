@@ -1,29 +1,18 @@
-"""Many streams in one running batch: they come and go while the others go on, as a server needs it."""
+"""Many streams in one running batch: a server admits and retires some while the others go on."""
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from subquad.checks import at_least, check_methods, refuse
-from subquad.models.decoding import Loop, decoder_of, position_of, values_of
-from subquad.models.footprint import bytes_per_stream, check_memory
-from subquad.models.generation import (
-    Prompt,
-    Seed,
-    as_prompt,
-    begin,
-    check_given_state,
-    check_model,
-    check_stop,
-    check_tokens,
-    evaluating,
-    mark_seen,
-)
-from subquad.models.sampling import Sampling, make_seeds
+from subquad.models.decoding import Loop, decoder_of, position_of
+from subquad.models.footprint import bytes_per_stream, check_fits
+from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, check_model, evaluating, read_prompts
+from subquad.models.sampling import Sampling, SamplingOptions
 from subquad.models.state import State, overwrite, positions, select
 
 
@@ -51,41 +40,26 @@ class Streams:
         slots: int,
         capacity: int,
         sampling: Sampling | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
         stop: int | Sequence[int] = (),
         compile: bool = False,
+        **options: Unpack[SamplingOptions],
     ):
         self.slots, self.capacity = slots, capacity
         at_least(self, slots=1, capacity=1)
         check_model(model)
         if hasattr(model, "encode"):
             raise ValueError("model reads a source: accepted is a language model")
-        self.sampling = Sampling.of(
-            sampling,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-        )
-        self.sampling.check(values_of(model))
-        stop = check_stop(stop, values_of(model))
-        check_memory(model, slots, capacity)
+        self.sampling, stop = check_drawing(model, Sampling.of(sampling, **options), stop)
+        check_fits(model, slots, capacity)
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)
-        device = model.device
         state = decoder_of(model).init_state(slots, capacity)
-        token = torch.zeros(slots, dtype=torch.int64, device=device)
-        seeds = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.loop = Loop(model, state, token, seeds, self.sampling, stop, logprobs=True, compile=compile)
-        self.active: Tensor | None = None  # [slots], 1 where a stream runs; None: to be made from slot_of
+        zeros = torch.zeros(slots, dtype=torch.int64, device=model.device)
+        self.loop = Loop(model, state, zeros, zeros.clone(), self.sampling, stop, logprobs=True, compile=compile)
+        self.active: Tensor | None = None  # [slots], 1 where a stream runs; None: to be computed from slot_of
         self.stop = frozenset(stop)
         self.slot_of: dict[int, int] = {}
-        self.left: dict[int, int] = {}  # positions that a stream may still take
+        self.left: dict[int, int] = {}  # positions that a stream may still fill
         self.logprobs: dict[int, float] = {}  # of the last step's tokens
         self.next_id = 0
         self.whole = True  # False while a step writes the states
@@ -100,54 +74,35 @@ class Streams:
         return self.slots - len(self.slot_of)
 
     def admit(
-        self,
-        prompts: Prompt,
-        *,
-        lengths: Tensor | None = None,
-        seed: Seed = 0,
-        state: State | None = None,
+        self, prompts: Prompt, *, lengths: Tensor | None = None, seed: Seed = 0, state: State | None = None
     ) -> list[int]:
-        """Start streams from prompts (and states that came before them); the ids by which they are known."""
-        with self._alone():
-            return self._admit(prompts, lengths, seed, state)
+        """Start streams from prompts (and states that came before them); returns an id for each."""
+        with self._alone(), torch.no_grad():
+            return self._admit(read_prompts(self.model, prompts, lengths, state, seed, "prompts"))
 
-    @torch.no_grad()
-    def _admit(self, prompts: Prompt, lengths: Tensor | None, seed: Seed, state: State | None) -> list[int]:
-        tokens, lengths, _ = as_prompt(prompts, lengths, self.model.device, "prompts")
-        check_tokens(self.model, tokens, lengths, "prompts")
-        count, longest = tokens.shape
+    def _admit(self, prompts: Prompts) -> list[int]:
+        count = len(prompts.tokens)
         if count > self.free:
             raise ValueError(
                 f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
             )
-        seeds = make_seeds(seed, count, tokens.device)
-        if state is not None:
-            check_given_state(self.model, state, count)
-        before = torch.zeros(count, dtype=torch.int64) if state is None else position_of(state).cpu()
-        own = torch.full((count,), longest) if lengths is None else lengths.cpu()
-        left = self.capacity - (before + own - 1)
-        if bool((left < 1).any()):
-            most = int((before + own).max())
-            raise ValueError(f"prompts reach position {most}: accepted is at most capacity={self.capacity}")
-        new = begin(self.model, tokens, lengths, self.capacity, state)
+        reached = prompts.sizes.cpu() + (0 if prompts.state is None else position_of(prompts.state).cpu())
+        if int(reached.max()) > self.capacity:
+            raise ValueError(
+                f"prompts reach position {int(reached.max())}: accepted is at most capacity={self.capacity}"
+            )
+        state = begin(self.model, prompts, self.capacity)
         taken = set(self.slot_of.values())
         slots = [slot for slot in range(self.slots) if slot not in taken][:count]
-        rows = torch.tensor(slots, device=tokens.device)
-        loop = self.loop
-        overwrite(loop.state, rows, new)
-        last = own.to(tokens.device)[:, None] - 1
-        loop.token[rows] = tokens.gather(1, last)[:, 0]
-        loop.seeds[rows] = seeds
-        loop.done[rows] = False
-        if loop.seen is not None:
-            seen = torch.zeros(count, loop.seen.shape[1], dtype=torch.bool, device=tokens.device)
-            mark_seen(seen, tokens, lengths)
-            loop.seen[rows] = seen
+        loop, rows = self.loop, torch.tensor(slots, device=self.model.device)
+        overwrite(loop.state, rows, state)
+        loop.token[rows], loop.seeds[rows], loop.done[rows] = prompts.last, prompts.seeds, False
+        loop.mark_seen(prompts.tokens, rows)
         self.active = None
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
-        self.left.update(zip(ids, left.tolist(), strict=True))
-        self.slot_of.update(zip(ids, slots, strict=True))  # last: until now the slots are free, whatever they hold
+        self.left.update(zip(ids, (self.capacity - reached + 1).tolist(), strict=True))
+        self.slot_of.update(zip(ids, slots, strict=True))  # last: until now the slots count as free, whatever they hold
         return ids
 
     def step(self) -> dict[int, int]:
@@ -159,7 +114,7 @@ class Streams:
     def _step(self) -> dict[int, int]:
         self.whole = False
         if self.free:
-            # an empty slot is computed like the others: its counters are held at 0, where nothing can run out
+            # an empty slot is computed like the others: keep its counters at 0, so that it never runs out of room
             if self.active is None:
                 runs = set(self.slot_of.values())
                 self.active = torch.tensor([int(slot in runs) for slot in range(self.slots)], device=self.model.device)
@@ -178,7 +133,7 @@ class Streams:
         return made
 
     def state(self, id: int) -> State:
-        """A copy of a stream's state, which has seen all but its last token: to save it, fork it, or admit it again."""
+        """A copy of a stream's state, which has seen all but its last token: to save, to fork, or to admit again."""
         with self._alone():
             return select(self.loop.state, torch.tensor([self._slot(id)], device=self.model.device))
 
@@ -191,7 +146,7 @@ class Streams:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other thread reads or writes states meanwhile; and they are whole."""
+        """Keep other threads from the states meanwhile; RuntimeError if an interrupted step left them half written."""
         with self.lock, evaluating(self.model, self.modules):
             if not self.whole:
                 raise RuntimeError(

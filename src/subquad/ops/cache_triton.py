@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops import linear_triton  # noqa: F401 (it mends the loops of the interpreter)
+from subquad.ops.launch import Plan, launch, tile_of
 
 PROGRAMS = 1056  # about eight for each of an H200's 132 multiprocessors
 BLOCK = 8192  # numbers of the keys, and of the values, at a time
@@ -64,7 +64,7 @@ def attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Te
     q_t, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k, v))
     b, h, width_k = q_t.shape
     width_v = v.shape[-1]
-    wide_k, wide_v = (max(16, triton.next_power_of_2(width)) for width in (width_k, width_v))
+    wide_k, wide_v = tile_of(width_k), tile_of(width_v)
     block = BLOCK // max(wide_k, wide_v)
     splits = 1
     while splits * b * h < PROGRAMS and splits * 4 * block < k.shape[1]:
@@ -72,11 +72,9 @@ def attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Te
     partial = splits > 1
     o = torch.empty(b, h, splits, width_v, device=q_t.device, dtype=torch.float32 if partial else q_t.dtype)
     high, mass = (torch.empty(b, h, splits, device=q_t.device) if partial else o for _ in range(2))
-    decode[(b * h, splits)](
-        q_t, k, v, count, o, high, mass, scale * LOG2E, h,
-        q_t.stride(0), q_t.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        K=width_k, V=width_v, BK=wide_k, BV=wide_v, BC=block, SPLITS=splits, num_warps=4,
-    )  # fmt: skip
+    numbers = (scale * LOG2E, h, *q_t.stride()[:2], *k.stride()[:3], *v.stride()[:3])
+    constants = {"K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block, "SPLITS": splits}
+    launch(decode, (q_t, k, v, count, o, high, mass), Plan((b * h, splits), numbers, constants, stages=3))
     if not partial:
         return o[:, :, 0]
     weights = torch.exp2(high - high.amax(-1, keepdim=True))  # an empty split has weight 0

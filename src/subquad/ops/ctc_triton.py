@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops import ctc
-from subquad.ops.linear_triton import Config, _start
+from subquad.ops.launch import Plan, launch
 
 PLACES = 256  # of a warp: with more of them a gather within it takes ever more shuffles
 NEVER = tl.constexpr(ctc.NEVER)
@@ -77,8 +77,8 @@ def both_ways(heard, said, lengths, target_lengths, loss, share, T, N: tl.conste
         blank = either(blank, next_label)
 
 
-def launch(width: int) -> Config:
-    return Config(0, 0, warps=max(1, width // PLACES), stages=1)
+def warps(width: int) -> int:
+    return max(1, width // PLACES)
 
 
 def alignments(heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def alignments(heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Ten
     rows, frames, places = heard.shape
     heard, said, lengths, target_lengths = (x.contiguous() for x in (heard, said, lengths, target_lengths))
     loss, share = heard.new_empty(rows), torch.zeros_like(heard)
-    constants = {"N": places, "W": triton.next_power_of_2(places)}
-    how = launch(constants["W"])
-    _start(both_ways, rows, (heard, said, lengths, target_lengths, loss, share), (frames,), constants, how)
+    width = triton.next_power_of_2(places)
+    plan = Plan((rows,), (frames,), {"N": places, "W": width}, warps=warps(width))
+    launch(both_ways, (heard, said, lengths, target_lengths, loss, share), plan)
     return loss, share

@@ -4,7 +4,7 @@ With one token a row, as in decoding, the products are short and what lies betwe
 and read back it costs as much time as the products. Here the inner vectors never leave a multiprocessor.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,24 +72,10 @@ torch.library.define(
 
 
 @torch.library.impl("subquad::feed_forward", "CompositeExplicitAutograd")
-def _fused(
-    x: Tensor,
-    w_in: Tensor,
-    b_in: Tensor,
-    w_out: Tensor,
-    b_out: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    norm: str,
-    pre: bool,
-) -> Tensor:
-    from subquad.ops.feed_forward_triton import launch
+def _(*args: Any) -> Tensor:
+    from subquad.ops import feed_forward_triton
 
-    y = torch.empty_like(x)
-    launch(x, w_in, b_in, w_out, b_out, weight, bias, y, eps, activation, norm, pre)
-    return y
+    return feed_forward_triton.feed_forward(*args)
 
 
 @torch.library.register_fake("subquad::feed_forward")

@@ -5,24 +5,14 @@ It has the shape of flash attention: rows of W₁ are keys, columns of W₂ valu
 Legend: R rows, D width, F inner width.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.linear_triton import INTERPRETED
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
-
-class Config(NamedTuple):
-    rows: int  # BM
-    inner: int  # BF
-    warps: int
-    stages: int
-
-
-CONFIG = Config(128, 64, 8, 2)
+ROWS, INNER, WARPS, STAGES = 128, 64, 8, 2  # ROWS is BM, INNER is BF
 
 
 @triton.jit
@@ -70,16 +60,17 @@ def block(
     tl.store(y + tile, acc.to(y.dtype.element_ty), mask=there)
 
 
-def launch(
+def feed_forward(
     x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, weight: Tensor, bias: Tensor | None,
-    y: Tensor, eps: float, activation: str, norm: str, pre: bool,
-) -> None:  # fmt: skip
+    eps: float, activation: str, norm: str, pre: bool,
+) -> Tensor:  # fmt: skip
     rows, width = x.shape
-    cfg = CONFIG
+    y = torch.empty_like(x)
     half = tl.float16 if x.dtype is torch.float16 else tl.bfloat16
-    block[(triton.cdiv(rows, cfg.rows),)](
-        x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, y, rows, eps,
-        D=width, F=w_in.shape[0], BM=cfg.rows, BF=cfg.inner, GELU=activation == "gelu", RMS=norm == "rms",
-        BIAS=bias is not None, PRE=pre, DOT=tl.float32 if INTERPRETED else half,
-        num_warps=cfg.warps, num_stages=cfg.stages,
-    )  # fmt: skip
+    constants = {
+        "D": width, "F": w_in.shape[0], "BM": ROWS, "BF": INNER, "GELU": activation == "gelu", "RMS": norm == "rms",
+        "BIAS": bias is not None, "PRE": pre, "DOT": tl.float32 if INTERPRETED else half,
+    }  # fmt: skip
+    tensors = (x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, y)
+    launch(block, tensors, Plan((blocks_of(rows, ROWS),), (rows, eps), constants, WARPS, STAGES))
+    return y

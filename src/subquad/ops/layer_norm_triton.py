@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.linear_triton import INTERPRETED, Config, _start
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
 TILE = 2048  # elements of a tile: 16 of each tensor a thread
-LAUNCH = Config(0, 0, warps=4, stages=2)
 PROGRAMS = 4  # of backward, a multiprocessor
+WARPS, STAGES = 4, 2
 
 
 @triton.jit
@@ -66,7 +66,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: torch.dtyp
     y = torch.empty_like(x, dtype=out)
     mean, scale = x.new_empty((2, rows), dtype=torch.float32)
     constants = {"D": width, "W": wide, "BM": tile}
-    _start(normalise, triton.cdiv(rows, tile), (x, weight, bias, y, mean, scale), (rows, eps), constants, LAUNCH)
+    plan = Plan((blocks_of(rows, tile),), (rows, eps), constants, WARPS, STAGES)
+    launch(normalise, (x, weight, bias, y, mean, scale), plan)
     return y, mean, scale
 
 
@@ -74,11 +75,11 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tenso
     """dx [..., D], dweight [D], dbias [D]"""
     rows, width, wide, tile = _sizes(x)
     most = 3 if INTERPRETED else PROGRAMS * torch.cuda.get_device_properties(x.device).multi_processor_count
-    programs = min(triton.cdiv(rows, tile), most)
+    programs = min(blocks_of(rows, tile), most)
     dx = torch.empty_like(x)
     parts = x.new_empty((programs, 2, width), dtype=torch.float32)
     constants = {"D": width, "W": wide, "BM": tile, "P": programs}
-    _start(gradients, programs, (grad, x, weight, mean, scale, dx, parts), (rows,), constants, LAUNCH)
+    launch(gradients, (grad, x, weight, mean, scale, dx, parts), Plan((programs,), (rows,), constants, WARPS, STAGES))
     dg, dc = parts.sum(0).to(weight.dtype)
     return dx, dg, dc
 

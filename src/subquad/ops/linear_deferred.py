@@ -89,10 +89,10 @@ def _step(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    from subquad.ops.linear_deferred_triton import launch
+    from subquad.ops.linear_deferred_triton import launch_step
 
     o = q.new_empty(v.shape)
-    launch(q, k, v, s, z, keys, values, start, position, o, feature_map, signed, normalize, eps)
+    launch_step(q, k, v, s, z, keys, values, start, position, o, feature_map, signed, normalize, eps)
     return o
 
 

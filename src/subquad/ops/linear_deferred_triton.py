@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops.launch import Plan, launch, tile_of
 from subquad.ops.linear_deferred import GROUP
-from subquad.ops.linear_triton import Config, _phi, _power, _start
+from subquad.ops.linear_triton import _phi
 
 TILE = 1024  # numbers of S a warp holds: with fewer, what concerns the whole head is computed by more warps than needed
 
@@ -98,7 +99,7 @@ def warps(block_k: int, block_v: int) -> int:
     return max(1, block_k * block_v // TILE)
 
 
-def launch(
+def launch_step(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, keys: Tensor, values: Tensor, start: Tensor,
     position: Tensor, o: Tensor, feature_map: str, signed: bool, normalize: bool, eps: float,
 ) -> None:  # fmt: skip
@@ -107,8 +108,8 @@ def launch(
         raise ValueError(f"s is {s.dtype} with strides {s.stride()}: accepted is float32, K and V contiguous")
     b, h, width_k = q.shape
     width_v = v.shape[2]
-    block_k = _power(width_k)
-    block_v = min(_power(width_v), max(16, 4096 // block_k))
+    block_k = tile_of(width_k)
+    block_v = min(tile_of(width_v), max(16, 4096 // block_k))
     strides = [d for x in (q, k, v, s, z) for d in x.stride()[:2]]
     strides += [d for x in (keys, values) for d in x.stride()[:3]]
     constants = {
@@ -116,7 +117,5 @@ def launch(
         "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "GROUP": GROUP, "MAP": feature_map,
         "SIGNED": signed, "NORM": normalize,
     }  # fmt: skip
-    _start(
-        step, b * h, (q, k, v, s, z, keys, values, start, position, o), (eps,), constants,
-        Config(0, 0, warps(block_k, block_v), 1),
-    )  # fmt: skip
+    plan = Plan((b * h,), (eps,), constants, warps(block_k, block_v))
+    launch(step, (q, k, v, s, z, keys, values, start, position, o), plan)

@@ -21,27 +21,15 @@ constants: addresses then take few registers, and twice as many programs share a
 Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
-INTERPRETED = triton.knobs.runtime.interpret
-
-if INTERPRETED:
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor, scope):
-        """The interpreter's loop bounds are arrays of one element, which int() refuses since numpy 2.4."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, tile_of
 
 
 @triton.jit
@@ -826,7 +814,7 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
 
     backward_kv is launched as backward_k and backward_v, one after the other, where no program can hold a whole state.
     """
-    k, v = _power(width_k), _power(width_v)
+    k, v = tile_of(width_k), tile_of(width_v)
     tuned = TUNED.get((kernel, causal, k, v, itemsize))
     if many:
         tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
@@ -839,15 +827,6 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
     block = min(across, 64, max(16, 8192 // along))
     small = block * along <= 4096
     return Config(64, block, 4, 3 if small else 2, 128 if small and not causal else 255)
-
-
-def _power(n: int) -> int:
-    """The tile that holds n columns. (Triton's own next_power_of_2 and cdiv take longer than a launch.)"""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def _parts(n: int, block: int) -> int:
-    return -(-n // block)
 
 
 class Call(NamedTuple):
@@ -874,7 +853,7 @@ class Call(NamedTuple):
         """Slots, segments per sequence (1 when packed, where only the device knows), whether there may be several."""
         if self.cu_seqlens is not None:
             return tokens // self.segment + self.sequences, 1, True
-        segments = _parts(tokens, self.segment)
+        segments = blocks_of(tokens, self.segment)
         return self.q.shape[0] * segments, segments, segments > 1
 
     def kind(self, do: Tensor | None) -> tuple[Any, ...]:
@@ -899,80 +878,18 @@ def _owner(call: Call) -> Tensor:
     return (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
 
 
-class Launch(NamedTuple):
-    """How a kernel is started, but for its tensors: its parameters are tensors, numbers and constants in this order."""
-
-    grid: int
-    numbers: tuple[Any, ...]
-    constants: dict[str, Any]
-    cfg: Config
-
-
-_READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _KINDS: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()
 
 
-def _run(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...], launch: Callable[[], Launch]) -> None:
-    """Launch a kernel. `key` says how, except for the alignment of the tensors.
-
-    Triton looks at every argument of every call, longer than a short kernel runs; what it found is remembered here, so
-    `launch` is asked once.
-    """
-    if INTERPRETED:
-        grid, numbers, constants, cfg = launch()
-        kernel[(grid,)](*tensors, *numbers, **constants)
-        return
-    pointers = [x.data_ptr() for x in tensors]
-    together = 0
-    for p in pointers:
-        together |= p
-    key = (kernel, *key, 0 if together % 16 == 0 else tuple(p % 16 == 0 for p in pointers))
-    ready = _READY.get(key)
-    if ready is not None:
-        run, grid, function, metadata, rest = ready
-        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
-        run(grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *rest)
-        return
-    grid, numbers, constants, cfg = launch()
-    options = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
-    compiled = kernel[(grid,)](*tensors, *numbers, **constants, **options)
-    if len(_READY) > 4096:
-        _READY.clear()
-    rest = (*numbers, *[None] * len(constants))
-    _READY[key] = compiled.run, grid, compiled.function, compiled.packed_metadata, rest
-
-
-def _start(
-    kernel: Any,
-    grid: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[Any, ...],
-    constants: dict[str, Any],
-    cfg: Config,
-) -> None:
-    """Launch kernel(*tensors, *numbers, **constants), its parameters in this order."""
-    where = tensors[0].device.index
-    if not INTERPRETED and where != torch.cuda.current_device():
-        with torch.cuda.device(where):
-            _start(kernel, grid, tensors, numbers, constants, cfg)
-        return
-    key = (where, grid, cfg, numbers, *constants.values(), *[x.dtype for x in tensors])
-    _run(key, kernel, tensors, lambda: Launch(grid, numbers, constants, cfg))
-
-
-def _device(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device."""
-    if INTERPRETED or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
-
-
-def _remember(kind: tuple[Any, ...]) -> int:
-    """A short name of a kind of call."""
+def _number_of(kind: tuple[Any, ...]) -> int:
+    """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
     if len(_KINDS) > 1024:
         _KINDS.clear()
-        _READY.clear()
-    return _KINDS.setdefault(kind, len(_KINDS))
+    number = _KINDS.get(kind)
+    if number is None:
+        number = _KINDS[kind] = next(_numbers)
+    return number
 
 
 _DOT = {
@@ -990,7 +907,7 @@ class _Launcher:
         self.call = call
         self.do = call.q if do is None else do
         q, g = call.q, call.log_gate
-        self.kind = _remember(call.kind(do))
+        self.kind = _number_of(call.kind(do))
         self.gate = q if g is None else g
         self.where = (
             q if call.cu_seqlens is None else call.cu_seqlens,
@@ -1007,16 +924,16 @@ class _Launcher:
 
     def merged(self) -> bool:
         """Whether one program of backward_kv holds a whole state."""
-        k, v = _power(self.width_k), _power(self.width_v)
+        k, v = tile_of(self.width_k), tile_of(self.width_v)
         return k * v <= 4096 and self.config("backward_k").block == k and self.config("backward_v").block == v
 
-    def launch(
+    def plan(
         self, cfg: Config, tokens: int, block_k: int, block_v: int, inputs: dict[str, Tensor], **more: bool
-    ) -> Launch:  # fmt: skip
+    ) -> Plan:  # fmt: skip
         """How to start a kernel that walks over this many tokens, by blocks of K and of V; `inputs` by their letter."""
         call = self.call
         slots, segments, _ = call.cut(tokens)
-        programs = slots * self.heads * _parts(self.width_k, block_k) * _parts(self.width_v, block_v)
+        programs = slots * self.heads * blocks_of(self.width_k, block_k) * blocks_of(self.width_v, block_v)
         lengths = call.lengths is not None and tokens == call.k.shape[1]  # else queries, which are never padded
         whole = self.width_k % block_k == 0 and self.width_v % block_v == 0 and tokens % cfg.chunk == 0
         dot = _DOT[call.q.dtype]
@@ -1045,7 +962,7 @@ class _Launcher:
             "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         }
         numbers = (call.eps, tokens, call.segment, segments, call.q.shape[0] * tokens, *gate, *apart)
-        return Launch(programs, numbers, constants, cfg)
+        return Plan((programs,), numbers, constants, cfg.warps, cfg.stages, cfg.registers)
 
     def states(
         self, rows: Tensor, zrows: Tensor | None, init: tuple[Tensor, Tensor] | None, grows: Tensor | None
@@ -1054,16 +971,16 @@ class _Launcher:
         k, v = self.call.k, self.call.v
         split, some = zrows is None, init is not None
 
-        def launch() -> Launch:
+        def plan() -> Plan:
             cfg = self.config("states")
             inputs = {"K": k, "V": v}
-            return self.launch(cfg, k.shape[1], cfg.block, _power(self.width_v), inputs, SPLIT=split, INIT=some)
+            return self.plan(cfg, k.shape[1], cfg.block, tile_of(self.width_v), inputs, SPLIT=split, INIT=some)
 
-        _run(
+        launch_by_key(
             (self.kind, split, some), states,
             (k, v, self.gate, rows, rows if zrows is None else zrows, *(init or (rows, rows)),
              rows if grows is None else grows, *self.where),
-            launch,
+            plan,
         )  # fmt: skip
 
     def scan(
@@ -1074,23 +991,23 @@ class _Launcher:
         call = self.call
         packed = call.cu_seqlens is not None
 
-        def launch() -> Launch:
+        def plan() -> Plan:
             elements = rows.shape[2]
             segments = call.cut(x.shape[1])[1]
             unroll = 16 if packed else min(16, 1 << (segments - 1).bit_length())
-            block = min(2048 // unroll, 512, _power(elements))
+            block = min(2048 // unroll, 512, tile_of(elements))
             constants = {
                 "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
                 "GATED": grows is not None, "PACKED": packed, "INIT": init is not None, "FINAL": final is not None,
                 "U": unroll, "BE": block, "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
             }  # fmt: skip
-            programs = call.sequences * self.heads * _parts(elements, block)
-            return Launch(programs, (call.segment, segments, self.heads), constants, Config(0, 0, 4, 1))
+            programs = call.sequences * self.heads * blocks_of(elements, block)
+            return Plan((programs,), (call.segment, segments, self.heads), constants)
 
-        _run(
+        launch_by_key(
             (self.kind, reverse, init is not None, final is not None), scan,
             (rows, rows if grows is None else grows, *(init or (rows, rows)), *(final or (rows, rows)), self.where[0]),
-            launch,
+            plan,
         )  # fmt: skip
 
     def forward(
@@ -1100,17 +1017,17 @@ class _Launcher:
         call = self.call
         some, save = init is not None, inv is not None
 
-        def launch() -> Launch:
+        def plan() -> Plan:
             cfg = self.config("forward")
-            return self.launch(
-                cfg, call.q.shape[1], _power(self.width_k), cfg.block, {"Q": call.q, "K": call.k, "V": call.v},
+            return self.plan(
+                cfg, call.q.shape[1], tile_of(self.width_k), cfg.block, {"Q": call.q, "K": call.k, "V": call.v},
                 SPLIT=split, INIT=some, SIGNED=call.signed, SAVE=save,
             )  # fmt: skip
 
-        _run(
+        launch_by_key(
             (self.kind, split, some, save), forward,
             (call.q, call.k, call.v, self.gate, o, o if inv is None else inv, *(init or final), *final, *self.where),
-            launch,
+            plan,
         )  # fmt: skip
 
     def backward_q(
@@ -1121,22 +1038,22 @@ class _Launcher:
         call, do = self.call, self.do
         some, started = init is not None, start is not None
 
-        def launch() -> Launch:
+        def plan() -> Plan:
             cfg = self.config("backward_q")
             if call.log_gate is not None:
                 cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
             inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
-            return self.launch(
-                cfg, call.q.shape[1], cfg.block, _power(self.width_v), inputs,
+            return self.plan(
+                cfg, call.q.shape[1], cfg.block, tile_of(self.width_v), inputs,
                 SPLIT=split, INIT=some, SIGNED=call.signed, START=started,
             )  # fmt: skip
 
         none = inv, inv
-        _run(
+        launch_by_key(
             (self.kind, split, some, started), backward_q,
             (call.q, call.k, call.v, self.gate, o, inv, do, pull, dq, inv if qdq is None else qdq,
              *(init or none), *(start or none), *(sums or none), inv if gsums is None else gsums, *self.where),
-            launch,
+            plan,
         )  # fmt: skip
 
     def backward_kv(
@@ -1154,20 +1071,20 @@ class _Launcher:
         )  # fmt: skip
         for name in ("backward_kv",) if self.merged() else ("backward_v", "backward_k"):
 
-            def launch(name: str = name) -> Launch:
+            def plan(name: str = name) -> Plan:
                 cfg = self.config(name)
-                block_k, block_v = _power(self.width_k), _power(self.width_v)
+                block_k, block_v = tile_of(self.width_k), tile_of(self.width_v)
                 if name == "backward_v":
                     block_v = cfg.block
                 elif name == "backward_k":
                     block_k = cfg.block
                 inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
-                return self.launch(
+                return self.plan(
                     cfg, call.k.shape[1], block_k, block_v, inputs,
                     SPLIT=split, INIT=some, DK=name != "backward_v", DV=name != "backward_k", FINAL=last,
                 )  # fmt: skip
 
-            _run((self.kind, name, split, some, last), backward_kv, tensors, launch)
+            launch_by_key((self.kind, name, split, some, last), backward_kv, tensors, plan)
 
 
 def launch_forward(
@@ -1179,18 +1096,17 @@ def launch_forward(
     rows [slots, H, K·V + K], given where sequences are cut, end up (causal) with the state before each segment.
     """
     run = _Launcher(call)
-    with _device(call.q):
-        if rows is not None:
-            grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
-            run.states(rows, None, None, grows)
-            run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
-        elif not call.causal:
-            run.states(s, z, init, None)
-        if not call.causal:
-            init = s, z
-        elif rows is not None:
-            init = rows, rows
-        run.forward(o, inv, init, (s, z), call.causal and rows is not None)
+    if rows is not None:
+        grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
+        run.states(rows, None, None, grows)
+        run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
+    elif not call.causal:
+        run.states(s, z, init, None)
+    if not call.causal:
+        init = s, z
+    elif rows is not None:
+        init = rows, rows
+    run.forward(o, inv, init, (s, z), call.causal and rows is not None)
 
 
 def launch_backward(
@@ -1211,23 +1127,22 @@ def launch_backward(
         rows = inv.new_empty((slots, run.heads, run.width_k * (run.width_v + 1)))
         sums = rows, rows
     if call.log_gate is not None:
-        parts = _parts(run.width_k, run.config("backward_k").block)
+        parts = blocks_of(run.width_k, run.config("backward_k").block)
         gates = inv.new_empty((parts, *call.log_gate.shape)), inv.new_empty((parts, *call.log_gate.shape))
         grows = inv.new_empty((slots, run.heads))
     if not call.causal:  # R and r are the same after every token, and before
         after = dinit or (torch.empty_like(end[0]), torch.empty_like(end[1]))
         sums = sums or after
         first = None
-    with _device(call.q):
-        run.backward_q(
-            o, inv, pull, dq, None if gates is None else gates[0], init, None if split or call.causal else dend, sums,
-            grows, split,
-        )  # fmt: skip
-        if split:
-            run.scan(call.q, rows, grows, dend, None if call.causal else after, True)
-        if split and call.causal:
-            after = sums
-        run.backward_kv(inv, pull, dk, dv, gates, after, None if init is None else init[0], end, first, split)
+    run.backward_q(
+        o, inv, pull, dq, None if gates is None else gates[0], init, None if split or call.causal else dend, sums,
+        grows, split,
+    )  # fmt: skip
+    if split:
+        run.scan(call.q, rows, grows, dend, None if call.causal else after, True)
+    if split and call.causal:
+        after = sums
+    run.backward_kv(inv, pull, dk, dv, gates, after, None if init is None else init[0], end, first, split)
     return None if gates is None else gates[1].sum(0)
 
 
@@ -1238,8 +1153,8 @@ def launch_step(
     """One token for every row and head; snew and znew may be s and z themselves."""
     b, h, width_k = q.shape
     width_v = v.shape[2]
-    block_k = _power(width_k)
-    block_v = min(_power(width_v), max(16, 4096 // block_k))
+    block_k = tile_of(width_k)
+    block_v = min(tile_of(width_v), max(16, 4096 // block_k))
     g = q if log_gate is None else log_gate
     constants = {
         "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "MAP": feature_map, "SIGNED": signed,
@@ -1248,4 +1163,4 @@ def launch_step(
     }  # fmt: skip
     strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
     warps = min(4, max(1, block_k * block_v // 512))
-    _start(step, b * h, (q, k, v, g, s, z, o, snew, znew), (eps, h, *strides), constants, Config(0, 0, warps, 1))
+    launch(step, (q, k, v, g, s, z, o, snew, znew), Plan((b * h,), (eps, h, *strides), constants, warps))

@@ -1,0 +1,284 @@
+"""The tables of README.md, results/README.md and guides/mechanisms.md, written from the files they describe.
+
+    python benchmarks/tables.py      rewrites every table; a test fails if one of them is out of date
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.card import card
+from subquad.report.lra import averages, published
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "results/README.md", "guides/mechanisms.md")
+LENGTHS = (1024, 4096, 16384, 65536)
+ARENA = ("listops", "text", "image", "pathfinder")
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def pair(forward: float, both: float) -> str:
+    return f"{forward:.2f} / {both:.2f}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.1f} x"
+
+
+def milliseconds(job: str, ours: float, other: str, theirs: float) -> tuple[str, ...]:
+    return job, f"{ours:.2f} ms", f"{other}: {theirs:.1f} ms", times(theirs / ours)
+
+
+def beside_others() -> str:
+    """Ours beside what people use today, one row per job."""
+    linear, sparse, images = results("linear"), results("sparse"), results("generation")
+    bars = {(bar["pattern"], bar["T"]): bar for bar in sparse["bars"]}
+    causal, flash = linear["ms in a CUDA graph"]["causal K=V=64 T=16384"], linear["ms"]["flash softmax T=16384"]
+    window, strided, bigbird = (
+        bars[key] for key in (("local 512", 16384), ("strided l=128", 65536), ("bigbird 64 r=3", 16384))
+    )
+    per_second = images["mnist"]["best"]["sequences_per_second"]
+    faster = images["mnist: linear over"]["softmax with a cache"]["each at its best batch"]
+    cpu = max(results("linear_cpu")["rows"], key=lambda row: row["T"])
+    ours, theirs = (cpu[library]["forward_backward"]["median_ms"] for library in ("subquad", "fast-transformers"))
+    return table(
+        ("job", "subquad", "what people use today", "faster"),
+        [
+            milliseconds("causal linear attention, T = 16k", causal[1], "flash softmax", flash[1]),
+            milliseconds("window of 512 keys, T = 16k", window["both_ms"], "flash softmax", window["dense_both_ms"]),
+            milliseconds("strided pattern, T = 64k", strided["both_ms"], "flash softmax", strided["dense_both_ms"]),
+            milliseconds(
+                "BigBird, T = 16k", bigbird["both_ms"], "FlexAttention", sparse["flex, bigbird 64 r=3"]["both_ms"]
+            ),
+            (
+                "MNIST images generated a second",
+                f"{per_second:,.0f}",
+                f"softmax with a key-value cache: {per_second / faster:,.0f}",
+                times(faster),
+            ),
+            (
+                f"causal linear attention, T = {cpu['T'] // 1024}k, two CPU cores",
+                f"{ours:.0f} ms",
+                f"fast-transformers (C++): {theirs:.0f} ms",
+                times(cpu["fast_transformers_over_subquad"]["median_of_rounds"]),
+            ),
+        ],
+    )
+
+
+def linear_attention() -> str:
+    linear = results("linear")
+
+    def cells(milliseconds: dict[str, list[float]], key: str) -> list[str]:
+        measured = (milliseconds.get(f"{key} T={length}") for length in LENGTHS)
+        return [pair(*both) if both else "-" for both in measured]
+
+    captured = linear["ms in a CUDA graph"]
+    return table(
+        ("linear attention, ms", "T = 1k", "4k", "16k", "64k"),
+        [
+            ["causal, elu+1, normalised", *cells(captured, "causal K=V=64")],
+            ["bidirectional", *cells(captured, "bidirectional K=V=64")],
+            ["flash softmax, causal", *cells(linear["ms"], "flash softmax")],
+        ],
+    )
+
+
+def sparse_attention() -> str:
+    sparse = results("sparse")
+    rows = [
+        [
+            f"{bar['pattern']}, {'causal' if bar['causal'] else 'bidirectional'}",
+            f"{bar['T'] // 1024}k",
+            pair(bar["forward_ms"], bar["both_ms"]),
+            pair(bar["dense_forward_ms"], bar["dense_both_ms"]),
+        ]
+        for bar in sparse["bars"]
+    ]
+    flex = sparse["flex, bigbird 64 r=3"]
+    rows.append(
+        ["the same bigbird by FlexAttention", f"{flex['T'] // 1024}k", pair(flex["forward_ms"], flex["both_ms"]), ""]
+    )
+    return table(("exact softmax over a pattern, ms", "T", "ours", "dense flash"), rows)
+
+
+def recurrent_step() -> str:
+    rows = [
+        (batch, f"{step['ms']:.3f}", f"{step['share of copy']:.0%}")
+        for batch, step in results("linear")["step"].items()
+    ]
+    return table(("batch", "ms a step", "of the bandwidth of a copy"), rows)
+
+
+def generation() -> str:
+    measured = results("generation")
+    rivals = ("softmax with a cache", "softmax that recomputes", "LSTM")
+    rows = []
+    for model, name in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
+        over = [measured[f"{model}: linear over"][rival]["each at its best batch"] for rival in rivals]
+        best = measured[model]["best"]["sequences_per_second"]
+        rows.append((name, f"{best:,.0f}", f"{measured[model]['paper']}", *(f"{ratio:.3g}" for ratio in over)))
+    return table(("linear", "images a second", "the paper's", *(f"over {rival}" for rival in rivals)), rows)
+
+
+def depth() -> str:
+    rows = []
+    for model, measured in results("generation")["depth"].items():
+        early, late = (statistics.median(measured[f"milliseconds at {position}"]) for position in (100, 100000))
+        rows.append((model, f"{early:.3f}", f"{late:.3f}", f"{measured['ratio of medians']:.2f}"))
+    return table(("model", "ms at position 100", "ms at 100,000", "ratio"), rows)
+
+
+def training() -> str:
+    """What models learned in minutes, beside the papers' figures."""
+    rows = []
+    for name in ("mnist", "cifar10", "speech"):
+        file = results(name)
+        unit = "{:.1f} % phone error" if file["metric"] == "per" else "{:.3f} " + file["metric"]
+        for label, run in file["results"].items():
+            paper = run["published"].get(file["metric"])
+            rows.append(
+                (
+                    run.get("data", name),
+                    label,
+                    unit.format(run["value"]),
+                    "-" if paper is None else f"{paper:g}",
+                    f"{run['steps']:,} of {run['steps_wanted']:,}",
+                    f"{run['seconds'] / 60:.1f} minutes",
+                )
+            )
+    return table(("data", "model", "on test data", "the paper's", "steps made", "trained for"), rows)
+
+
+def cpu() -> str:
+    peers = [row["fast_transformers_over_subquad"]["median_of_rounds"] for row in results("linear_cpu")["rows"]]
+    dense = [row["dense_over_sparse"] for row in results("sparse_cpu")["rows"]]
+    image, scaling = results("generation_cpu"), results("scaling_cpu")
+    growth = {row["mechanism"]: row["time"] for row in scaling["growth"]}
+    layers = {
+        row["label"]: row["training_ms"]["median"] / 1000
+        for row in scaling["rows"]
+        if row["length"] == 32768 and row["training_ms"]
+    }
+    rows = [
+        (
+            "causal linear attention beside fast-transformers' C++ kernel",
+            f"{min(peers):.1f} to {max(peers):.1f} times as fast",
+        ),
+        (
+            "sparse patterns beside dense attention, T = 4k to 16k",
+            f"{min(dense):.1f} to {max(dense):.1f} times as fast",
+        ),
+    ]
+    for how in ("eager", "compiled"):
+        rows.append(
+            (f"one MNIST image beside softmax with a cache, {how}", f"{image[how]['ratio_median']:.2f} of its time")
+        )
+    for name in ("linear", "softmax"):
+        job = f"one layer forward and back, a sample of 32,768 tokens, {name}"
+        rows.append((job, f"{layers[name]:.2f} s; grows as N^{growth[name]:.2f}"))
+    return table(("two CPU cores, float32", "measured"), rows)
+
+
+def long_text() -> str:
+    text = results("train")["text"]
+    rows = [
+        [name, f"{row['iteration_ms']['median']:.1f}", f"{row['ratio']['median']:.2f}"]
+        for name, row in text["captured"].items()
+    ]
+    return table(
+        (f"30 layers of width 512, context {text['length']:,}", "ms a training step", "over dense flash"), rows
+    )
+
+
+def arena() -> str:
+    """Accuracy on the Long Range Arena: ours, and the paper's in brackets."""
+    file = results("lra/small")
+    rows = []
+    for mechanism, (ours, paper) in averages(file, ARENA).items():
+        columns = [f"{averages(file, (c,))[mechanism][0]:.1f} ({published(mechanism, c):.1f})" for c in ARENA]
+        rows.append([mechanism, *columns, f"{ours:.1f} ({paper:.1f})"])
+    return table(("accuracy, %", "ListOps", "Text", "Image", "Pathfinder", "average"), rows)
+
+
+def arena_budgets() -> str:
+    runs = results("lra/small")["runs"]
+    rows = []
+    for column in ARENA:
+        steps = [run["steps"] for run in runs if run["column"] == column]
+        training = next(run["settings"]["training"] for run in runs if run["column"] == column)
+        wanted, seconds = f"{training['steps']:,} of {training['batch']}", f"{60 * training['minutes']:.0f} s"
+        rows.append((column, wanted, seconds, f"{min(steps):,} to {max(steps):,}"))
+    return table(("task", "steps of batch", "at most", "steps made"), rows)
+
+
+def arena_cost() -> str:
+    rows = {(row["mechanism"], row["length"]): row for row in results("lra/efficiency_h200")["rows"]}
+    linear = rows["linear", 4096]
+    lines = []
+    for other in ("softmax, naive", "softmax"):
+        speed, memory = (linear[key] / rows[other, 4096][key] for key in ("steps_per_second", "peak_bytes"))
+        name = "softmax that keeps the T x T matrix" if other != "softmax" else "flash softmax"
+        lines.append([name, f"{speed:.2f}", f"{memory:.2f}"])
+    return table(("linear at 4,096 bytes, over", "steps a second", "peak memory"), lines)
+
+
+def mechanisms() -> str:
+    rows = []
+    for name, cls in MECHANISMS.items():
+        traits, facts = cls.traits, card(cls)
+        source = facts.source
+        if re.fullmatch(r"\d{4}\.\d{4,5}", source):
+            source = f"[{source}](https://arxiv.org/abs/{source})"
+        elif f"OpenReview:{source}" in facts.paper:
+            source = f"[{source}](https://openreview.net/forum?id={source})"
+        can = ["yes" if trait else "-" for trait in (traits.causal, traits.bidirectional, traits.cross)]
+        rows.append([f"`{name}`", cls.family, facts.training_cost, *can, traits.state or "-", source])
+    return table(("name", "family", "training cost", "causal", "bidirectional", "cross", "state", "source"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "beside_others": beside_others,
+    "linear_attention": linear_attention,
+    "sparse_attention": sparse_attention,
+    "recurrent_step": recurrent_step,
+    "generation": generation,
+    "depth": depth,
+    "training": training,
+    "cpu": cpu,
+    "long_text": long_text,
+    "arena": arena,
+    "arena_budgets": arena_budgets,
+    "arena_cost": arena_cost,
+    "mechanisms": mechanisms,
+}
+
+
+def renewed(page: str) -> str:
+    """The page with every table written anew."""
+    return re.sub(
+        r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        (ROOT / page).write_text(renewed(text), encoding="utf-8")

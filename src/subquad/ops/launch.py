@@ -1,0 +1,98 @@
+"""How Triton kernels are started, by all of them.
+
+`kernel[grid](...)` looks at every argument of every call, which takes longer than a short kernel runs. Its findings
+depend only on types, numbers and the alignment of tensors: `launch` keeps the compiled kernel, and from the second call
+on hands the pointers to Triton's private launcher. Only the versions in KNOWN have that launcher in this form; with any
+other every call is `kernel[grid](...)`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import interpreter
+
+INTERPRETED = triton.knobs.runtime.interpret
+KNOWN = ("3.6",)
+_is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
+
+if INTERPRETED and _is_known:
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        """The interpreter's loop bounds are arrays of one element, which int() refuses since numpy 2.4."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+class Plan(NamedTuple):
+    """How a kernel is started, but for its tensors: its parameters are tensors, numbers, constants, in this order."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    warps: int = 4
+    stages: int = 1
+    registers: int = 255  # of a thread at most; without a limit ptxas gives up on large tiles
+
+
+_READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def launch(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> None:
+    """Start kernel(*tensors, *plan.numbers, **plan.constants)."""
+    key = (*plan[:2], *plan.constants.values(), *plan[3:], *[x.dtype for x in tensors])
+    launch_by_key(key, kernel, tensors, lambda: plan)
+
+
+def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...], plan: Callable[[], Plan]) -> None:
+    """Start a kernel as `plan()` says, which is asked once for each key: calls with one key differ in their data alone.
+
+    The key need not say where the tensors are, nor how they are aligned.
+    """
+    where = tensors[0].device.index
+    if not INTERPRETED and where != torch.cuda.current_device():
+        with torch.cuda.device(where):
+            launch_by_key(key, kernel, tensors, plan)
+        return
+    if INTERPRETED or not _is_known:
+        _launch_plainly(kernel, tensors, plan())
+        return
+    pointers = [x.data_ptr() for x in tensors]
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    aligned = 0 if together % 16 == 0 else tuple(pointer % 16 == 0 for pointer in pointers)
+    key = (id(kernel), where, aligned, *key)
+    ready = _READY.get(key)
+    if ready is not None:
+        run, grid, function, metadata, rest = ready
+        stream = torch._C._cuda_getCurrentRawStream(where)
+        run(*grid, stream, function, metadata, None, None, None, *pointers, *rest)
+        return
+    how = plan()
+    compiled = _launch_plainly(kernel, tensors, how)
+    if len(_READY) >= 4096:
+        _READY.clear()
+    rest = (*how.numbers, *[None] * len(how.constants))
+    grid = (*how.grid, 1, 1)[:3]
+    _READY[key] = compiled.run, grid, compiled.function, compiled.packed_metadata, rest
+
+
+def _launch_plainly(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> Any:
+    options = {"num_warps": plan.warps, "num_stages": plan.stages, "maxnreg": plan.registers}
+    return kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **({} if INTERPRETED else options))
+
+
+def tile_of(width: int) -> int:
+    """The least power of two, from 16 on, that holds `width` columns. (Triton's next_power_of_2 is slow.)"""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks cover the size. (Triton's cdiv is slow.)"""
+    return -(-size // block)
