@@ -654,8 +654,10 @@ def far_positions_follow_the_definition(case: Case) -> None:
     elif isinstance(mix, Linear | RFA | Performer):
         q, k, v = mix.heads.split(x)
         q, k = (turned(t, case.length) for t in (q, k))
-        gated = isinstance(mix, RFA) and mix.gate is not None
-        weights = mix._weights(q, k, torch.sigmoid(mix.gate(x))) if gated else mix._weights(q, k)
+        if isinstance(mix, RFA) and mix.gate is not None:
+            weights = mix._weights(q, k, torch.sigmoid(mix.gate(x)))
+        else:
+            weights = mix._weights(q, k)
         want = mix.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
     elif isinstance(mix, Efficient):
         q, k, v = mix.heads.split(x)

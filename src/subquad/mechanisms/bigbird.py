@@ -24,9 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.patterns import Block, Dense, Global, Pattern, Random
 from subquad.ops.rotary import rotate
@@ -40,14 +39,9 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    block: int = 64  # tokens of a block
-    random: int = 3  # random blocks per block of queries and head
+    block: AtLeast1 = 64  # tokens of a block
+    random: AtLeast0 = 3  # random blocks per block of queries and head
     construction: Literal["itc", "etc"] = "itc"  # global are the ends, or extra learned tokens
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, block=1, random=0)
-        one_of(self, construction=("itc", "etc"))
 
 
 class Bigbird(Patterned):

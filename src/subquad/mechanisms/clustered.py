@@ -31,10 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
@@ -49,18 +48,12 @@ PAIRS_A_KEY = 16  # to fetch a key for a cluster takes as long as so many pairs 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 64  # of queries
-    topk: int = 32  # keys of a cluster that each query attends to exactly
+    clusters: AtLeast1 = 64  # of queries
+    topk: AtLeast1 = 32  # keys of a cluster that each query attends to exactly
     improved: bool = True  # False: every query takes its cluster's output
-    bits: int = 63  # of the sign hash that is clustered
-    iterations: int = 10  # of Lloyd's algorithm on the hashes
-    block: int = 64  # causal: attended to exactly
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, clusters=1, topk=1, bits=1, iterations=0, block=1)
-        if self.improved not in (True, False):
-            refuse("improved", self.improved, "True or False")
+    bits: AtLeast1 = 63  # of the sign hash that is clustered
+    iterations: AtLeast0 = 10  # of Lloyd's algorithm on the hashes
+    block: AtLeast1 = 64  # causal: attended to exactly
 
 
 class Clustered(Attention):

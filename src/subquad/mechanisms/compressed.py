@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.cache import append
 from subquad.ops.dense import counted_attention, dense_attention
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    stride: base.AtLeast1 = 3  # tokens that become one key and one value
+    stride: AtLeast1 = 3  # tokens that become one key and one value
 
 
 class Compressed(Attention):

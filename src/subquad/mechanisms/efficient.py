@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.checks import one_of
 from subquad.mechanisms import base
 from subquad.mechanisms.heads import Heads
 from subquad.mechanisms.kernelised import Kernelised
@@ -58,10 +57,6 @@ class Memory(NamedTuple):
 class Options(base.Options):
     normalize: Literal["softmax", "scaling"] = "softmax"  # see the definition
     impl: Impl = "auto"  # "auto", "torch" or "triton"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, normalize=("softmax", "scaling"))
 
 
 class Efficient(Kernelised):

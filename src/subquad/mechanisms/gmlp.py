@@ -15,21 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Mixer, Traits
 from subquad.ops.layer_norm import LayerNorm
 from subquad.ops.lengths import first, visible_keys, zero_padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    expansion: int = 4  # width of [u, v] over dim
-    attention: int = 0  # width of the tiny attention; 0: none
+    expansion: AtLeast1 = 4  # width of [u, v] over dim
+    attention: AtLeast0 = 0  # width of the tiny attention; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, expansion=1, attention=0)
         if self.expansion * self.dim % 2:
             refuse("expansion", self.expansion, f"one that makes expansion·dim even, with dim={self.dim}")
 

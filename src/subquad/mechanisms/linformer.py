@@ -12,16 +12,15 @@ Verified    tests/mechanisms/test_linformer.py: E = F = I is full attention, 1e-
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import AtLeast1, Mixer, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.lengths import first, zero_padding
 
@@ -36,13 +35,8 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rank: int = 128  # rows that keys and values are projected to
+    rank: AtLeast1 = 128  # rows that keys and values are projected to
     share: Share = "heads"  # what the projections E and F are shared over
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, rank=1)
-        one_of(self, share=get_args(Share))
 
 
 class Linformer(Attention):

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import patterned
+from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
 from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
@@ -36,13 +37,12 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    window: int = 256  # keys on each side; when causal, before
+    window: AtLeast0 = 256  # keys on each side; when causal, before
     dilation: int | Sequence[int] = 1  # the gap between keys of the window, for all heads or one for each
-    global_tokens: int = 1  # the first so many positions; 0 for none
+    global_tokens: AtLeast0 = 1  # the first so many positions; 0 for none
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, window=0, global_tokens=0)
         if isinstance(self.dilation, Sequence):  # a list, as a configuration file has it
             object.__setattr__(self, "dilation", tuple(self.dilation))
         gaps = self.gaps

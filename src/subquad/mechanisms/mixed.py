@@ -136,7 +136,8 @@ class Mixed(Mixer):
         return self._join_outputs(y for y, _ in done), self._join([new for _, new in done])
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
-        memories = [mix._remember(zero_padding(part, lengths), lengths) for mix, part in self._slices(context)]
+        slices = zero_padding(self.into(context), lengths).split(self.widths, dim=-1)
+        memories = [mix._remember(part, lengths) for mix, part in zip(self.parts, slices, strict=True)]
         flat = [getattr(m, f) for m, fields in zip(memories, self.memory_fields, strict=True) for f in fields]
         return self.memory_type(*flat, lengths)
 

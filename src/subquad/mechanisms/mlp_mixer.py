@@ -15,19 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import AtLeast1, Mixer, Traits
 from subquad.ops.lengths import first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    hidden: int = 256  # width of the network over positions
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, hidden=1)
+    hidden: AtLeast1 = 256  # width of the network over positions
 
 
 class MLPMixer(Mixer):

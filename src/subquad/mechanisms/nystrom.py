@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
@@ -38,13 +38,12 @@ PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so man
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    landmarks: int = 64  # segment means that stand for all queries and keys
-    conv: int = 33  # width of the convolution over values, odd; 0: none
-    iterations: int = 6  # of the inverse
+    landmarks: AtLeast1 = 64  # segment means that stand for all queries and keys
+    conv: AtLeast0 = 33  # width of the convolution over values, odd; 0: none
+    iterations: AtLeast0 = 6  # of the inverse
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, landmarks=1, conv=0, iterations=0)
         if self.conv and self.conv % 2 == 0:
             refuse("conv", self.conv, "0 or an odd width, which leaves the length as it is")
 

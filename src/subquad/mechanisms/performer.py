@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, check_eps, one_of, refuse
+from subquad.checks import at_least, check_eps, refuse
 from subquad.mechanisms import base, kernelised
 from subquad.mechanisms.heads import Heads
 from subquad.mechanisms.kernelised import Kernelised
@@ -66,7 +66,6 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, kernel=KERNELS, norms=("chi", "sqrt"))
         at_least(self, features=0 if self.kernel == "relu" else 1)
         if self.eps is not None and not self.eps >= 0:
             refuse("eps", self.eps, "None or a number of at least 0")

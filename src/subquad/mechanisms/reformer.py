@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
@@ -70,14 +70,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rounds: int = 4  # of hashing, whose results are combined by their log-sum-exp
-    chunk: int = 64  # tokens that attend together, and to the chunk before
+    rounds: AtLeast1 = 4  # of hashing, whose results are combined by their log-sum-exp
+    chunk: AtLeast1 = 64  # tokens that attend together, and to the chunk before
     buckets: int | tuple[int, ...] = 32  # a tuple hashes by factors: their product many buckets, their sum the cost
     strict_causal: bool = True  # False: chunks of the whole sorted sequence, as in the paper
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rounds=1, chunk=1)
         odd = [f for f in self.factors if isinstance(f, bool) or not isinstance(f, int) or f < 2 or f % 2]
         if odd or self.buckets == ():
             refuse("buckets", self.buckets, "1, an even integer, or a tuple of even integers")

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_eps, refuse
+from subquad.checks import check_eps, refuse
 from subquad.mechanisms import base, kernelised
+from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.heads import Heads
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.impl import Impl
@@ -47,7 +48,7 @@ class Memory(kernelised.Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    features: int = 64  # directions; each gives a sine and a cosine
+    features: AtLeast1 = 64  # directions; each gives a sine and a cosine
     gate: bool = False  # a learned decay, for recency
     tau: float = 1.0  # temperature: smaller is sharper
     orthogonal: bool = False  # features drawn orthogonal, which lowers their variance
@@ -56,7 +57,6 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, features=1)
         if not self.tau > 0:
             refuse("tau", self.tau, "a number above 0")
         check_eps(self.eps, least=1e-20)  # it is divided by √(2·features)

@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.checking import check_padded
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
@@ -78,8 +78,8 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 16  # centroids of each head
-    window: int = 128  # tokens of a cluster that attend together
+    clusters: AtLeast1 = 16  # centroids of each head
+    window: AtLeast1 = 128  # tokens of a cluster that attend together
     share_qk: bool | None = None  # one projection for q and k; None: when causal
     # λ. Each training forward is a step, so with gradient accumulation each micro-batch. Keep the parameters in float32
     # (autocast is fine): a 16-bit centroid cannot move by thousandths.
@@ -89,9 +89,6 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, clusters=1, window=1)
-        if self.share_qk not in (None, True, False):
-            refuse("share_qk", self.share_qk, "True, False, or None to share when causal")
         if not 0 <= self.decay <= 1:
             refuse("decay", self.decay, "a number from 0 to 1")
         if self.scale is not None and not self.scale > 0:

@@ -29,7 +29,7 @@ from torch import Tensor
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding
@@ -40,14 +40,13 @@ ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    block: int = 64  # tokens that are sorted together
-    iterations: int = 8  # of normalising rows and columns
+    block: AtLeast1 = 64  # tokens that are sorted together
+    iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
     sortcut: int | None = None  # attend to so many sorted blocks only
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, block=1, iterations=1)
         if not self.temperature > 0:
             refuse("temperature", self.temperature, "a positive number")
         if self.sortcut is not None:

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.dense import hide_future
 from subquad.ops.lengths import first, visible_keys
@@ -35,11 +35,10 @@ KINDS = ("dense", "random", "fixed", "factorised_dense", "factorised_random", "d
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     kind: str = "dense"  # or several, joined by "+": a mixture
-    rank: int = 8  # of factorised_random
+    rank: AtLeast1 = 8  # of factorised_random
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rank=1)
         kinds = self.kinds
         if not set(kinds) <= set(KINDS) or len(set(kinds)) < len(kinds):
             refuse("kind", self.kind, f"different ones of {', '.join(KINDS)}, joined by +")

@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.heads import Heads
 from subquad.ops.lengths import at_most, first, keep, padding
 
@@ -36,11 +35,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    memory: int = 512  # positions back that a query sees
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, memory=1)
+    memory: AtLeast1 = 512  # positions back that a query sees
 
 
 class TransformerXL(Attention):
