@@ -109,7 +109,9 @@ def test_examples_ran_and_agreed(site: Path) -> None:
             assert "True" in printed, name
             assert "False" not in printed, (name, printed)
             count += 1
-    assert count == len(MECHANISMS) + sum('class="run"' in template(f"lessons/{slug}.html") for slug in LESSONS)
+    assert count == len(MECHANISMS) + sum(
+        "{% filter example %}" in template(f"lessons/{slug}.html") for slug in LESSONS
+    )
 
 
 def test_a_wrong_example_stops_the_build() -> None:
@@ -120,6 +122,9 @@ def test_a_wrong_example_stops_the_build() -> None:
 def test_the_lecture_notes_questions_are_answered(site: Path) -> None:
     page = (site / "lessons" / "questions.html").read_text()
     assert page.count('<div class="answer">') >= 24
+    lectures = re.findall(r'<li><a href="#(\w+)">', page)
+    assert len(lectures) == 5
+    assert re.findall(r'<h2 id="(\w+)">', page) == lectures
     formulas = (
         "softmax(Q Kᵀ / √d) V",
         "Σⱼ sim(qᵢ, kⱼ) vⱼ",

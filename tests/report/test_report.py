@@ -117,6 +117,28 @@ def test_ours_of_the_arena_stand_beside_the_paper_s(tmp_path: Path) -> None:
         assert re.findall(r'<td class="n ours" data-v="([^"]*)"', row[1]) == [value]
 
 
+def test_what_a_paper_did_not_try_gets_a_row_of_its_own(run: Path, tmp_path: Path) -> None:
+    values = {"linear": 0.81, "linear-taps": 0.62}
+    quality = [{"mechanism": n, "task": "mnist", "metric": "bits/dim", "value": v} for n, v in values.items()]
+    about = {
+        "table": "mnist",
+        "title": "MNIST",
+        "source": "a paper",
+        "metric": "bits/dim",
+        "differs": [],
+        "results": {},
+    }
+    (tmp_path / "mnist.json").write_text(json.dumps({"kind": "reproduce", **about, "quality": quality}))
+    page = make(read([tmp_path / "mnist.json"]))
+    part = page[page.index('id="published-mnist"') :]
+    for label, figures in (("Linear", ["0.644", "0.81", "142.8"]), ("linear-taps", ["", "0.62", ""])):
+        row = re.search(rf"<tr><td>{label}</td>(.*?)</tr>", part, re.DOTALL)
+        assert row
+        assert re.findall(r'data-v="([^"]*)"', row[1]) == figures
+    assert "Not in the paper: linear-taps." in part
+    assert "Not in the paper" not in (run / "report.html").read_text()  # a comparison does not repeat a paper's table
+
+
 def test_published_tables_stand_only_beside_the_same_thing(run: Path, tmp_path: Path) -> None:
     def tables(page: str) -> list[str]:
         return re.findall(r'id="published-([\w-]+)"', page)

@@ -62,5 +62,6 @@ def check_position(position: object, batch: int, device: torch.device) -> None:
         raise ValueError(f"state.position is on {position.device}: this model is on {device}")
 
 
-def batch_of(x: object) -> int:
+def batch_size(x: object) -> int:
+    """Rows of an input; 0 of what is not one, which is refused later with a better message."""
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0

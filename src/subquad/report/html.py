@@ -1,58 +1,59 @@
-"""The few pieces all pages are made of: a frame, tables that sort, charts as data, highlighted source."""
+"""What all pages share: the Jinja templates, tables that sort, charts as data, highlighted Python."""
 
-import html
-import io
+import functools
+import itertools
 import json
-import keyword
 import math
-import tokenize
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from markupsafe import Markup
 
 from subquad.report.visible import visible
 
-
-def escape(text: str) -> str:
-    """Text as a page shows it: neither its marks nor its control characters do anything."""
-    return html.escape(visible(text))
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 class Cell(NamedTuple):
-    """What is shown, and the value it sorts by (the shown text if None)."""
+    """A cell of a table: what is shown, and the value it sorts by (the shown text if None)."""
 
-    shown: str
+    shown: str  # Markup is HTML already, any other text is escaped
     value: float | str | None = None
     css: str = ""
-    raw: bool = False  # shown is HTML already
 
 
-def template(name: str) -> str:
-    """A file of templates/."""
-    return files("subquad.report").joinpath("templates", *name.split("/")).read_text(encoding="utf-8")
+@functools.cache
+def environment() -> "Environment":
+    """The templates. Every value is escaped unless it is Markup, and control characters are spelt out."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-
-def page(
-    title: str, body: str, *, nav: Sequence[tuple[str, str]] = (), assets: str | None = None, here: str = ""
-) -> str:
-    """A whole document. Style and script are written into it, or linked from the folder `assets`."""
-    if assets is None:
-        style, script = f"<style>{template('style.css')}</style>", f"<script>{template('page.js')}</script>"
-    else:
-        style = f'<link rel="stylesheet" href="{assets}/style.css">'
-        script = f'<script src="{assets}/page.js"></script>'
-    current = ' aria-current="page"'
-    links = "".join(
-        f'<a href="{escape(href)}"{current if text == here else ""}>{escape(text)}</a>' for text, href in nav[1:]
+    made = Environment(
+        loader=PackageLoader("subquad.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    home = f'<a class="home" href="{escape(nav[0][1])}">{escape(nav[0][0])}</a>' if nav else ""
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f'{style}\n</head>\n<body>\n<header class="bar"><div>{home}<nav>{links}</nav>'
-        '<button class="theme" type="button" data-theme-switch title="colours: automatic, light or dark">theme: auto'
-        f"</button></div></header>\n<main>\n{body}\n</main>\n{script}\n</body>\n</html>\n"
-    )
+    made.globals |= {"chart": chart, "code": code, "facts": facts, "table": table, "template": template}
+    return made
+
+
+def render(name: str, /, **values: Any) -> Markup:
+    """The template with these values."""
+    return Markup(environment().get_template(name).render(values))
+
+
+def template(name: str) -> Markup:
+    """A file of templates/ as it stands, such as the style and the script."""
+    return Markup(files("subquad.report").joinpath("templates", *name.split("/")).read_text(encoding="utf-8"))
+
+
+def escape(text: str) -> Markup:
+    """Text as HTML that shows it."""
+    return Markup.escape(visible(text))
 
 
 def number(value: float | int | None, digits: int = 3, unit: str = "") -> Cell:
@@ -91,42 +92,17 @@ def table(
     name: str = "",
     caption: str = "",
     filtered: bool = False,
-) -> str:
+) -> Markup:
     """A table that sorts by its headers; with `name` and `filtered` an input above hides rows."""
     cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
     numeric = [any(row[i].css == "n" for row in cells) for i in range(len(columns))]
-    head = "".join(
-        f'<th scope="col"{" class=n" if right else ""}><button type="button">{escape(text)}</button></th>'
-        for text, right in zip(columns, numeric, strict=True)
-    )
-    body = "".join(f"<tr>{''.join(_cell(c) for c in row)}</tr>\n" for row in cells)
-    search = (
-        f'<input class="filter" type="search" data-filter="{name}" placeholder="filter, e.g. linear 4,096" '
-        'aria-label="filter rows">'
-        if filtered
-        else ""
-    )
-    label = f"<caption><span>{escape(caption)}</span></caption>" if caption else ""
-    identity = f' id="{name}"' if name else ""
-    return (
-        f'{search}<div class="scroll" tabindex="0"><table class="sort"{identity}>{label}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    head = list(zip(columns, numeric, strict=True))
+    return render("table.html", head=head, rows=cells, name=name, caption=caption, filtered=filtered)
 
 
-def _cell(cell: Cell) -> str:
-    css = f' class="{cell.css}"' if cell.css else ""
-    value = "" if cell.value is None else f' data-v="{escape(str(cell.value))}"'
-    return f"<td{css}{value}>{cell.shown if cell.raw else escape(cell.shown)}</td>"
-
-
-def facts(pairs: Mapping[str, Any]) -> str:
+def facts(pairs: Mapping[str, Any]) -> Markup:
     """A list of names and values; nested ones on one line."""
-    return (
-        '<dl class="facts">'
-        + "".join(f"<dt>{escape(k.replace('_', ' '))}</dt><dd>{escape(_plain(v))}</dd>" for k, v in pairs.items())
-        + "</dl>"
-    )
+    return render("facts.html", pairs={key.replace("_", " "): _plain(value) for key, value in pairs.items()})
 
 
 def _plain(value: Any) -> str:
@@ -141,19 +117,14 @@ def _plain(value: Any) -> str:
     return "none" if value is None else f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
 
 
-def chart(name: str, spec: Mapping[str, Any]) -> str:
-    """A chart drawn by page.js from its data. `name` is unique in the page."""
+def chart(name: str, spec: Mapping[str, Any]) -> Markup:
+    """A chart that page.js draws from its data. `name` is unique in the page."""
     data = json.dumps(spelt(spec), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    data = data.replace("<", "\\u003c")  # no mark of a page stands inside a script
-    return (
-        f'<script type="application/json" id="{name}-data">{data}</script>'
-        f'<div class="chart" id="{name}" data-spec="{name}-data"><noscript>This chart is drawn by JavaScript; the CSV '
-        "and PNG files next to the report hold the same figures.</noscript></div>"
-    )
+    return render("chart.html", name=name, data=Markup(data.replace("<", "\\u003c")))  # nothing can end the script
 
 
 def spelt(value: Any, spell: Callable[[str], str] = visible) -> Any:
-    """Data with every string in it as it may be shown."""
+    """Data with `spell` applied to every string in it."""
     if isinstance(value, Mapping):
         return {spell(str(key)): spelt(inner, spell) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -161,20 +132,15 @@ def spelt(value: Any, spell: Callable[[str], str] = visible) -> Any:
     return spell(value) if isinstance(value, str) else value
 
 
-def code(source: str, css: str = "") -> str:
-    """Python with comments, strings and keywords set apart."""
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    out, done = [], 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        kind = {tokenize.COMMENT: "c", tokenize.STRING: "s"}.get(token.type)
-        if token.type == tokenize.NAME and keyword.iskeyword(token.string):
-            kind = "k"
-        if kind is None:
-            continue
-        begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
-        out += [escape(source[done:begin]), f'<span class="{kind}">{escape(source[begin:end])}</span>']
-        done = end
-    return f'<pre class="{css}"><code>{"".join(out)}{escape(source[done:])}</code></pre>'
+def code(source: str, css: str = "") -> Markup:
+    """Python with its comments, strings and keywords highlighted."""
+    from pygments.lexers import PythonLexer
+    from pygments.token import Comment, Keyword, Operator, String
+
+    kinds = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Operator.Word, "k"))
+    tokens = PythonLexer(stripnl=False).get_tokens(source)
+    named = ((next((css for kind, css in kinds if token in kind), ""), text) for token, text in tokens)
+    pieces = [
+        (css, "".join(text for _, text in group)) for css, group in itertools.groupby(named, lambda piece: piece[0])
+    ]
+    return render("code.html", pieces=pieces, css=css)

@@ -1,11 +1,19 @@
-"""The papers' tables as HTML, each column followed by what our runs measured of the same thing."""
+"""The papers' tables for a page, each column followed by our figures of the same thing."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from subquad.report.html import Cell, escape, number, table
-from subquad.report.runs import Json, Run, compared, learned, reproduced
+from markupsafe import Markup
+
+from subquad.measure.cost import Row
+from subquad.report.html import Cell, number, render
+from subquad.report.runs import Run, compared
 from subquad.studies.published import Column, Memory, Published, Quality, Speed
+from subquad.studies.results import EfficiencyRow, EfficiencyTable
+
+AnyRow = TypeVar("AnyRow", Row, EfficiencyRow)
+Place = tuple[int, Run | None]  # a column of the paper's table, or (with a run) ours beside it
 
 
 def ours(column: Column, run: Run, mechanism: str | None) -> float | None:
@@ -18,93 +26,99 @@ def ours(column: Column, run: Run, mechanism: str | None) -> float | None:
         case Quality(task, metric):
             return _quality(run, mechanism, task, metric)
         case Speed(length, arena):
-            if run.kind == "lra-efficiency":
-                return _over_naive(run, mechanism, length, "steps_per_second") if arena else None
-            ratio = (_row(run, mechanism, length) or {}).get("training_ratio")
-            return 1 / ratio["median"] if ratio and ratio.get("median") else None
+            if isinstance(run.figures, EfficiencyTable):
+                return _over_naive(run.figures, mechanism, length, "steps_per_second") if arena else None
+            ratio = row.training_ratio if (row := _row(run.rows, mechanism, length)) else None
+            return 1 / ratio.median if ratio and ratio.median else None
         case Memory(length):
-            if run.kind == "lra-efficiency":
-                return _over_naive(run, mechanism, length, "peak_bytes")
-            ratio = (_row(run, mechanism, length) or {}).get("memory_ratio")
-            return float(ratio) if ratio else None
+            if isinstance(run.figures, EfficiencyTable):
+                return _over_naive(run.figures, mechanism, length, "peak_bytes")
+            return row.memory_ratio if (row := _row(run.rows, mechanism, length)) else None
 
 
 def _quality(run: Run, mechanism: str, task: str, metric: str) -> float | None:
-    for q in learned(run):
-        if q["mechanism"] == mechanism and _plain(q["task"]) == task and _plain(q["metric"]) == metric:
-            value: float = q["value"]
-            return 100 * value if metric == "accuracy" and value <= 1 else value
+    for q in run.quality:
+        if q.value is not None and (q.mechanism, _letters(q.task), _letters(q.metric)) == (mechanism, task, metric):
+            return 100 * q.value if metric == "accuracy" and q.value <= 1 else q.value
     return None
 
 
-def _plain(text: str) -> str:
+def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def _over_naive(run: Run, mechanism: str, length: int, key: str) -> float | None:
-    """As in the paper, over softmax with the T x T matrix in memory."""
-    ours, theirs = ((_row(run, name, length) or {}).get(key) for name in (mechanism, "softmax, naive"))
+def _over_naive(results: EfficiencyTable, mechanism: str, length: int, field: str) -> float | None:
+    """As in the paper: over softmax that keeps the T x T matrix in memory."""
+    rows = (_row(results.rows, name, length) for name in (mechanism, "softmax, naive"))
+    ours, theirs = (row and getattr(row, field) for row in rows)
     return ours / theirs if ours and theirs else None
 
 
-def _row(run: Run, mechanism: str, length: int) -> Json | None:
-    rows: list[Json] = run.data.get("rows", [])
-    return next((row for row in rows if row["mechanism"] == mechanism and row["length"] == length), None)
+def _row(rows: Sequence[AnyRow], mechanism: str, length: int) -> AnyRow | None:
+    return next((row for row in rows if row.mechanism == mechanism and row.length == length), None)
 
 
-def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = False) -> str:
+def beside(tables: Iterable[Published], runs: Iterable[Run], only_ours: bool = False) -> Markup:
     """The tables, each column followed by ours wherever a run has the figure; `only_ours` leaves out those without."""
     runs = list(runs)
-    against = [*compared(runs), *reproduced(runs), *(run for run in runs if run.kind in ("lra", "lra-efficiency"))]
-    out = []
-    for shown in tables:
-        columns, titles, any_ours = _columns(shown, against)
-        if only_ours and not any_ours:
-            continue
-        decimals = [_decimals([row[2][i] for row in shown.rows]) for i in range(len(shown.columns))]
-        rows = []
-        for label, mechanism, figures in shown.rows:
-            cells = [Cell(label)]
-            for index, run in columns:
-                if run is None:
-                    figure = figures[index]
-                    cells.append(Cell(figure) if isinstance(figure, str) else _as_printed(figure, decimals[index]))
-                else:
-                    value = ours(shown.columns[index], run, mechanism)
-                    cells.append(number(value)._replace(css="n ours"))
-            rows.append(cells)
-        out.append(
-            f'<section><h3 id="published-{shown.name}">{escape(shown.title)}</h3>'
-            + table(["model", *titles], rows, caption=shown.source)
-            + (f'<p class="note">{escape(shown.note)}</p>' if shown.note else "")
-            + "</section>"
-        )
-    return "\n".join(out)
+    repeats = [run for run in runs if run.kind in ("reproduce", "lra", "lra-efficiency")]
+    shown = (_table(paper, [*compared(runs), *repeats], repeats) for paper in tables)
+    return render("published.html", tables=[one for one in shown if one["ours"] or not only_ours])
+
+
+def _table(paper: Published, runs: Sequence[Run], repeats: Sequence[Run]) -> dict[str, Any]:
+    """Runs that repeat the paper's experiment also get rows for what they tried and the paper did not."""
+    known = {mechanism for _, mechanism, _ in paper.rows}
+    added = list(dict.fromkeys(name for run in repeats for name in _measured(paper, run) if name not in known))
+    columns: list[Place] = []
+    for index, column in enumerate(paper.columns):
+        columns.append((index, None))
+        columns += [
+            (index, run) for run in runs if any(ours(column, run, name) is not None for name in (*known, *added))
+        ]
+    rows = [(label, mechanism, _as_printed(paper, figures)) for label, mechanism, figures in paper.rows]
+    rows += [(name, name, [number(None)] * len(paper.columns)) for name in added]
+    return {
+        "paper": paper,
+        "added": added,
+        "ours": len(columns) > len(paper.columns),
+        "columns": [f"ours, {run.name}" if run else paper.columns[index].title for index, run in columns],
+        "rows": [
+            [
+                Cell(label),
+                *(
+                    number(ours(paper.columns[index], run, mechanism))._replace(css="n ours") if run else theirs[index]
+                    for index, run in columns
+                ),
+            ]
+            for label, mechanism, theirs in rows
+        ],
+    }
+
+
+def _measured(paper: Published, run: Run) -> Iterator[str]:
+    """The mechanisms of a run that have a figure for a column of the paper's table."""
+    rows = run.figures.rows if isinstance(run.figures, EfficiencyTable) else run.rows
+    for name in dict.fromkeys(record.mechanism for record in [*run.quality, *rows]):
+        if any(ours(column, run, name) is not None for column in paper.columns):
+            yield name
+
+
+def _as_printed(paper: Published, figures: Sequence[float | str | None]) -> list[Cell]:
+    """Figures with as many decimals as the paper prints in their column."""
+    cells = []
+    for index, figure in enumerate(figures):
+        decimals = _decimals([row[2][index] for row in paper.rows])
+        cell = Cell(figure) if isinstance(figure, str) else number(figure)
+        if isinstance(figure, float):
+            cell = cell._replace(shown=f"{figure:.{decimals}f}" if decimals else str(figure))
+        cells.append(cell)
+    return cells
 
 
 def _decimals(figures: Sequence[float | str | None]) -> int:
-    """How many the paper prints in this column; 0 where it goes by significant digits instead."""
+    """How many decimals the paper prints in a column; 0 where it prints significant digits instead."""
     numbers = [f for f in figures if isinstance(f, float)]
     if not numbers or max(numbers) > 100 * min(numbers):
         return 0
     return max(len(str(f).partition(".")[2]) for f in numbers)
-
-
-def _as_printed(figure: float | None, decimals: int) -> Cell:
-    cell = number(figure)
-    if figure is None or isinstance(figure, int):
-        return cell
-    return cell._replace(shown=f"{figure:.{decimals}f}" if decimals else str(figure))
-
-
-def _columns(shown: Published, runs: Sequence[Run]) -> tuple[list[tuple[int, Run | None]], list[str], bool]:
-    columns: list[tuple[int, Run | None]] = []
-    titles = []
-    for index, column in enumerate(shown.columns):
-        columns.append((index, None))
-        titles.append(column.title)
-        for run in runs:
-            if any(ours(column, run, mechanism) is not None for _, mechanism, _ in shown.rows):
-                columns.append((index, run))
-                titles.append(f"ours, {run.name}")
-    return columns, titles, len(columns) > len(shown.columns)

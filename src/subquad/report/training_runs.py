@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from subquad.disk import blaming, read_sealed
-from subquad.report.html import chart, escape, number
+from subquad.report.html import number
 from subquad.report.runs import Json, Run
 from subquad.training.folder import CONFIG, RESULT, read_result
 from subquad.training.history import METRICS
@@ -17,7 +17,7 @@ def is_run(folder: Path) -> bool:
 
 
 def load(folder: Path) -> Run:
-    """Its three files as one; a run that has not ended has no result yet."""
+    """A run's three files as one; a run that has not ended has no result yet."""
     config, _ = read_sealed(folder / CONFIG)
     with blaming(str(folder / CONFIG)):
         training = {key: value for key, value in config.pop("training").items() if value is not None}
@@ -29,22 +29,34 @@ def load(folder: Path) -> Run:
     data["result"] = read_result(folder) if (folder / RESULT).is_file() else None
     data["curves"] = logged(folder)
     run = Run(folder.resolve().name, folder / METRICS, data)
-    with blaming(str(folder / RESULT), ValueError):
-        _sentence(data)
     with blaming(str(folder / METRICS), ValueError):
         curves(run)
+    with blaming(str(folder / RESULT), ValueError):
+        shown(run, "")
     return run
 
 
-def section(run: Run, name: str) -> str:
-    """As HTML."""
-    spec = curves(run)
-    body = f"<p>{escape(_sentence(run.data))}</p>" + (chart(f"{name}-chart", spec) if spec else "")
-    return f'<section><h2 id="{name}">{escape(run.name)}: training on {escape(run.data["task"])}</h2>{body}</section>'
+def shown(run: Run, anchor: str) -> Json:
+    """What the page shows of it."""
+    data, result = run.data, run.data["result"]
+    about: Json = {"anchor": anchor, "name": run.name, "task": data["task"], "curves": curves(run)}
+    if result is None:
+        return {**about, "finished": False, "steps": f"{data['curves'][-1]['step'] if data['curves'] else 0:,}"}
+    metric = result["metric"]
+    values = {split: (result.get(split) or {}).get(metric) for split in ("validation", "test")}
+    reached = [f"{split} {number(value, 4).shown} {metric}" for split, value in values.items() if value is not None]
+    counts = {key: f"{result[key]:,}" for key in ("best_step", "parameters", "steps")}
+    return {
+        **about,
+        **counts,
+        "finished": True,
+        "reached": ", ".join(reached),
+        "seconds": number(result["seconds"]).shown,
+    }
 
 
 def curves(run: Run) -> Json | None:
-    """Of every split and metric the values over the steps, a view each."""
+    """Values over the steps, a view for each split and metric."""
     points: dict[tuple[str, str], list[list[float]]] = {}
     for line in run.data["curves"]:
         measured = ["loss"] if line["split"] == "train" else [key for key in line if key not in NOT_METRICS]
@@ -62,18 +74,3 @@ def curves(run: Run) -> Json | None:
         for (split, key), found in points.items()
     ]
     return {"views": views, "chosen": [run.name]} if views else None
-
-
-def _sentence(data: Json) -> str:
-    result = data["result"]
-    if result is None:
-        steps = data["curves"][-1]["step"] if data["curves"] else 0
-        return f"Not finished: {steps:,} steps so far."
-    metric, reached = result["metric"], []
-    for split in ("validation", "test"):
-        value = (result.get(split) or {}).get(metric)
-        reached += [] if value is None else [f"{split} {number(value, 4).shown} {metric}"]
-    return (
-        f"{', '.join(reached) or 'Nothing was evaluated'}, with the weights of step {result['best_step']:,}. "
-        f"{result['parameters']:,} parameters, {result['steps']:,} steps in {number(result['seconds']).shown} s."
-    )
