@@ -222,11 +222,11 @@ class Yardstick:
         self.last: dict[str, float] = {}
 
     def sample(self, kinds: Iterable[str]) -> dict[str, float]:
-        """Milliseconds of those of `kinds` that softmax has; no others are timed, for they are slow at long lengths."""
+        """Milliseconds of each of `kinds` that softmax has; the others are not timed, which would be slow."""
         device = self.subject.shape.device
-        found = {what: once(self.runs[what], device, self.samples[what]) for what in kinds if what in self.runs}
-        self.last |= found
-        return found
+        times = {what: once(self.runs[what], device, self.samples[what]) for what in kinds if what in self.runs}
+        self.last |= times
+        return times
 
 
 def time_beside(

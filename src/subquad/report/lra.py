@@ -37,24 +37,24 @@ def published(mechanism: str, column: str) -> float | None:
 
 def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
     """(mechanism, column) -> the finished runs of all seeds."""
-    found: dict[tuple[str, str], list[ArenaRun]] = {}
+    finished: dict[tuple[str, str], list[ArenaRun]] = {}
     for run in of_size(results):
         if run.accuracy is not None:
-            found.setdefault((run.mechanism, run.column), []).append(run)
-    return found
+            finished.setdefault((run.mechanism, run.column), []).append(run)
+    return finished
 
 
 def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
     """mechanism -> (ours, the paper's) over these columns, where all of them are there."""
     known = cells(results)
-    found = {}
+    averages = {}
     for mechanism in dict.fromkeys(m for m, _ in known):
         ours = [_mean(known[mechanism, c]) for c in columns if (mechanism, c) in known]
         theirs = [published(mechanism, c) for c in columns]
         if columns and len(ours) == len(columns):
             paper = None if None in theirs else statistics.fmean(t for t in theirs if t is not None)
-            found[mechanism] = statistics.fmean(ours), paper
-    return found
+            averages[mechanism] = statistics.fmean(ours), paper
+    return averages
 
 
 def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Table]:
@@ -112,34 +112,34 @@ def cost_tables(results: ArenaTable) -> list[Table]:
             table.add_row(mechanism, *row)
         for label, over in _summaries(known).items():
             of_column = ([v for (_, column), v in values.items() if column == c] for c in columns)
-            table.add_row(label, *(shape.format(over(found)) for found in of_column), style="dim")
+            table.add_row(label, *(shape.format(over(column)) for column in of_column), style="dim")
         tables.append(table)
     return tables
 
 
 def surprising(results: ArenaTable) -> dict[str, str]:
-    """Cells that need a sentence on why, "listops linear", and what is surprising about them."""
-    found = {}
+    """Cells of the table that need a note, such as "listops linear", and what is surprising about each."""
+    reasons = {}
     for (mechanism, c), runs in cells(results).items():
         ours, paper, chance = _mean(runs), published(mechanism, c), RECIPES[c].majority
         if ours < chance + AT_CHANCE:
-            found[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
+            reasons[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
         elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0].task:
-            found[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
+            reasons[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
     for run in of_size(results):
         if run.error is not None:
-            found[f"{run.column} {run.mechanism}"] = run.error
-    return found
+            reasons[f"{run.column} {run.mechanism}"] = run.error
+    return reasons
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Sentences that a person wrote and checked, by cell: {"listops linear": "..."}. Kept apart from the figures."""
+    """Notes that a person wrote, by cell: {"listops linear": "..."}. They have their own file beside the figures."""
     if not path.is_file():
         return {}
-    found = read_json(path)
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    notes = read_json(path)
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise ValueError(f"{path} cannot work: accepted is an object of sentences, such as {{'listops linear': '...'}}")
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in notes.items()}
 
 
 def note_lines(results: ArenaTable, notes: dict[str, str]) -> list[str]:
@@ -161,7 +161,7 @@ def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:
 
 
 def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
-    """What is said of all mechanisms together, where there are several."""
+    """Summaries over all mechanisms, where there are several."""
     several = len({mechanism for mechanism, _ in known}) > 1
     return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
 

@@ -184,15 +184,15 @@ def _bars(axis: Any, results: ReproducedTable) -> bool:
 
 
 def _times(axis: Any, results: ReproducedTable) -> bool:
-    found = (results.iterations or {}).get("models", {})
+    models = (results.iterations or {}).get("models", {})
     if axis is not None:
-        for place, row in enumerate(found.values()):
+        for place, row in enumerate(models.values()):
             axis.barh(place, row["iteration_ms"]["median"], 0.5, color="tab:green")
             axis.annotate(
                 f" x {row['ratio']['median']:.2f}", (row["iteration_ms"]["median"], place), va="center", fontsize=8
             )
-        axis.set_yticks(range(len(found)), list(found))
+        axis.set_yticks(range(len(models)), list(models))
         axis.invert_yaxis()
         axis.margins(x=0.2)
         axis.set_xlabel("ms an iteration of training")
-    return bool(found)
+    return bool(models)
