@@ -95,21 +95,20 @@ Threshold = int | tuple[int, ...]
 THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
     "mechanisms.additive.PAIRS": (1, 2000),
     "mechanisms.clustered.PAIRS_A_KEY": (0, 1000),
-    "mechanisms.compressed.ROWS": (1, 4),
     "mechanisms.efficient.BLOCK": (2, 8),
     "mechanisms.efficient.LIMIT": (0, 1),
     "mechanisms.nystrom.BLOCK": (1, 7),
     "mechanisms.nystrom.PIECES": ((1,), (2, 1)),
-    "mechanisms.softmax.ROWS": (1, 5),
     "ops.dense.PAIRS": (1, 300),
-    "ops.linear.BLOCK": (2, 3),
-    "ops.linear.SEGMENT": (64,),
+    "ops.dense.ROWS": (1, 5),
+    "ops.linear.chunked.BLOCK": (2, 3),
+    "ops.linear.chunked.SEGMENT": (64,),
     "ops.running.SUM_BLOCK": (2, 7),
     "ops.running.MAX_BLOCK": (1, 7),
-    "ops.sparse.TILE": (1, 8),
-    "ops.sparse.BUDGET": (1, 700),
-    "ops.sparse_cache.ROWS": (1, 3),
-    "ops.sparse_cache.GATHERED": (1, 400),
+    "ops.sparse.tiles.TILE": (1, 8),
+    "ops.sparse.tiles.BUDGET": (1, 700),
+    "ops.sparse.cache.ROWS": (1, 3),
+    "ops.sparse.cache.GATHERED": (1, 400),
 }
 
 

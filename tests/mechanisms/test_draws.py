@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subquad
 from subquad.mechanisms import MECHANISMS
-from subquad.ops import sparse
+from subquad.ops.sparse import torch_path
 from tests.mechanisms import laws
 from tests.mechanisms.draws import (
     THRESHOLDS,
@@ -98,21 +98,20 @@ class Call(NamedTuple):
 CALLS = {
     "mechanisms.additive.PAIRS": Call("additive", {}),
     "mechanisms.clustered.PAIRS_A_KEY": Call("clustered", {"clusters": 4, "topk": 6}),
-    "mechanisms.compressed.ROWS": Call("compressed", {"causal": True}),
     "mechanisms.efficient.BLOCK": Call("efficient", {"causal": True}, size=50.0),
     "mechanisms.efficient.LIMIT": Call("efficient", {"causal": True}),
     "mechanisms.nystrom.BLOCK": Call("nystrom", {"landmarks": 6}),
     "mechanisms.nystrom.PIECES": Call("nystrom", {"landmarks": 6}, 48),
-    "mechanisms.softmax.ROWS": Call("softmax", {"causal": True}),
     "ops.dense.PAIRS": Call("softmax", {"dropout": 1e-12}),
-    "ops.linear.BLOCK": Call("linear", {"causal": True}, 600),
-    "ops.linear.SEGMENT": Call("linear", {"causal": True}, 300),
+    "ops.dense.ROWS": Call("softmax", {"causal": True}),
+    "ops.linear.chunked.BLOCK": Call("linear", {"causal": True}, 600),
+    "ops.linear.chunked.SEGMENT": Call("linear", {"causal": True}, 300),
     "ops.running.SUM_BLOCK": Call("efficient", {"causal": True}),
     "ops.running.MAX_BLOCK": Call("performer", {"causal": True, "features": 9}),
-    "ops.sparse.TILE": Call("longformer", {"window": 3, "dilation": 2}),
-    "ops.sparse.BUDGET": Call("strided", {"stride": 5}),
-    "ops.sparse_cache.ROWS": Call("local", {"causal": True, "window": 5}),
-    "ops.sparse_cache.GATHERED": Call("strided", {"causal": True, "stride": 5}),
+    "ops.sparse.tiles.TILE": Call("longformer", {"window": 3, "dilation": 2}),
+    "ops.sparse.tiles.BUDGET": Call("strided", {"stride": 5}),
+    "ops.sparse.cache.ROWS": Call("local", {"causal": True, "window": 5}),
+    "ops.sparse.cache.GATHERED": Call("strided", {"causal": True, "stride": 5}),
 }
 
 
@@ -138,13 +137,13 @@ def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch:
     x = call.size * tokens(2, call.length, 24)
     ways, results = set(), []
     tiles: list[str] = []
-    attend = sparse._attend  # inside an operator, which operations do not show
+    attend = torch_path.attend_tiles  # inside an operator, which operations do not show
 
     def watched(q: Tensor, k: Tensor, *rest: Any) -> Any:
         tiles.append(f"tile {tuple(q.shape)} {tuple(k.shape)}")
         return attend(q, k, *rest)
 
-    monkeypatch.setattr(sparse, "_attend", watched)
+    monkeypatch.setattr(torch_path, "attend_tiles", watched)
     for value in (None, *THRESHOLDS[threshold]):
         if value is not None:
             set_threshold(monkeypatch, threshold, value)
@@ -183,16 +182,16 @@ ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or 
     "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
     "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",
     "ops.layer_norm_triton.TILE": "ops/test_layer_norm.py",
-    "ops.linear.FORGET": "stands for minus infinity",
-    "ops.linear_deferred.GROUP": "ops/test_linear_deferred.py",
-    "ops.linear_deferred_triton.TILE": "ops/test_linear_deferred.py",
-    "ops.linear_fused.MIN_SEGMENT": "ops/test_linear_triton.py",
-    "ops.linear_fused.PROGRAMS": "ops/test_linear_triton.py",
-    "ops.linear_fused.WALKS": "ops/test_linear_triton.py",
-    "ops.patterns.COUNTED": "ops/test_patterns.py",
-    "ops.patterns.DENSEST": "ops/test_patterns.py",
+    "ops.linear.chunked.FORGET": "stands for minus infinity",
+    "ops.linear.deferred.GROUP": "ops/test_linear_deferred.py",
+    "ops.linear.deferred_triton.TILE": "ops/test_linear_deferred.py",
+    "ops.linear.fused.MIN_SEGMENT": "ops/test_linear_triton.py",
+    "ops.linear.fused.PROGRAMS": "ops/test_linear_triton.py",
+    "ops.linear.fused.WALKS": "ops/test_linear_triton.py",
+    "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
+    "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
-    "ops.sparse_triton.SPLIT": "ops/test_sparse_triton.py",
+    "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
 }
 
 

@@ -1,6 +1,6 @@
 """Triton's interpreter and its compiler need opposite settings when triton is first imported: a process for each.
 
-`test_triton.py` runs every file that imports this one again in such processes; there tests marked `interpreted` or
+`test_kernels.py` runs every file that imports this one again in such processes; there tests marked `interpreted` or
 `compiled` run.
 """
 

@@ -12,9 +12,9 @@ from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_position, check_type, clean_frames, zero_padding
+from subquad.models.inputs import check_position, check_type, clean_frames
 from subquad.models.model import Model
-from subquad.ops.lengths import check_lengths, shape_of
+from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 
 
 class State(NamedTuple):
@@ -207,7 +207,7 @@ class Transformer(Model):
         if not isinstance(memory, tuple):
             return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
         if lengths is not None:
-            raise ValueError("memory_lengths came with a remembered memory, which knows its own: leave them out")
+            raise ValueError("memory_lengths was given with a remembered memory, which knows its own: leave it out")
         if self.config.cross is None or len(memory) != len(self.blocks):
             count = 0 if self.config.cross is None else len(self.blocks)
             raise ValueError(f"memory is remembered by {len(memory)} layers: this model has {count} that read one")
