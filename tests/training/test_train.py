@@ -312,7 +312,7 @@ def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkey
 def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) -> None:
     """A clock of our own, in which each of them takes so many seconds."""
     now = [0.0]
-    updating, measuring = loop_module.Run._update, loop_module.Run._measure
+    updating, measuring = loop_module.Run._update, loop_module.Run.measure
 
     def _update(self: Any, feed: Any, seconds: float) -> None:
         now[0] += update
@@ -323,7 +323,7 @@ def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) 
         return measuring(self, *given)
 
     monkeypatch.setattr(loop_module.Run, "_update", _update)
-    monkeypatch.setattr(loop_module.Run, "_measure", _measure)
+    monkeypatch.setattr(loop_module.Run, "measure", _measure)
     monkeypatch.setattr("subquad.training.loop.time.perf_counter", lambda: now[0])
 
 
