@@ -315,7 +315,7 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=f.default,
-            annotation=Annotated[f.type, typer.Option(help=f.metadata["help"])],  # type: ignore[misc,valid-type]
+            annotation=Annotated[f.type, typer.Option(help=f.metadata["help"])],
         )
         for name, f in fields.items()
     ]

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from subquad.checks import nearest, refuse
 from subquad.models import generation
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_parts, flags, nested
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_config, nested, spread_rotary
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import batch_of
+from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State as DecoderState
@@ -36,8 +36,7 @@ class Seq2SeqConfig(Config):
     tie: bool = False  # the output weights are the target embedding's
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        flags(self, "share", "tie")
+        super().__post_init__()
         if self.encoder.dim != self.decoder.dim:
             refuse("decoder.dim", self.decoder.dim, f"the encoder's dim={self.encoder.dim}")
         if self.encoder.cross is not None:
@@ -86,8 +85,8 @@ class Seq2Seq(Model):
     ) -> Tensor:
         """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
         memory, memory_lengths = self._encode(source, source_lengths, "source_lengths")
-        if batch_of(target) != len(memory):
-            raise ValueError(f"target has batch {batch_of(target)}: source has batch {len(memory)}")
+        if batch_size(target) != len(memory):
+            raise ValueError(f"target has batch {batch_size(target)}: source has batch {len(memory)}")
         x = self.target(target, target_lengths, name="target", lengths_name="target_lengths")
         return self._logits(self.decoder(x, target_lengths, memory, memory_lengths))
 
@@ -140,7 +139,7 @@ class Seq2Seq(Model):
             raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         if not isinstance(state.memory, tuple):
             raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
-        return self.decoder.check_state(state.decoder, batch_of(tokens))[0]
+        return self.decoder.check_state(state.decoder, batch_size(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.target.weight) if self.head is None else self.head(y)
@@ -148,11 +147,7 @@ class Seq2Seq(Model):
 
 def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqConfig:
     if config is not None:
-        if fields:
-            raise TypeError(f"Seq2SeqConfig and keywords ({', '.join(fields)}) came together: pass one or the other")
-        if not isinstance(config, Seq2SeqConfig):
-            raise TypeError(f"config is a {type(config).__name__}: accepted is a Seq2SeqConfig")
-        return config
+        return check_config(Seq2SeqConfig, config, fields)
     stacks = [f.name for f in dataclasses.fields(TransformerConfig)]
     inputs = [f.name for f in dataclasses.fields(EmbeddingConfig)]
     parts: dict[str, dict[str, Any]] = {"source": {}, "target": {}, "encoder": {}, "decoder": {"causal": True}}
@@ -162,10 +157,7 @@ def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqCo
     }
     sides |= {"pool": ("encoder",), "taps": ("decoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
     own = {}
-    if fields.get("positions") == "rotary":  # one wish with two parts: nothing in the embedding, rotation in the mixers
-        fields = {**fields, "positions": "none", "rotary": True}
-    fields = {"cross": "softmax", **fields}
-    for key, value in fields.items():
+    for key, value in {"cross": "softmax", **spread_rotary(fields)}.items():
         side, _, rest = key.partition("_")
         if key in ("share", "tie", *parts):
             own[key] = value
