@@ -348,7 +348,7 @@ def test_validation_is_of_the_same_examples_in_micro_batches(tmp_path: Path) -> 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(tmp_path: Path) -> None:
     _die_at(tmp_path, 4)
     (tmp_path / "checkpoints" / "step_000003" / checkpoints.TENSORS).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step_000003 is damaged.*no checkpoint is left to go on from"):
+    with pytest.raises(ValueError, match=r"step_000003 is damaged.*no checkpoint is left to resume from"):
         run(tmp_path, resume=True)
 
 
