@@ -7,6 +7,7 @@ which file to put where.
 
 import gzip
 import hashlib
+import importlib
 import io
 import lzma
 import math
@@ -21,11 +22,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from subquad.disk import user_cache
+
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
     from rich.progress import Progress
 
 T = TypeVar("T")
@@ -42,6 +47,16 @@ class Missing(FileNotFoundError):
 
 class Broken(ValueError):
     """A file that is not what its name says; the message names it."""
+
+
+def extra(package: str, name: str, what: str) -> ModuleType:
+    """A package that only `what` needs and that subquad[name] installs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{what} need the package {package}, which is not here: pip install 'subquad[{name}]'"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -62,17 +77,6 @@ def folder() -> Path:
     return Path(chosen).expanduser() if chosen else user_cache()
 
 
-def user_cache() -> Path:
-    """The place that the operating system gives to files that can be made again."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "subquad"
-
-
 def find(file: File) -> Path | None:
     """The file, if it is here."""
     paths = (folder() / name for name in (file.path, *file.also))
@@ -88,7 +92,7 @@ def get(file: File) -> Path:
         raise Missing(_advice(file, "there is no public file of known SHA-256 to download"))
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with _alone(folder()):
+        with lock(folder()):
             if find(file) is None:  # another process may have brought it while this one waited
                 _download(file, file.url)
     except (OSError, ImportError) as error:  # errors of requests are OSErrors
@@ -107,7 +111,7 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
     path = base / "prepared" / f"{mark(*sources)}-{name}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
+        with lock(path.parent):
             if not path.exists():
                 for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
                     _remove(left)
@@ -182,20 +186,11 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise Broken(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is text in {encoding}") from error
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with its process, so a killed one leaves no trap."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: files still appear whole, two processes may do the same work
-        yield
-        return
-    held = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
+def lock(directory: Path) -> "BaseFileLock":
+    """One process and thread at a time. The lock goes with its process, so a killed one leaves no trap."""
+    from filelock import FileLock
+
+    return FileLock(directory / ".lock", thread_local=False)
 
 
 def _download(file: File, url: str) -> None:

@@ -4,8 +4,8 @@ Chorales  C.-Z. A. Huang, https://github.com/czhuang/JSB-Chorales-dataset, Jsb16
           229 + 76 + 77 chorales in the split of Boulanger-Lewandowski 2012, four voices (soprano, alto, tenor, bass),
           a pitch or silence for each sixteenth note; held and repeated notes are not told apart
 Tokens    the four voices of a sixteenth, then of the next: 0 for silence, else pitch - 35 of pitches 36 to 81
-Sound     any WAV file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or 90 / 5 / 5 %
-          of a single one
+Sound     any sound file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or
+          90 / 5 / 5 % of a single one
 MIDI      any folder of files, brought onto the same grid
 """
 
@@ -169,7 +169,7 @@ class Pieces:
 
 
 def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
-    """µ-law tokens of a WAV file or of all in a folder; a relative path may lie under the data folder. None: the Free
+    """µ-law tokens of a sound file or of all in a folder; a relative path may lie under the data folder. None: the Free
     Spoken Digit Dataset, as `speech.digits` has it.
 
     Of ten or more files every tenth is for validation and every tenth for testing."""
@@ -177,7 +177,7 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
     path = path if path.exists() else files.folder() / path
     if not path.exists():
         raise files.Missing(
-            f"{path} is not there: sound is a WAV file or a folder of them, or lies in {files.folder()}"
+            f"{path} is not there: sound is a WAV or other sound file, or a folder of them, or lies in {files.folder()}"
         )
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
@@ -188,9 +188,11 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
             raise files.Broken(
                 f"{path} has {tokens.stat().st_size} samples at {rate:,} Hz, too few to split"
             ) from error
-    found = audio.wav_files(path)
+    found = audio.sound_files(path)
     if len(found) < 10:
-        raise files.Broken(f"{path} holds {len(found)} WAV files: accepted are one file, or ten or more to be split")
+        raise files.Broken(
+            f"{path} holds {len(found)} sound files such as WAV: accepted are one file, or ten or more to be split"
+        )
     held = (found[8::10], found[9::10])
     parts = {"train": sorted({*found} - {*held[0], *held[1]}), "validation": held[0], "test": held[1]}
     made = [
@@ -209,7 +211,7 @@ def _encoded(sources: Sequence[Path], rate: int) -> Callable[[Path], None]:
     def make(new: Path) -> None:
         with new.open("wb") as file:
             for source in files.shown(sources, "sounds into tokens"):
-                file.write(audio.mu_law(audio.resample(*audio.read_wav(source), rate)).tobytes())
+                file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())
 
     return make
 

@@ -8,7 +8,7 @@ digits   Free Spoken Digit Dataset, Z. Jackson et al., https://github.com/Jakobo
          CC BY-SA 4.0: 3,000 recordings of six people at 8 kHz, {digit}_{speaker}_{index}.wav, as 40 log-mel energies;
          indices 0 to 4 for testing as published, 5 to 9 for validation. What is downloaded is version 1.0.9 with 2,500
          recordings, the last whose SHA-256 is public
-folder   your own WAV files and transcripts, as 40 log-mel energies
+folder   your own sound files and transcripts, as 40 log-mel energies
 
 Symbol 0 is CTC's blank and fills targets up.
 """
@@ -148,17 +148,19 @@ def digits() -> Speech:
 
 
 def folder(path: str | Path) -> Speech:
-    """WAV files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
+    """Sound files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
     which every tenth utterance is then for validation and every tenth for testing.
 
-    What is said stands beside a WAV file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
+    What is said stands beside a sound file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
     *.trans.txt) or "words (name)" (*.transcription). With a dictionary at the top (lexicon.txt, *.dic, *.dict; lines
     "WORD PHONE PHONE") targets are phones, else letters. Kaldi's wav.scp says where the sound lies, if it is there.
     """
     root = Path(path).expanduser()
     root = root if root.is_dir() else files.folder() / root
     if not root.is_dir():
-        raise files.Missing(f"{path} is not a folder here or in {files.folder()}: speech is a folder of WAV files")
+        raise files.Missing(
+            f"{path} is not a folder here or in {files.folder()}: speech is a folder of sound files such as WAV"
+        )
     dictionaries = [p for name in ("lexicon.txt", "*.dic", "*.dict") for p in sorted(root.glob(name))]
     words = read_dictionary(dictionaries[0]) if dictionaries else None
     parts = {part: next((root / n for n in names if (root / n).is_dir()), None) for part, names in PARTS.items()}
@@ -228,14 +230,14 @@ def _speaker(said: Said) -> str:
 
 
 def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
-    """The utterances of a folder, by name; of two WAV files of one name each has its own transcript."""
+    """The utterances of a folder, by name; of two sound files of one name each has its own transcript."""
     lists = [p for name in ("text", "transcripts.txt", "*.trans.txt", "*.transcription") for p in place.rglob(name)]
     spoken: dict[str, dict[Path, str]] = {}
     for path in lists:
         for name, line in _transcripts(path).items():
             spoken.setdefault(name, {})[path] = line
     scp = place / "wav.scp"
-    sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.wav_files(place)]
+    sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.sound_files(place)]
     often = Counter(name for name, _ in sounds)
     found, used = [], dict[tuple[str, Path], Path]()
     for name, sound in sorted(sounds):
@@ -255,7 +257,7 @@ def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
         letters = tuple(" ".join(line.split()).lower())
         found.append(Said(name, sound, letters if words is None else _phones(line, words, path)))
     if not found:
-        raise files.Broken(f"{place} holds no WAV files")
+        raise files.Broken(f"{place} holds no sound files such as WAV")
     return found
 
 
@@ -304,14 +306,14 @@ def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[
 
 
 def _of_sounds(name: str, parts: Mapping[str, Sequence[Said]], symbols: tuple[str, ...]) -> Speech:
-    """Log-mel energies of WAV files, all of one rate: at another the same feature would be another band."""
+    """Log-mel energies of sound files, all of one rate: at another the same feature would be another band."""
     first = parts["train"][0].sound
-    rate = audio.read_wav(first)[1]
+    rate = audio.read_sound(first)[1]
     if rate < audio.SLOWEST:
         raise files.Broken(f"{first} has {rate} samples a second: accepted are {audio.SLOWEST} or more")
 
     def log_mel(said: Said) -> np.ndarray:
-        samples, found = audio.read_wav(said.sound)
+        samples, found = audio.read_sound(said.sound)
         if found != rate:
             raise files.Broken(f"{said.sound} is at {found:,} Hz, but {first} at {rate:,} Hz: accepted is one rate")
         return audio.log_mel(samples, rate, FILTERS).numpy()
