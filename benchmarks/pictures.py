@@ -26,7 +26,7 @@ from subquad.report.lra import averages, published
 from subquad.report.runs import read
 from subquad.studies.lra.recipes import RECIPES
 from subquad.studies.reproduce.tables import TABLES
-from subquad.tasks.generate import image_shape, save_sheet, write_images
+from subquad.tasks.write_images import image_shape, save_sheet, write_images
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

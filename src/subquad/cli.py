@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.checks import refuse
+from subquad.disk import check_file, check_folder
 from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
 
@@ -23,7 +24,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient tr
 bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
 app.add_typer(bench, name="bench")
 console = Terminal()
-IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
 LARGEST = 2**62  # torch has no larger integers, and fails far inside on them
 
@@ -62,27 +62,6 @@ def _failure(error: BaseException, code: int = 2) -> typer.Exit:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     Terminal(stderr=True).print(f"[red]error[/red] {escape(' '.join(text.split()))}", soft_wrap=True, highlight=False)
     return typer.Exit(code)
-
-
-def _check_folder(option: str, path: Path) -> None:
-    """Refuse a folder that could not be written, before the work of a command rather than after it."""
-    first = next(part for part in (path, *path.absolute().parents) if part.exists())
-    if not first.is_dir():
-        refuse(option, str(path), f"a folder, and {first} is a file")
-    if not os.access(first, os.W_OK):
-        refuse(option, str(path), f"a folder that can be written, and {first} cannot")
-
-
-def _check_file(option: str, path: Path, endings: tuple[str, ...]) -> None:
-    """The same for a file; `endings` are those that can be written."""
-    accepted = f"a file whose name ends in {' or '.join(endings)}"
-    if path.is_dir():
-        refuse(option, str(path), f"{accepted}, and this is a folder")
-    if path.suffix.lower() not in endings:
-        refuse(option, str(path), accepted)
-    _check_folder(option, path.parent)
-    if path.exists() and not os.access(path, os.W_OK):
-        refuse(option, str(path), f"{accepted} and can be written")
 
 
 def _version(wanted: bool) -> None:
@@ -139,7 +118,7 @@ def show(
 
     cls = mechanism(name)
     if picture is not None:
-        _check_file("picture", picture, PICTURES)
+        check_file("picture", picture, PICTURES)
     facts = card(cls)
     console.print(f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n")
     for field in FIELDS:
@@ -204,9 +183,9 @@ def compare(
     from subquad.studies.results import save as write
     from subquad.studies.settings import Settings, parse_lengths, parse_mechanisms
 
-    _check_folder("out", out)
+    check_folder("out", out)
     if save is not None:
-        _check_file("save", save, (".json",))
+        check_file("save", save, (".json",))
     if memory is not None and not 0 < memory < LARGEST / 1e9:
         refuse("memory", memory, "a positive number of GB")
     settings = Settings(
@@ -278,7 +257,7 @@ def demo(
     from subquad.report.report import write
     from subquad.studies.demo import demo as run
 
-    _check_folder("out", out)
+    check_folder("out", out)
     try:
         run(out, console, Drawing, steps=steps, fresh=fresh)
         console.print(escape(f"report: {write([out]).html}"), soft_wrap=True)
@@ -297,9 +276,9 @@ def report(
     from subquad.report.report import write
 
     if out is not None and (out.is_dir() or not out.suffix):
-        _check_folder("out", out)
+        check_folder("out", out)
     elif out is not None:
-        _check_file("out", out, (".html", ".htm"))
+        check_file("out", out, (".html", ".htm"))
     written = write(runs, out)
     beside = ", ".join(path.name for path in written.beside) or "nothing"
     console.print(escape(f"report: {written.html}\nbeside it: {beside}"), soft_wrap=True)
@@ -317,7 +296,7 @@ def atlas(
     """Build the documentation: a page for each mechanism, lessons, the lecture notes' questions answered."""
     from subquad.report.atlas import build_atlas
 
-    _check_folder("out", out)
+    check_folder("out", out)
     console.print("building the pages, whose examples are run: about half a minute")
     console.print(escape(f"atlas: {build_atlas(out, runs or ())}"), soft_wrap=True)
 
@@ -365,43 +344,14 @@ def generate(
     sampling: Sampling,
 ) -> None:
     """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
-    from subquad.machine import available
-    from subquad.models import LanguageModel, shipped
-    from subquad.models.saving import check_finite, read_header
-    from subquad.tasks.generate import check_options, image_shape, images_to_png, text_to_terminal
-    from subquad.tasks.music import rate_of, write_pieces
+    from subquad.tasks.generate import generate as run
+    from subquad.training.task import WriteOptions
 
-    folder = shipped.find(checkpoint)
-    card, kind = shipped.card(folder), read_header(folder)["model"]
-    if kind != LanguageModel.__name__:
-        raise ValueError(f"{folder} is a saved {kind}, which generates nothing here: accepted is a language model")
-    model = LanguageModel.load(folder, available(device))
-    check_finite(model, folder)
-    if device == "cpu":
-        model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
-    size = None if card.get("task") in ("text", "music") else image_shape(model, shape, card)
-    writes = "music" if card.get("task") == "music" else "text" if size is None else "images"
-    given = {"count": count, "out": out, "shape": shape, "complete": complete, "prompt": prompt, "steps": steps}
-    check_options(folder, writes, {**given, "compile": compile})
-    if writes == "text":
-        text_to_terminal(
-            model, console, prompt=prompt or "", steps=500 if steps is None else steps, sampling=sampling, seed=seed
-        )
-    elif writes == "music":
-        out = Path("generated") if out is None else out
-        _check_folder("out", out.parent)
-        for path in write_pieces(
-            model, out, count=4 if count is None else count, steps=steps, rate=rate_of(card), sampling=sampling,
-            seed=seed,
-        ):  # fmt: skip
-            console.print(escape(f"piece: {path}"), soft_wrap=True)
-    elif size is not None:
-        out = Path("generated.png") if out is None else out
-        _check_file("out", out, IMAGES)
-        images_to_png(
-            model, out, console, count=64 if count is None else count, shape=size, complete=complete,
-            sampling=sampling, seed=seed, compile=compile,
-        )  # fmt: skip
+    options = WriteOptions(
+        count=count, out=out, shape=shape, complete=complete, prompt=prompt, steps=steps, compile=compile,
+        sampling=sampling, seed=seed,
+    )  # fmt: skip
+    run(checkpoint, options, console, device)
 
 
 @app.command()
@@ -437,10 +387,8 @@ def train(
     given += [] if data is None else [f"data.set={json.dumps(data)}"]
     given += [] if minutes is None else [f"training.minutes={minutes}"]
     folder = Path("runs") / task if out is None else out
-    rank_console = (
-        console if os.environ.get("RANK", "0") == "0" else Terminal(quiet=True)
-    )  # once, of all that torchrun started
-    _check_folder("out", folder)
+    rank_console = console if os.environ.get("RANK", "0") == "0" else Terminal(quiet=True)  # only rank 0 prints
+    check_folder("out", folder)
     try:
         result = start(task, folder, given, resume=resume, device=device, leg=leg, console=rank_console)
     except Interrupted as interruption:
@@ -449,7 +397,7 @@ def train(
     except KeyboardInterrupt:
         rank_console.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
         raise typer.Exit(130) from None
-    except (OSError, Stopped) as error:  # a run that was begun, and ended
+    except (OSError, Stopped) as error:  # the run had begun: not a wrong setting, so exit code 1
         raise _failure(error, 1) from None
     if result.ended_by != "leg":
         ended = escape(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}")
@@ -485,9 +433,9 @@ def reproduce(
     from subquad.studies.reproduce.row import Budget
     from subquad.studies.reproduce.run import reproduce as run
 
-    _check_folder("out", out)
+    check_folder("out", out)
     if save is not None:
-        _check_file("save", save, (".json",))
+        check_file("save", save, (".json",))
     tell_commit(commit)
     budget = Budget(minutes=minutes, leg=leg, jobs=jobs, device=device, settings=tuple(settings or ()))
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
@@ -541,10 +489,10 @@ def lra(
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
-    _check_folder("out", out)
+    check_folder("out", out)
     names = recipes.parse_mechanisms(mechanisms)
     if pack is not None:
-        _check_folder("pack", pack)
+        check_folder("pack", pack)
         for path in write(pack):
             console.print(escape(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"), soft_wrap=True)
         return
@@ -589,7 +537,7 @@ def release(
     """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
     from subquad.models.shipped import release as write
 
-    _check_folder("out", out)
+    check_folder("out", out)
     console.print(escape(f"checkpoint: {write(run, name, out)}"), soft_wrap=True)
 
 
@@ -612,7 +560,7 @@ def bench_generation(
     """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
     from subquad.studies.generation import bench as run
 
-    _check_file("out", out, (".json",))
+    check_file("out", out, (".json",))
     run(
         console, out, mechanisms=mechanisms, lengths=lengths, batches=batches, most=most, dim=dim, depth=depth,
         heads=heads, steps=steps, device=device, dtype=dtype, compile=compile,

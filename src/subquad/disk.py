@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from subquad.checks import refuse
+
 DIGEST = "sha256"  # the key under which a JSON file keeps the digest of everything else in it
 DEEPEST = 100  # levels of nesting; files of this package have fewer than ten
 logger = logging.getLogger("subquad")
@@ -30,6 +34,46 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuse a folder that cannot be written, before the work rather than after it; `option` is what errors name."""
+    first = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not first.is_dir():
+        refuse(option, str(path), f"a folder, and {first} is a file")
+    if not os.access(first, os.W_OK):
+        refuse(option, str(path), f"a folder that can be written, and {first} cannot")
+
+
+def check_file(option: str, path: Path, endings: tuple[str, ...]) -> None:
+    """The same for a file; `endings` are the ones we can write."""
+    accepted = f"a file whose name ends in {' or '.join(endings)}"
+    if path.is_dir():
+        refuse(option, str(path), f"{accepted}, and this is a folder")
+    if path.suffix.lower() not in endings:
+        refuse(option, str(path), accepted)
+    check_folder(option, path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        refuse(option, str(path), f"{accepted} and can be written")
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of a folder; ValueError if another process has it. `busy` tells what that process does there.
+
+    The system releases the lock when its process ends, however it ends.
+    """
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is in use: {busy}") from None
+    except (OSError, NotImplementedError) as error:
+        logger.warning("%s cannot be locked (%s): let no other process write there", folder, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_json(path: Path) -> Any:

@@ -103,7 +103,7 @@ def test_a_repetition_penalty_is_each_streams_own() -> None:
 def test_memory_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("softmax", max_length=None, positions="none")
     assert Streams(model, slots=2, capacity=50).bytes_per_stream == 2 * 2 * 50 * 16 * 4 + 3 * 8
-    monkeypatch.setattr(footprint, "_free", lambda *_: 10**6)
+    monkeypatch.setattr(footprint, "free_bytes", lambda _: 10**6)
     most = footprint.largest_batch(model, 50)
     Streams(model, slots=most, capacity=50)
     with pytest.raises(ValueError, match=f"at most {most}"):

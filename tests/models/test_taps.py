@@ -180,6 +180,6 @@ def test_a_state_goes_with_the_taps_it_came_from(tmp_path: Path) -> None:
     torch.testing.assert_close(near.step(text[:, 0], again)[0], near.step(text[:, 0], state)[0])
 
 
-def test_eval_throws_no_dice_in_reversible_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reversible, "_dice", lambda _: pytest.fail("dice"))
+def test_eval_reads_no_random_state_in_reversible_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reversible, "_rng_states", lambda _: pytest.fail("dice"))
     model(reversible=True).loss(tokens(2, 9)).backward()

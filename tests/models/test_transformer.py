@@ -274,7 +274,7 @@ def test_bad_input() -> None:
             model(x, torch.tensor(lengths))
     with pytest.raises(ValueError, match=r"lengths has dtype torch.float32"):
         model(x, torch.tensor([5.0, 5.0]))
-    with pytest.raises(ValueError, match="memory came: this model has no cross-attention"):
+    with pytest.raises(ValueError, match="memory was given: this model has no cross-attention"):
         model(x, memory=x)
     with pytest.raises(ValueError, match="memory_lengths came without memory"):
         model(x, memory_lengths=torch.tensor([1, 1]))

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.data import digits
-from subquad.models import LanguageModel
 from subquad.report.drawing import INK, Drawing
 from subquad.studies import demo as module
 from subquad.studies.demo import CONTENDERS, demo
-from subquad.tasks.digits import generate, make_model
+from subquad.tasks.digits import MODEL, Digits
+from subquad.tasks.images import Images
+from subquad.tasks.write_images import write_images
+from subquad.training.config import TrainingConfig
+from subquad.training.train import Learned
 
 QUIET = Console(quiet=True)
 
@@ -30,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small model in the place of the one that ships."""
-    make_model(depth=1, dim=8, heads=1).save(tmp_path / "shipped")
+    Digits().make_model({"depth": 1, "dim": 8, "heads": 1}).save(tmp_path / "shipped")
     monkeypatch.setattr(module, "SHIPPED", str(tmp_path / "shipped"))
     return tmp_path / "shipped"
 
@@ -77,14 +79,14 @@ def test_the_demo_writes_learns_measures_and_saves(tmp_path: Path, shipped: Path
 def test_a_later_run_reuses_what_is_done_and_does_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
 
-    def learns_nothing(model: LanguageModel, images: Tensor, steps: int, *rest: Any) -> list[float]:
-        trained.append(model.config.transformer.mechanism[0].name)
-        return [4.0] * steps
+    def learns_nothing(task: Images, fields: dict[str, Any], training: TrainingConfig, **_: Any) -> Learned:
+        trained.append(fields["mechanism"][0])
+        curve = [(step, 4.0) for step in range(1, training.steps + 1)]
+        return Learned(task.make_model(fields), {"bits/dim": 4.0}, curve, 1.0)
 
-    monkeypatch.setattr(module, "train", learns_nothing)
-    monkeypatch.setattr(module, "generate", lambda _model, count, **_: torch.zeros(count, 64))
+    monkeypatch.setattr(module, "learn", learns_nothing)
+    monkeypatch.setattr(module, "write_images", lambda _model, count, *_, **__: torch.zeros(count, 64))
     monkeypatch.setattr(module, "picture", lambda _real, _made, path, _title: path.write_bytes(b"drawn"))
-    monkeypatch.setattr(module, "bits_per_dim", lambda *_: 4.0)
     monkeypatch.setattr(module, "standard_error", lambda *_: 0.1)
     first = small(tmp_path)
     assert trained == ["linear", "softmax", "linear"]  # the last one writes
@@ -112,8 +114,8 @@ def test_every_contender_can_be_built_and_writes_digits() -> None:
     assert len(CONTENDERS) == 6
     assert {"linear", "softmax"} < CONTENDERS.keys()
     for name, options in CONTENDERS.items():
-        model = make_model((name, options))
-        assert generate(model, 2).max() < digits.SHADES
+        model = Images("digits").make_model({**MODEL, "mechanism": (name, options)})
+        assert write_images(model, 2, (8, 8, 1)).max() < digits.SHADES
 
 
 def test_the_command_ends_with_tables_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +175,13 @@ def test_without_the_shipped_model_the_demo_says_so_and_goes_on(tmp_path: Path, 
 
 
 def test_an_interrupt_leaves_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> list[float]:
+    def interrupted(*_: Any, **__: Any) -> Learned:
         raise KeyboardInterrupt
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        monkeypatch.setattr(module, "train", interrupted)
+        monkeypatch.setattr(module, "learn", interrupted)
         with pytest.raises(KeyboardInterrupt):
             small(tmp_path)
         assert torch.get_num_threads() == 2

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from subquad.studies.quality import CLOSE, copy_task, expressions, load_tokens, make_task, own_task, quality
+from subquad.studies.quality import make_task, quality
 from subquad.studies.settings import Settings
+from subquad.tasks.tokens import Tokens, load_tokens
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
 
 
 @pytest.mark.parametrize(
@@ -39,50 +45,10 @@ def test_what_raises_while_learning_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert quality(Settings(task="digits", threads=1), "linear")["reason"] == "RuntimeError: no luck"
 
 
-def test_copy_asks_for_the_second_word_only() -> None:
-    seen = {}
-
-    class Spy:
-        device = "cpu"
-
-        def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            seen["tokens"], seen["targets"] = tokens, targets
-            return torch.tensor(1.0)
-
-    copy_task().loss(Spy(), torch.Generator().manual_seed(0))
-    for tokens, targets in zip(seen["tokens"], seen["targets"], strict=True):
-        n = int((tokens == 0).nonzero()[0])
-        assert 32 <= n <= 62
-        assert torch.equal(targets[n : 2 * n], tokens[:n])  # what comes next after the separator is the word
-        assert (targets[:n] == -100).all()
-        assert (targets[2 * n :] == -100).all()
-
-
-def _value(tokens: list[int]) -> int:
-    """By a stack, which the generator does not have."""
-    stack: list[list[int]] = [[]]
-    for token in tokens:
-        if token < 10:
-            stack[-1].append(token)
-        elif token == CLOSE:
-            operator, *values = stack.pop()
-            stack[-1].append((min, max, lambda v: int(np.median(v)), lambda v: sum(v) % 10)[operator - 10](values))
-        else:
-            stack.append([token])
-    return stack[0][0]
-
-
-def test_listops_labels_are_the_values_of_the_expressions() -> None:
-    tokens, lengths, values = expressions(40, seed=3)
-    for row, n, value in zip(tokens, lengths, values, strict=True):
-        assert _value(row[:n].tolist()) == int(value)
-    assert len(set(values.tolist())) > 5
-
-
 def test_own_tokens_from_npy_and_from_text(tmp_path: Path) -> None:
     stream = np.arange(2000, dtype=np.uint16) % 7
     np.save(tmp_path / "stream.npy", stream)
-    assert torch.equal(load_tokens(tmp_path / "stream.npy"), torch.from_numpy(stream.astype(np.int64)))
+    assert np.array_equal(load_tokens(tmp_path / "stream.npy"), stream)
     np.save(tmp_path / "rows.npy", stream.reshape(100, 20))
     assert load_tokens(tmp_path / "rows.npy").shape == (100, 20)
     (tmp_path / "mine.txt").write_text("äb" * 50, encoding="utf-8")
@@ -95,22 +61,25 @@ def test_own_tokens_from_npy_and_from_text(tmp_path: Path) -> None:
         assert 0 < record["value"] < 10
 
 
-def test_the_last_tenth_is_for_testing_only() -> None:
-    tokens = torch.cat((torch.zeros(900, dtype=torch.int64), torch.ones(100, dtype=torch.int64)))
-    seen = []
+@pytest.mark.parametrize("shape", [(1000,), (50, 20)])
+def test_the_last_tenth_is_for_testing_only(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    np.save(tmp_path / "mine.npy", np.repeat([0, 1], [900, 100]).reshape(shape))
+    task = Tokens(str(tmp_path / "mine.npy"))
+    training, test = task.source("train"), task.source("test")
+    for epoch in range(3):
+        assert training.batch(np.arange(len(training)), epoch)["tokens"].max() == 0
+    assert test.batch(np.arange(len(test)), 0)["tokens"].min() == 1
 
-    class Spy:
-        device = "cpu"
 
-        def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-            seen.append(tokens)
-            return torch.tensor(1.0)
-
-    task = own_task(tokens, "mine")
-    task.loss(Spy(), torch.Generator())
-    task.evaluate(Spy())
-    assert seen[0].max() == 0
-    assert seen[1].min() == 1
+def test_rows_are_windows_of_their_sequence_at_other_places_each_epoch(tmp_path: Path) -> None:
+    np.save(tmp_path / "mine.npy", np.arange(40 * 400).reshape(40, 400) % 1000)
+    source = Tokens(str(tmp_path / "mine.npy")).source("train")
+    assert len(source) == 36
+    batches = [source.batch(np.array([3, 7]), epoch)["tokens"] for epoch in (0, 0, 1)]
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+    assert batches[0].shape == (2, 257)
+    assert ((batches[0][1] - batches[0][0]) % 1000 == 4 * 400 % 1000).all()
 
 
 def test_data_that_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
@@ -130,4 +99,4 @@ def test_data_that_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_task_is_chosen_by_form() -> None:
     both = make_task(Settings(task="listops", threads=1), causal=False)
     assert both is not None
-    assert both.name == "listops"
+    assert both.task.name == "listops"

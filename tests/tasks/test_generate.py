@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,20 @@ from typer.testing import CliRunner
 from subquad import LanguageModel
 from subquad.cli import app
 from subquad.models import LSTM
-from subquad.tasks.digits import START, make_model
-from subquad.tasks.generate import image_shape, read_upper, save_sheet, text_to_terminal, write_images
+from subquad.models.sampling import Sampling
+from subquad.tasks import TASKS, writer_of
+from subquad.tasks.digits import Digits
+from subquad.tasks.images import Images
+from subquad.tasks.text import Text
+from subquad.tasks.write_images import image_shape, read_upper, save_sheet, write_images
+from subquad.training.task import WriteOptions
 
 run = CliRunner(env={"COLUMNS": "160"})
+START = 17  # of the digits
+
+
+def make_model() -> LanguageModel:
+    return Digits().make_model({})
 
 
 def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
@@ -22,8 +33,9 @@ def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
     text = LanguageModel(vocab=256, **sizes)
     assert image_shape(text) is None
     assert image_shape(text, "4x5x3") == (4, 5, 3)
-    assert image_shape(text, card={"task": "images", "data": {"set": "cifar10"}}) == (32, 32, 3)
-    assert image_shape(text, card={"task": "copy", "data": {}}) is None
+    assert image_shape(text, known=(32, 32, 3)) == (32, 32, 3)
+    with pytest.raises(ValueError, match="card of this model names no set of images"):
+        Images.write(text, {"set": "mnits"}, WriteOptions(), Console(quiet=True))
     for wrong in ("4", "4x0", "axb", "4x4x2"):
         with pytest.raises(ValueError, match="cannot work"):
             image_shape(text, wrong)
@@ -57,15 +69,15 @@ def test_text_is_written_as_it_comes() -> None:
     torch.manual_seed(0)
     model = LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear")
     console = Console(record=True, width=80)
-    text_to_terminal(model, console, prompt="hé", steps=12)
+    Text.write(model, {}, WriteOptions(prompt="hé", steps=12), console)
     expected = "hé" + bytes(model.generate(list("hé".encode()), 12).tolist()).decode(errors="replace")
     assert [c for c in console.export_text() if c.isprintable()][:6] == [c for c in expected if c.isprintable()][:6]
     numbers = LanguageModel(vocab=9, dim=16, depth=1, heads=2, mechanism="linear")
     console = Console(record=True, width=80)
-    text_to_terminal(numbers, console, prompt="1 2", steps=3)
+    Text.write(numbers, {}, WriteOptions(prompt="1 2", steps=3), console)
     assert console.export_text().split() == ["1", "2", *map(str, numbers.generate([1, 2], 3).tolist())]
     with pytest.raises(ValueError, match="9 tokens"):
-        text_to_terminal(numbers, console, prompt="hello")
+        Text.write(numbers, {}, WriteOptions(prompt="hello"), console)
 
 
 def test_the_command_line_makes_a_picture_and_says_how_fast(tmp_path: Path) -> None:
@@ -100,3 +112,19 @@ def test_a_run_over_images_writes_images_whatever_its_head(tmp_path: Path) -> No
     result = run.invoke(app, ["generate", str(tmp_path), "--count", "2", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_task_that_writes_is_that_of_the_card_else_what_the_model_looks_like() -> None:
+    text = LanguageModel(vocab=256, dim=16, depth=1, heads=2)
+    for name in ("images", "digits", "text", "music"):
+        assert writer_of(text, {"task": name}) is TASKS[name]
+    assert writer_of(text, {}) is writer_of(text, {"task": "copy"}) is writer_of(text, {"task": ["?"]}) is Text
+    assert writer_of(text, {}, shape="4x4") is writer_of(make_model(), {}) is Images
+
+
+def test_every_task_that_writes_says_which_options_it_uses() -> None:
+    known = {field.name for field in dataclasses.fields(WriteOptions)} - {"sampling", "seed"}
+    for task in TASKS.values():
+        assert bool(task.writes) == bool(task.write_options)
+        assert set(task.write_options) <= known
+    assert WriteOptions().sampling == Sampling()

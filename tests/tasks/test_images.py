@@ -7,8 +7,8 @@ import torch
 from subquad.data.images import Images as Pictures
 from subquad.models import LanguageModel
 from subquad.tasks import images
-from subquad.tasks.generate import image_shape, write_images
 from subquad.tasks.images import SETS, SPARSE_CIFAR10, Images
+from subquad.tasks.write_images import image_shape, write_images
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from subquad import models
 from subquad.data.order import Order
-from subquad.disk import DIGEST
+from subquad.disk import DIGEST, lock_folder
 from subquad.training import checkpoints
 from subquad.training import loop as loop_module
 from subquad.training.loop import Stopped
@@ -382,10 +382,8 @@ def test_resuming_nothing_begins(tmp_path: Path, whole: Path) -> None:
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    from subquad.training.folder import take
-
     _die_at(tmp_path, 4)
-    with take(tmp_path, "here"), pytest.raises(ValueError, match="another process is training there"):
+    with lock_folder(tmp_path, "here"), pytest.raises(ValueError, match="another process is training there"):
         run(tmp_path, resume=True)
 
 

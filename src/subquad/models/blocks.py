@@ -64,7 +64,7 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def read(self, stream: Stream) -> Tensor:
-        # a reversible stream is float32 at least, whatever the model computes in
+        # a reversible stream is at least float32, even if the model computes in fewer bits
         x = stream[-1].to(self.norm.weight.dtype) if len(stream) == 2 else stream[0]
         return x if self.post else self.norm(x)
 
@@ -115,7 +115,7 @@ class Block(nn.Module):
         return state if self.taps is None else Tapped(state, self.taps.init_state(batch))
 
     def remember(self, memory: Tensor, memory_lengths: Tensor | None) -> Any:
-        """What this block's cross-attention keeps of a memory; `prefill` and `step` take it in the memory's place."""
+        """Keys and values of a memory, computed once; `prefill` and `step` take them in place of the memory."""
         assert self.cross is not None
         return self.cross.remember(memory, memory_lengths)
 
@@ -152,7 +152,7 @@ class Block(nn.Module):
         return self._feed(stream), state
 
     def _feed(self, stream: Stream) -> Stream:
-        """The feed-forward on its residual; without gradients it is one pass over the tokens of a step."""
+        """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
         ff, norm = self.ff, self.ff_residual.norm
         if len(stream) == 2 or self.training or ff.gated or not pays(stream[0], ff.inner.weight):
             return self.ff_residual.write(stream, ff(self.ff_residual.read(stream)))
@@ -167,7 +167,7 @@ class Block(nn.Module):
     def branches(
         self, lengths: Tensor | None, memory_lengths: Tensor | None
     ) -> Iterator[tuple[Residual, nn.Module, Branch]]:
-        """What `forward` does, a branch at a time: (its residual, its module, the function of what it reads)."""
+        """The branches of `forward` in order: (its residual, its module, the function of what it reads)."""
         mixing = self.mixer if self.taps is None else nn.ModuleList([self.taps, self.mixer])
         yield self.mixer_residual, mixing, lambda h, _: self._mix(h, lengths)
         cross = self.cross
@@ -176,7 +176,7 @@ class Block(nn.Module):
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
 
     def _tapped(self, state: Any, h: Tensor) -> Tapped:
-        """The state, if it is one of these taps."""
+        """Refuse a state of another kind, or of other taps."""
         assert self.taps is not None
         if not isinstance(state, Tapped):
             raise ValueError(
@@ -197,24 +197,24 @@ class Block(nn.Module):
     def _mix_pooled(self, stream: Stream, lengths: Tensor | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
 
-        They attend to every position where the mixer has cross-attention; where it has none the mixed sequence is
-        averaged instead. So it is where means are no queries like others: where rotary leaves x and its means no common
-        axis, and where the mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
+        They attend to every position if the mixer has cross-attention. Otherwise the mixed sequence is averaged, and
+        also where means cannot be queries: with rotary, since x and its means have different positions, and where the
+        mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
         """
-        short = (mean_pool(stream[0], lengths, self.pool),)
+        pooled = (mean_pool(stream[0], lengths, self.pool),)
         if not self.mixer.traits.cross or self.mixer.options.rotary or self.mixer.joint_queries:
-            return short, mean_pool(self.mixer(self.mixer_residual.read(stream), lengths), lengths, self.pool)
-        queries, context = self.mixer_residual.read(short), self.mixer_residual.read(stream)
-        return short, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
+            return pooled, mean_pool(self.mixer(self.mixer_residual.read(stream), lengths), lengths, self.pool)
+        queries, context = self.mixer_residual.read(pooled), self.mixer_residual.read(stream)
+        return pooled, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
 
 
 def shorten(lengths: Tensor | None, pool: int) -> Tensor | None:
-    """Lengths after pooling; a last incomplete group counts."""
+    """Lengths after pooling; an incomplete last group counts as one."""
     return lengths if lengths is None or pool == 1 else (lengths + pool - 1) // pool
 
 
 def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
-    """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, of those that are there."""
+    """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, padding left out."""
     batch, size, _ = x.shape
     mask = keep(lengths, size)
     if mask is None:
@@ -231,13 +231,13 @@ def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
 
 
 def make_mixer(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
-    """The mixer of a layer. What the model asks of all layers goes to those for which it has a meaning."""
+    """The mixer of a layer. An option of the whole model goes to the layers whose mechanism has it."""
     asked = {"rotary": config.rotary, "causal": config.causal}
     return _build(spec, config, layer, {**asked, **config.options}, config.max_length)
 
 
 def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
-    """Attention from the decoder to a memory, whose positions are not on the decoder's axis: never rotary."""
+    """Attention from the decoder to a memory; never rotary, since their positions are not comparable."""
     sizes = [n for n in (config.max_length, config.memory_length) if n is not None]
     mixer = _build(spec, config, layer, {"causal": False}, max(sizes, default=None))
     if not mixer.traits.cross:

@@ -5,20 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
-from subquad.models.config import (
-    POOLINGS,
-    Config,
-    EmbeddingConfig,
-    TransformerConfig,
-    assemble,
-    check_parts,
-    optional_at_least,
-)
+from subquad.checks import one_of
+from subquad.models.config import POOLINGS, Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
-from subquad.models.pooled_encoder import Tower, check_tower
+from subquad.models.pooled_encoder import PooledEncoder, check_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +22,9 @@ class ClassifierConfig(Config):
     head_hidden: int | None = None  # width of a hidden layer before the classes; None: no hidden layer
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, classes=1)
+        super().__post_init__()
         one_of(self, pooling=POOLINGS)
-        optional_at_least(self, head_hidden=1)
-        check_tower(self.transformer, self.pooling)
+        check_encoder(self.transformer, self.pooling)
 
 
 class Classifier(Model):
@@ -50,7 +40,8 @@ class Classifier(Model):
     def __init__(self, config: ClassifierConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(ClassifierConfig, config, fields)
-        self.tower = Tower(config.embedding, config.transformer, config.pooling)
+        # saved weights know it as `tower`
+        self.tower = PooledEncoder(config.embedding, config.transformer, config.pooling)
         dim = config.transformer.dim
         self.head: nn.Module = (
             make_head(dim, config.classes)

@@ -1,6 +1,7 @@
 """What a model is made of, as frozen values that are checked when made and go to JSON and back."""
 
 import dataclasses
+import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from subquad.checks import (
     INSTEAD_OF_MASKS,
     MASKS,
     at_least,
+    check_count,
     check_methods,
     check_plain,
     counts,
@@ -27,27 +29,38 @@ NORMS = ("layer", "rms")
 NORM_POSITIONS = ("pre", "post")
 GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
 POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
-MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000  # more would take minutes to build, and then not fit
 POOLINGS = ("mean", "cls", "none")
 
-MixerLike = (
-    Any  # "linear", ("linear", {"eps": 1e-4}), a MixerConfig, or a sequence of these (also "linear, linear, local")
-)
-
-
+# "linear", ("linear", {"eps": 1e-4}), a MixerConfig, or a sequence of these (also "linear, linear, local")
+MixerLike = Any
 C = TypeVar("C", bound="Config")
 
 
 @check_methods
 class Config:
-    """Base of the configs: JSON there and back, strict about keys."""
+    """Base of the configs: checks of its fields, and JSON there and back, strict about keys."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_methods(cls)
 
+    def __post_init__(self) -> None:
+        """Counts are at least 1, and a seed 0; a dropout is a probability; a part is a config of its own kind."""
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            if hint is int or (hint == int | None and value is not None):
+                check_count(name, value, 0 if name == "seed" else 1)
+            elif hint is bool or (isinstance(hint, type) and issubclass(hint, Config)):
+                check_plain(name, value, hint)
+            elif hint is float and name.endswith("dropout") and not _is_probability(value):
+                refuse(name, value, "a probability in [0, 1)")
+            if name == "depth" and value > MOST_LAYERS:
+                refuse(name, value, f"an integer of at most {MOST_LAYERS:,}")
+
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: _plain(getattr(self, f.name), f.name) for f in _fields(type(self))}
+        plain: dict[str, Any] = _plain(self, "")
+        return plain
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
@@ -119,12 +132,8 @@ class TransformerConfig(Config):
     memory_length: int | None = None  # the same for the memory; None: max_length
 
     def __post_init__(self) -> None:
-        at_least(self, dim=1, depth=1, heads=1, ff_chunks=1, seed=0)
-        check_depth(self.depth)
-        optional_at_least(self, ff_dim=1, max_length=1, memory_length=1)
+        super().__post_init__()
         one_of(self, norm=NORMS, norm_position=NORM_POSITIONS, activation=ACTIVATIONS)
-        flags(self, "causal", "rotary", "final_norm", "checkpoint", "reversible")
-        probabilities(self, "dropout", "ff_dropout", "attention_dropout")
         check_plain("norm_eps", self.norm_eps, float)
         if not self.norm_eps > 0:
             refuse("norm_eps", self.norm_eps, "a positive number")
@@ -184,13 +193,12 @@ class EmbeddingConfig(Config):
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        optional_at_least(self, vocab=1, features=1)
+        super().__post_init__()
         if (self.vocab is None) == (self.features is None):
             raise ValueError(f"vocab={self.vocab!r} and features={self.features!r} cannot work: pass one of the two")
         if isinstance(self.positions, str) and self.positions == "rotary":
             raise ValueError('positions="rotary" cannot work in an embedding: the mixers rotate, with rotary=True')
         one_of(self, positions=POSITIONS)
-        probabilities(self, "embedding_dropout")
         if (self.shape is not None) != (self.positions in GRIDS):
             wanted = f'(rows, columns[, channels]) with positions="grid" or "waves", None with "{self.positions}"'
             refuse("shape", self.shape, wanted)
@@ -202,69 +210,43 @@ class EmbeddingConfig(Config):
             object.__setattr__(self, "shape", shape)
 
 
-def check_depth(depth: int) -> None:
-    """Refuse stacks that would be built for minutes, and then not fit."""
-    if depth > MOST_LAYERS:
-        refuse("depth", depth, f"an integer of at most {MOST_LAYERS:,}")
-
-
-def check_parts(config: Config) -> None:
-    """Refuse another thing where a config has a config of its own."""
-    for name, kind in nested(type(config)).items():
-        check_plain(name, getattr(config, name), kind)
-
-
 def optional_at_least(config: object, **bounds: int) -> None:
     at_least(config, **{name: bound for name, bound in bounds.items() if getattr(config, name) is not None})
 
 
-def flags(config: object, *names: str) -> None:
-    for name in names:
-        if not isinstance(getattr(config, name), bool):
-            refuse(name, getattr(config, name), "True or False")
-
-
-def probabilities(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-            refuse(name, value, "a probability in [0, 1)")
+def _is_probability(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
     """Every way of naming mechanisms -> a tuple of MixerConfig."""
     if isinstance(value, str):
         return tuple(MixerConfig(part.strip()) for part in value.split(","))
-    if isinstance(value, (MixerConfig, Mapping)) or _is_pair(value):
-        return (_mixer(value, name),)
+    one = _mixer(value)
+    if one is not None:
+        return (one,)
     if not isinstance(value, Sequence) or not value:
         refuse(
             name, value, 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
         )
-    return tuple(_mixer(part, name) for part in value)
+    layers = []
+    for part in value:
+        layer = MixerConfig(part) if isinstance(part, str) else _mixer(part)
+        if layer is None:
+            refuse(name, part, 'a name or a (name, options) pair for each layer, such as ("local", {"window": 64})')
+        layers.append(layer)
+    return tuple(layers)
 
 
-def _mixer(value: MixerLike, name: str) -> MixerConfig:
+def _mixer(value: MixerLike) -> MixerConfig | None:
+    """The mechanism of one layer: a MixerConfig, its dict, or a (name, options) pair; None of anything else."""
     if isinstance(value, MixerConfig):
         return value
-    if isinstance(value, str):
-        return MixerConfig(value)
-    if isinstance(value, Mapping) and "name" in value and value.keys() <= {"name", "options"}:
-        return MixerConfig.from_dict(value)
-    if _is_pair(value):
-        return MixerConfig(*value)
-    refuse(name, value, 'a name or a (name, options) pair for each layer, such as ("local", {"window": 64})')
-    raise AssertionError
-
-
-def _is_pair(value: object) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and isinstance(value[1], Mapping)
-        and not isinstance(value, str)
-    )
+    if isinstance(value, Mapping):
+        return MixerConfig.from_dict(value) if "name" in value and value.keys() <= {"name", "options"} else None
+    if not isinstance(value, Sequence) or len(value) != 2 or not isinstance(value[1], Mapping):
+        return None
+    return MixerConfig(*value) if isinstance(value[0], str) else None
 
 
 def _check_options(options: object, name: str) -> dict[str, Any]:
@@ -286,9 +268,9 @@ def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Config):
-        return {f.name: _plain(getattr(value, f.name), f"{path}.{f.name}") for f in _fields(type(value))}
+        value = {f.name: getattr(value, f.name) for f in _fields(type(value))}
     if isinstance(value, Mapping):
-        return {key: _plain(v, f"{path}.{key}") for key, v in value.items()}
+        return {key: _plain(v, f"{path}.{key}" if path else key) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{path}[{i}]") for i, v in enumerate(value)]
     raise ValueError(f"{path}={value!r} cannot be saved: accepted are numbers, text and lists of them, not code")
@@ -305,25 +287,35 @@ def _missing(cls: type[Config], given: Iterable[str]) -> list[str]:
     return [name for name in required if name not in given]
 
 
+@functools.cache
+def _hints(cls: type[Config]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def nested(cls: type[Config]) -> dict[str, type[Config]]:
     """The fields of a config that are configs themselves."""
-    hints = typing.get_type_hints(cls)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
+    return {name: hint for name, hint in _hints(cls).items() if isinstance(hint, type) and issubclass(hint, Config)}
+
+
+def check_config(cls: type[C], config: object, fields: Mapping[str, Any]) -> C:
+    """The config that a model was given; TypeError if it is of another kind, or came with keywords."""
+    if fields:
+        raise TypeError(f"{cls.__name__} and keywords ({', '.join(fields)}) came together: pass one or the other")
+    if not isinstance(config, cls):
+        raise TypeError(f"config is a {type(config).__name__}: accepted is a {cls.__name__}")
+    return config
 
 
 def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaults: Any) -> C:
     """The config as given, or made of flat keywords that find their own part: vocab=10, dim=64, norm="rms"."""
     if config is not None:
-        if fields:
-            raise TypeError(f"{cls.__name__} and keywords ({', '.join(fields)}) came together: pass one or the other")
-        if not isinstance(config, cls):
-            raise TypeError(f"config is a {type(config).__name__}: accepted is a {cls.__name__}")
-        return config
+        return check_config(cls, config, fields)
     parts = nested(cls)
     homes = {f.name: part for part, kind in parts.items() for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     homes |= {f.name: "" for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     sorted_fields: dict[str, dict[str, Any]] = {part: {} for part in ("", *parts)}
-    for key, value in {**defaults, **_spread_rotary(fields, homes)}.items():
+    fields = spread_rotary(fields) if "rotary" in homes else fields
+    for key, value in {**defaults, **fields}.items():
         if key in MASKS:
             raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
         if key not in homes:
@@ -340,8 +332,8 @@ def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaul
     return cls(**{part: parts[part](**values) for part, values in sorted_fields.items() if part not in own}, **own)
 
 
-def _spread_rotary(fields: Mapping[str, Any], homes: Mapping[str, str]) -> dict[str, Any]:
-    """positions="rotary" is one wish with two parts: nothing in the embedding, rotation in the mixers."""
-    if isinstance(fields.get("positions"), str) and fields["positions"] == "rotary" and "rotary" in homes:
+def spread_rotary(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """positions="rotary" sets two fields: no positions in the embedding, rotation in the mixers."""
+    if isinstance(fields.get("positions"), str) and fields["positions"] == "rotary":
         return {**fields, "positions": "none", "rotary": True}
-    return dict(fields)
+    return fields

@@ -1,9 +1,9 @@
 """The loop of generation: read a token, draw the next, whatever the model's state is.
 
-A state is whatever the layers' mechanisms declare: sums of constant size, a window, a cache. A model with a layer that
-has none recomputes the prefix, and the tokens so far are its state. The loop is the same for all.
+A state is whatever the layers' mechanisms declare: sums of constant size, a window, a cache. If a layer has no state,
+each step reads the whole prefix again, and the tokens so far are the state. The loop is the same for all.
 
-On a GPU a group of steps is captured once as a CUDA graph and replayed. Within a group a mechanism may put off what it
+On a GPU a group of steps is captured once as a CUDA graph and replayed. Within a group a mechanism may delay its
 writes; and the batch is cut into lanes whose kernels overlap, so that the matrix products of one lane run while the
 state of another is read and written.
 """
@@ -28,14 +28,14 @@ WARM = 3  # steps before a capture, in which kernels are compiled and loaded
 
 
 class Prefix(NamedTuple):
-    """The state of a model without states: the tokens themselves."""
+    """The state of a model whose layers have none: the tokens so far."""
 
     tokens: Tensor  # [B, C]
     position: Tensor  # [B]
 
 
 class Recompute:
-    """A model with a layer that has no state, behind the methods of one that has: each step reads the prefix."""
+    """Gives a model with a stateless layer the methods of one with states: each step reads the whole prefix."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -61,6 +61,16 @@ class Recompute:
         at = (first[:, None] + torch.arange(count, device=first.device)).clamp(max=outputs.shape[1] - 1)  # [B, T]
         outputs = outputs.gather(1, at[..., None].expand(-1, -1, outputs.shape[-1]))
         return outputs, Prefix(cache, first.copy_(after) if inplace else after)
+
+
+class Lane(NamedTuple):
+    """What a step reads and writes beside the state, a row for each stream."""
+
+    token: Tensor  # [B], drawn and not yet read
+    seeds: Tensor  # [B]
+    done: Tensor  # [B], whether a stop token was drawn
+    seen: Tensor | None  # [B, V], tokens so far; with a repetition penalty
+    logprob: Tensor | None  # [B], of the token; if asked for
 
 
 class Loop:
@@ -93,7 +103,7 @@ class Loop:
         self.group, self.warm = unroll if self.capturing else 1, WARM
         self.record = torch.zeros(self.group, batch, dtype=torch.int64, device=device)
         self.record_logprob = torch.zeros(self.group, batch, device=device) if logprobs else None
-        rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # lanes begin where compiled kernels expect
+        rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # compiled kernels expect multiples of 16
         self.lanes = [slice(start, start + rows) for start in range(0, batch, rows)]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.work = work_of(model, state, batch)
@@ -109,7 +119,7 @@ class Loop:
             if whole and self.graph is not None:
                 self.graph.replay()
             else:
-                # not longer than these steps: between tokens the number of threads is the user's
+                # one thread for these steps only: between tokens the number of threads is the user's
                 run_small(self.work, functools.partial(self._run, steps))
                 self.warm -= steps
             count -= steps
@@ -123,7 +133,7 @@ class Loop:
             self.seen[rows] = unseen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
 
     def _run(self, steps: int, side: Sequence["torch.cuda.Stream"] = ()) -> None:
-        """A group of steps, lane by lane, on streams of their own where there are `side` streams."""
+        """A group of steps for each lane; with `side` streams, the second lane and so on run on those."""
         if len(self.lanes) == 1:
             self.state = self._lane(slice(None), self.state, steps)
             return
@@ -138,15 +148,15 @@ class Loop:
 
     def _lane(self, rows: slice, state: State, steps: int) -> State:
         seen, logprob = (None if t is None else t[rows] for t in (self.seen, self.logprob))
-        token, seeds, done = self.token[rows], self.seeds[rows], self.done[rows]
+        lane = Lane(self.token[rows], self.seeds[rows], self.done[rows], seen, logprob)
         now = defer(self.decoder, state) if self.group > 1 else state
         for i in range(steps):
-            after = self.one(self.decoder, self.head, self.sampling, self.stop, now, token, seeds, done, seen, logprob)
-            self.record[i, rows] = token
+            after = self.one(self.decoder, self.head, self.sampling, self.stop, now, lane)
+            self.record[i, rows] = lane.token
             if self.record_logprob is not None and logprob is not None:
                 self.record_logprob[i, rows] = logprob
         if self.group == 1:
-            return after  # a state that grew is another one
+            return after  # a state that grew is a new one
         settle(self.decoder, now, steps)
         return state
 
@@ -156,25 +166,15 @@ class Loop:
             with torch.cuda.graph(graph):
                 self._run(self.group, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
-            warnings.warn(f"steps run one by one, since they cannot be captured: {error}", stacklevel=2)
+            warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)
             self.capturing = False
             return None
         return graph
 
 
-def step(
-    decoder: Any,
-    head: Any,
-    sampling: Sampling,
-    stop: Tensor | None,
-    state: State,
-    token: Tensor,
-    seeds: Tensor,
-    done: Tensor,
-    seen: Tensor | None,
-    logprob: Tensor | None,
-) -> State:
-    """Read `token` [B], draw the next one in its place; everything that changes is written where it stands."""
+def step(decoder: Any, head: Any, sampling: Sampling, stop: Tensor | None, state: State, lane: Lane) -> State:
+    """Read the token of each stream and draw the next one; the state and the lane are changed in place."""
+    token, seeds, done, seen, logprob = lane
     if seen is not None:
         seen.scatter_(1, token[:, None], torch.ones_like(token[:, None], dtype=torch.bool))
     outputs, state = decoder.step(token, state, inplace=True)
@@ -238,12 +238,12 @@ class Mixture:
 
 
 def decoder_of(model: Any) -> Any:
-    """What steps: the model, or the model behind a recomputation of the prefix where a layer has no state."""
+    """The model, or `Recompute` of it if a layer has no state."""
     return Recompute(model) if stack_of(model).traits.state is None and hasattr(model, "transformer") else model
 
 
 def stack_of(model: Any) -> Any:
-    """The layers that write."""
+    """The layers that generate: a Seq2Seq's decoder, otherwise all of them."""
     return model.decoder if hasattr(model, "decoder") else model.transformer
 
 
@@ -258,7 +258,7 @@ def work_of(model: Any, state: State, tokens: int) -> float:
 
 
 def head_of(model: Any) -> Categorical | Mixture:
-    """How the model's outputs are a distribution."""
+    """The distribution that the model's outputs describe."""
     config = model.config
     if getattr(config, "mixture", None) is not None:
         return Mixture()
@@ -268,13 +268,13 @@ def head_of(model: Any) -> Categorical | Mixture:
 
 
 def vocab_of(model: Any) -> int:
-    """Tokens that can be read: of a mixture, which draws 256 values, one or more that never come, such as a start."""
+    """Tokens that can be read. A mixture draws 256 values, and reads one or more besides, such as a start token."""
     config = model.config
     return (config.target if hasattr(config, "target") else config.embedding).vocab
 
 
 def values_of(model: Any) -> int:
-    """Tokens that can be drawn: 0 to this, exclusive."""
+    """How many tokens can be drawn: 0 to this, exclusive."""
     return head_of(model).values
 
 
@@ -284,7 +284,7 @@ def position_of(state: State) -> Tensor:
 
 
 def compiled_step() -> Callable[..., State]:
-    """`step` compiled; where there is no compiler, `step` itself, and a note."""
+    """`step` compiled; without a compiler `step` itself, with a warning."""
     fast: Callable[..., State] = torch.compile(step, dynamic=False)
 
     def run(*args: Any) -> State:
@@ -302,7 +302,7 @@ def compiled_step() -> Callable[..., State]:
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
-    """Whether inductor, or triton, found nothing to compile with; this happens before anything ran."""
+    """Whether inductor or triton found no compiler; this is noticed before anything has run."""
     if error is None:
         return False
     known = type(error).__name__ in ("InvalidCxxCompiler", "TritonMissing") or "C++ compiler" in str(error)

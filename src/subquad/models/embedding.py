@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         name: str = "tokens",
         lengths_name: str = "lengths",
     ) -> Tensor:
-        """`position` [B]: where each row starts (0 if None). What lies beyond `lengths` may hold anything."""
+        """`position` [B]: where each row starts (0 if None). Padding may hold anything."""
         if self.config.vocab is not None:
             ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
             x = nn.functional.embedding(ids, self.weight) * self.scale
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
             if position is not None:
                 at = position[:, None] + at  # [B, T]
             if mask is not None:
-                at = at * mask  # padding may stand beyond the last position there is
+                at = at * mask  # padding may lie beyond the last position
             self._check_positions(at, name)
             places = self.positions(at, x.dtype)
             x = torch.cat((x, places.expand(batch, size, -1)), dim=-1) if self.concat else x + places
@@ -69,7 +69,7 @@ class Embedding(nn.Module):
 
     def _check_positions(self, at: Tensor, name: str) -> None:
         limit = self.positions.limit if self.positions is not None else None
-        if limit is None or not readable(at):  # a GPU's own lookup stops on a bad index
+        if limit is None or not readable(at):  # on a GPU the lookup itself fails on a bad index
             return
         last = int(at.max()) + 1
         if last > limit:

@@ -1,13 +1,13 @@
-"""How much memory streams take: known before any is used."""
+"""How much memory streams take: computed before any of it is used."""
 
 from typing import Any
-
-import torch
 
 from subquad.checks import check_count
 from subquad.machine import free_bytes
 from subquad.models.decoding import decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, size
+
+SHARE = 0.95  # of the free memory that streams may take
 
 
 def bytes_per_stream(model: Any, capacity: int) -> int:
@@ -15,17 +15,17 @@ def bytes_per_stream(model: Any, capacity: int) -> int:
     return size(imagine(decoder_of(model), capacity))
 
 
-def largest_batch(model: Any, capacity: int, free: int | None = None) -> int:
-    """Streams that fit into the memory that is free on the model's device."""
-    return _free(model.device, free) // _bytes_at_work(model, capacity)
+def largest_batch(model: Any, capacity: int) -> int:
+    """Streams that fit into the free memory of the model's device, within a container's limit if there is one."""
+    return int(SHARE * free_bytes(model.device)) // _bytes_at_work(model, capacity)
 
 
-def check_fits(model: Any, batch: int, capacity: int, free: int | None = None) -> None:
-    """ValueError if so many streams do not fit, with how many do."""
+def check_fits(model: Any, batch: int, capacity: int) -> None:
+    """ValueError if so many streams do not fit; it says how many do."""
     check_count("batch", batch)
-    most = largest_batch(model, capacity, free)
+    most = largest_batch(model, capacity)
     if batch > most:
-        state, room = bytes_per_stream(model, capacity), _free(model.device, free)
+        state, room = bytes_per_stream(model, capacity), int(SHARE * free_bytes(model.device))
         raise ValueError(
             f"batch={batch} cannot work: a stream of {capacity} positions holds {state:,} bytes of state, and"
             f" {room:,} bytes are free on {model.device}: accepted is at most {most}"
@@ -33,17 +33,17 @@ def check_fits(model: Any, batch: int, capacity: int, free: int | None = None) -
 
 
 def _bytes_at_work(model: Any, capacity: int) -> int:
-    """A stream's state, its widest layer once more (not every mechanism writes in place), and vectors on their way."""
+    """A stream's state, its largest layer again (not every mechanism writes in place), and the vectors of a step."""
     decoder = decoder_of(model)
     state = imagine(decoder, capacity)
-    layers = getattr(state.decoder if hasattr(state, "decoder") else state, "layers", (state,))
+    layers = getattr(getattr(state, "decoder", state), "layers", (state,))
     stack = stack_of(model).config
     vectors = 4 * (4 * stack.dim + 2 * stack.ff_width) + 16 * values_of(model)
     return size(defer(decoder, state)) + max(size(layer) for layer in layers) + vectors
 
 
 def imagine(decoder: Any, capacity: int) -> State:
-    """The shapes of one stream's state, without its memory."""
+    """One stream's state of fake tensors, which have shapes and take no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -51,7 +51,3 @@ def imagine(decoder: Any, capacity: int) -> State:
             weight = next(decoder.decoder.parameters())
             return decoder.init_state(weight.new_empty(1, 1, decoder.config.encoder.dim), capacity=capacity)
         return decoder.init_state(1, capacity)
-
-
-def _free(device: torch.device, free: int | None) -> int:
-    return int(0.95 * free_bytes(device)) if free is None else free

@@ -15,7 +15,7 @@ from subquad.models.footprint import check_fits, imagine
 from subquad.models.inputs import check_ids
 from subquad.models.model import Model
 from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
-from subquad.models.state import State, batch_of, check_state, leaves, map_state, rebuild
+from subquad.models.state import State, batch_of, check_state, leaves, map_state
 from subquad.models.threads import run_small
 from subquad.ops.lengths import check_lengths, shape_of
 
@@ -305,14 +305,14 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
 
 def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
     """The state with as much room as init_state gives: what grows does so at the end of its second dimension."""
-    least, wanted = (dict(leaves(imagine(decoder, room))) for room in (1, capacity))
-    enlarged = {}
-    for name, tensor in leaves(state):
-        grows = wanted[name].shape != least[name].shape
-        more = wanted[name].shape[1] - tensor.shape[1] if grows else 0
-        zeros = tensor.new_zeros(len(tensor), more, *tensor.shape[2:]) if more > 0 else None
-        enlarged[name] = tensor if zeros is None else torch.cat((tensor, zeros), 1)
-    return rebuild(state, enlarged)
+
+    def enlarge(tensor: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
+        more = wanted.shape[1] - tensor.shape[1] if wanted.shape != least.shape else 0
+        if more <= 0:
+            return tensor
+        return torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)
+
+    return map_state(enlarge, state, imagine(decoder, 1), imagine(decoder, capacity))
 
 
 class _Modes(NamedTuple):

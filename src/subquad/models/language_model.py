@@ -7,15 +7,7 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.models import generation, logistic_mixture
-from subquad.models.config import (
-    Config,
-    EmbeddingConfig,
-    TransformerConfig,
-    assemble,
-    check_parts,
-    flags,
-    optional_at_least,
-)
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_of
@@ -33,9 +25,7 @@ class LanguageModelConfig(Config):
     mixture: int | None = None  # components of a mixture of discretised logistics over 256 values, instead of logits
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        flags(self, "tie")
-        optional_at_least(self, outputs=1, mixture=1)
+        super().__post_init__()
         if self.mixture is not None:
             if self.outputs is not None:
                 refuse("outputs", self.outputs, "None with mixture, which has three numbers a component")

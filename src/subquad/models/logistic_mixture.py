@@ -18,6 +18,7 @@ from subquad.models.loss import Reduction, over_targets
 from subquad.models.sampling import gumbel, uniform
 
 VALUES = 256
+LAST = VALUES - 1
 LEAST_LOG_SCALE = -7.0
 
 
@@ -27,38 +28,36 @@ def loss(
     lengths: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
-    count: int = VALUES,
 ) -> Tensor:
     """-log P(targets) in nats: outputs [B, T, 3·components], integers [B, T]; reductions as in cross_entropy."""
-    shape = (*outputs.shape[:-1], count)
 
     def losses(values: Tensor) -> Tensor:
-        return -log_prob(outputs, values, count)
+        return -log_prob(outputs, values)
 
-    return over_targets(losses, targets, shape, lengths, ignore_index, reduction, "targets", outputs.device)
+    return over_targets(losses, outputs, VALUES, targets, lengths, ignore_index, reduction)
 
 
-def log_prob(outputs: Tensor, values: Tensor, count: int = VALUES) -> Tensor:
-    """log P(values): outputs [..., 3·components], integers [...] from 0 to count - 1 -> [...] in nats."""
+def log_prob(outputs: Tensor, values: Tensor) -> Tensor:
+    """log P(values): outputs [..., 3·components], integers [...] from 0 to 255 -> [...] in nats."""
     weights, means, scales = _parameters(outputs)
-    return torch.logsumexp(weights + _cells(values[..., None], means, scales, count), -1)
+    return torch.logsumexp(weights + _cells(values[..., None], means, scales), -1)
 
 
-def log_probs(outputs: Tensor, count: int = VALUES) -> Tensor:
-    """log P of every value: [..., count]."""
+def log_probs(outputs: Tensor) -> Tensor:
+    """log P of every value: [..., 256]."""
     weights, means, scales = (part[..., None, :] for part in _parameters(outputs))
-    values = torch.arange(count, device=outputs.device)[:, None]
-    return torch.logsumexp(weights + _cells(values, means, scales, count), -1)
+    values = torch.arange(VALUES, device=outputs.device)[:, None]
+    return torch.logsumexp(weights + _cells(values, means, scales), -1)
 
 
-def draw(outputs: Tensor, seeds: Tensor, position: Tensor, count: int = VALUES) -> Tensor:
+def draw(outputs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
     """One value a row, [B, 3·components] -> [B]: a component, a logistic number, the cell it falls into."""
     weights, means, scales = _parameters(outputs)
     components = weights.shape[-1]
     chosen = (weights + gumbel(seeds, position, components)).argmax(-1, keepdim=True)
     u = uniform(seeds, position, components + 1)[:, -1:].to(weights.dtype)  # one beyond those of the components
     x = means.gather(-1, chosen) + scales.gather(-1, chosen).exp() * (u.log() - torch.log1p(-u))
-    return ((x[:, 0] + 1) * ((count - 1) / 2)).round().clamp(0, count - 1).long()
+    return ((x[:, 0] + 1) * (LAST / 2)).round().clamp(0, LAST).long()
 
 
 def _parameters(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,13 +69,13 @@ def _parameters(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights.log_softmax(-1), means, scales.clamp(min=LEAST_LOG_SCALE)
 
 
-def _cells(values: Tensor, means: Tensor, scales: Tensor, count: int) -> Tensor:
+def _cells(values: Tensor, means: Tensor, scales: Tensor) -> Tensor:
     """log of each component's mass in the cells of `values`."""
-    x = values.to(means.dtype) * (2 / (count - 1)) - 1
+    x = values.to(means.dtype) * (2 / LAST) - 1
     rate = torch.exp(-scales)
-    high, low = (x + 1 / (count - 1) - means) * rate, (x - 1 / (count - 1) - means) * rate
-    width = rate * (2 / (count - 1))
+    high, low = (x + 1 / LAST - means) * rate, (x - 1 / LAST - means) * rate
+    width = rate * (2 / LAST)
     # σ(b) − σ(a) = σ(b) σ(−a) (1 − e^(a−b)), whose logarithm is exact however far out the cell lies
     inside = F.logsigmoid(high) + F.logsigmoid(-low) + torch.log(-torch.expm1(-width))
     inside = torch.where(values == 0, F.logsigmoid(high), inside)
-    return torch.where(values == count - 1, F.logsigmoid(-low), inside)
+    return torch.where(values == LAST, F.logsigmoid(-low), inside)

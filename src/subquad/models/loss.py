@@ -1,6 +1,6 @@
-"""Cross-entropy over the targets that are there."""
+"""Cross-entropy over targets, without padding and ignored ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -35,9 +35,9 @@ def cross_entropy(
     reduction: Reduction = "mean",
     name: str = "targets",
 ) -> Tensor:
-    """float32 cross-entropy of logits [B, T, V] or [B, V]; a target that is ignored or beyond `lengths` is not there.
+    """float32 cross-entropy of logits [B, T, V] or [B, V], without ignored targets and those beyond `lengths`.
 
-    "mean" over the targets that are (0 if there are none), "sum", or "none": [B, T] with zeros where there is none.
+    "mean" over the other targets (0 if there are none), "sum", or "none": [B, T] with zeros at those left out.
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -45,36 +45,37 @@ def cross_entropy(
         flat = nn.functional.cross_entropy(exact.flatten(0, -2), ids.flatten(), reduction="none")
         return flat.view(ids.shape)
 
-    return over_targets(losses, targets, logits.shape, lengths, ignore_index, reduction, name, logits.device)
+    return over_targets(losses, logits, logits.shape[-1], targets, lengths, ignore_index, reduction, name)
 
 
 def over_targets(
     losses_of: Callable[[Tensor], Tensor],
+    outputs: Tensor,
+    values: int,
     targets: Tensor,
-    shape: Sequence[int],
     lengths: Tensor | None,
     ignore_index: int,
     reduction: Reduction,
-    name: str,
-    device: torch.device,
+    name: str = "targets",
 ) -> Tensor:
-    """The reduction of any loss of integer targets, for outputs over shape[-1] values."""
+    """The reduction of any loss of integer targets from 0 to `values`, exclusive, one for each vector of outputs."""
+    shape = outputs.shape[:-1]
     if reduction not in ("mean", "sum", "none"):
         refuse("reduction", reduction, '"mean" or "sum" or "none"')
-    if not isinstance(targets, Tensor) or targets.shape != tuple(shape[:-1]):
-        raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(shape[:-1])}")
+    if not isinstance(targets, Tensor) or targets.shape != shape:
+        raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(shape)}")
     if targets.dtype not in INTEGERS:
         raise ValueError(f"{name} has dtype {targets.dtype}: accepted are integers")
     check_strided(name, targets)
-    if targets.device != device:
-        raise ValueError(f"{name} is on {targets.device}: accepted is {device}, where the outputs are")
-    there = targets != ignore_index
+    if targets.device != outputs.device:
+        raise ValueError(f"{name} is on {targets.device}: accepted is {outputs.device}, where the outputs are")
+    counted = targets != ignore_index
     mask = None if lengths is None else keep(check_lengths(lengths, targets), targets.shape[1])
     if mask is not None:
-        there = there & mask
-    safe = targets.long().masked_fill(~there, 0)
-    check_ids(name, safe, shape[-1])
-    losses = losses_of(safe).masked_fill(~there, 0)
+        counted = counted & mask
+    safe = targets.long().masked_fill(~counted, 0)
+    check_ids(name, safe, values)
+    losses = losses_of(safe).masked_fill(~counted, 0)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / there.sum().clamp(min=1)
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum().clamp(min=1)

@@ -1,7 +1,7 @@
-"""The recurrent baseline of the experiments: LSTM layers where the others have a transformer.
+"""The recurrent baseline of the experiments: LSTM layers in place of a transformer.
 
-One class, two directions: from left to right it is a language model that steps and generates, in both directions it
-labels every position, as the Bi-LSTM of speech recognition does.
+From left to right it is a language model that steps and generates; with bidirectional=True it labels every position,
+as the Bi-LSTM of speech recognition does.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_count, check_strided, refuse, shown
+from subquad.checks import check_count, check_strided, refuse, shown
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
-from subquad.models.config import (
-    Config,
-    EmbeddingConfig,
-    assemble,
-    check_depth,
-    check_parts,
-    flags,
-    optional_at_least,
-    probabilities,
-)
+from subquad.models.config import Config, EmbeddingConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
 from subquad.models.inputs import batch_of, check_position, zero_padding
@@ -47,12 +38,7 @@ class LSTMConfig(Config):
     dropout: float = 0.0  # between layers
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, dim=1, depth=1)
-        check_depth(self.depth)
-        optional_at_least(self, outputs=1)
-        flags(self, "bidirectional")
-        probabilities(self, "dropout")
+        super().__post_init__()
         if self.outputs is None and self.embedding.vocab is None:
             refuse("outputs", None, "a number of outputs for frames, which have no vocab")
 
@@ -66,7 +52,7 @@ class LSTMConfig(Config):
 
 
 class Layers(nn.Module):
-    """What a generation loop asks of any stack: its traits, and how wide its vectors are."""
+    """The LSTM layers, with the `traits` and the `config` that a generation loop reads."""
 
     def __init__(self, config: LSTMConfig):
         super().__init__()
@@ -121,7 +107,7 @@ class LSTM(Model):
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         """[B, T, outputs]; beyond `lengths` the head of zeros."""
         x = self.embedding(tokens, lengths)
-        # from left to right padding comes after everything that counts
+        # from left to right padding comes last, and changes nothing before it
         used = check_lengths(lengths, x) if self.config.bidirectional else None
         y = self.decoder(x, used)[0]
         return self.head(y if used is not None else zero_padding(y, check_lengths(lengths, x)))
@@ -158,7 +144,7 @@ class LSTM(Model):
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
         y, hidden, cell = self.decoder(x, used, state)
-        if used is not None:  # a row of no tokens keeps what it had; packing has no such row
+        if used is not None:  # a row without tokens keeps its state; packing cannot express such a row
             empty = (used == 0)[:, None, None]
             hidden, cell = torch.where(empty, state.hidden, hidden), torch.where(empty, state.cell, cell)
         seen = state.position + (x.shape[1] if used is None else used)

@@ -1,4 +1,4 @@
-"""Do two sequences belong together: one encoder reads both, a small network compares what it says."""
+"""Do two sequences belong together? One encoder reads both, and a small network compares its two vectors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, one_of
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble, check_parts, optional_at_least
+from subquad.checks import one_of
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.heads import make_mlp
 from subquad.models.inputs import batch_of
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
-from subquad.models.pooled_encoder import Tower, check_tower
+from subquad.models.pooled_encoder import PooledEncoder, check_encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,15 @@ class MatcherConfig(Config):
     head_hidden: int | None = None  # None: dim
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        at_least(self, classes=1)
+        super().__post_init__()
         one_of(self, pooling=("mean", "cls"))
-        optional_at_least(self, head_hidden=1)
-        check_tower(self.transformer, self.pooling)
+        check_encoder(self.transformer, self.pooling)
 
 
 class Matcher(Model):
     """Matcher(vocab=256, dim=64, depth=2, heads=2, mechanism="linear"): (a [B, T], b [B, S]) -> [B, classes].
 
-    Two towers with the same weights and no attention between them, compared by an MLP over [a, b, a·b, a - b].
+    The same encoder reads each sequence by itself; an MLP over [a, b, a·b, a - b] compares the two vectors.
     """
 
     config_type = MatcherConfig
@@ -43,7 +41,8 @@ class Matcher(Model):
     def __init__(self, config: MatcherConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(MatcherConfig, config, fields)
-        self.tower = Tower(config.embedding, config.transformer, config.pooling)
+        # saved weights know it as `tower`
+        self.tower = PooledEncoder(config.embedding, config.transformer, config.pooling)
         dim = config.transformer.dim
         self.head = make_mlp(4 * dim, config.head_hidden or dim, config.classes)
 

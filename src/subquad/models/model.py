@@ -1,4 +1,4 @@
-"""What all models share: a config they were built from, a place and a type, saving and loading."""
+"""What all models share: their config, device and type, saving and loading."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from subquad.checks import check_device, check_methods, refuse
+from subquad.models import saving
 from subquad.models.config import Config
 
 
 @check_methods
 class Model(nn.Module):
-    """Base of the models: `config` rebuilds it, `save` and `load` keep it as safetensors beside JSON."""
+    """Base of the models: built from its `config`; `save` writes safetensors beside JSON, `load` reads them."""
 
     config_type: ClassVar[type[Config]]
     config: Any
@@ -31,16 +32,13 @@ class Model(nn.Module):
 
     def save(self, directory: str | Path) -> None:
         """Write model.safetensors and config.json, whole or not at all."""
-        from subquad.models.saving import write
-
         if Path(directory).exists() and not Path(directory).is_dir():
             refuse("directory", str(directory), "a folder, or a name that nothing has yet")
-        write(self, directory)
+        saving.write(self, directory)
 
     @classmethod
     def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
         """The model that was saved there, in eval mode; bit for bit."""
-        from subquad.models.saving import read
-
         check_device("device", device, meta=False)
-        return read(cls, directory, device)
+        model: Self = saving.read(cls, directory, device)
+        return model

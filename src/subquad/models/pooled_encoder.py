@@ -1,4 +1,4 @@
-"""An encoder that says one thing about a sequence: embedding, transformer, pooling."""
+"""An encoder that makes one vector of a sequence: embedding, transformer, pooling."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
 
 
-class Tower(nn.Module):
+class PooledEncoder(nn.Module):
     """Tokens or frames -> [B, D]: the mean over each row's own positions, or a learned first position ("cls").
 
     With pooling="none" the vectors of all positions, [B, T', D].
@@ -24,7 +24,7 @@ class Tower(nn.Module):
         self.embedding = Embedding(embedding, transformer.dim, transformer.max_length)
         self.cls = None
         if pooling == "cls":
-            # It stands before the first token and has no position of its own, so that grids keep their shape
+            # before the first token, without a position of its own, so that grids keep their shape
             self.cls = nn.Parameter(torch.zeros(transformer.dim))
             if transformer.max_length is not None:
                 transformer = dataclasses.replace(transformer, max_length=transformer.max_length + 1)
@@ -49,7 +49,8 @@ class Tower(nn.Module):
         return y.sum(1) / lengths.clamp(min=1)[:, None].to(y.dtype)  # padding is zeros already
 
 
-def check_tower(transformer: TransformerConfig, pooling: str) -> None:
+def check_encoder(transformer: TransformerConfig, pooling: str) -> None:
+    """Refuse what an encoder with this pooling cannot be."""
     if transformer.cross is not None:
         refuse("cross", transformer.cross, "None for an encoder: it has no memory")
     if transformer.causal and pooling == "cls":

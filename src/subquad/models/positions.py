@@ -36,8 +36,8 @@ class Sinusoidal(nn.Module):
 class Grid(nn.Module):
     """The sum of one learned vector per axis: position p of a (rows, columns, channels) grid read in order.
 
-    With one axis this is the learned position embedding. Begun as waves, each axis in its own part of the vector, "one
-    row up" is the same rotation everywhere, and has not to be learned place by place.
+    With one axis this is the learned position embedding. If it starts as waves, each axis in its own part of the
+    vector, then "one row up" is the same rotation everywhere and need not be learned place by place.
     """
 
     def __init__(self, shape: Sequence[int], width: int, waves: bool = False):
@@ -54,7 +54,7 @@ class Grid(nn.Module):
         for table in reversed(others):
             total = total + nn.functional.embedding(positions % table.shape[0], table)
             positions = positions // table.shape[0]
-        # what is left is the row; beyond the last one the lookup fails, as it must
+        # the rest is the row; beyond the last row the lookup fails, as it should
         return ((total + nn.functional.embedding(positions, rows)) * self.scale).to(dtype)
 
     def extra_repr(self) -> str:

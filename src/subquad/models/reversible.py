@@ -3,7 +3,8 @@
 Gomez et al. 2017, arXiv:1707.04585; Kitaev et al. 2020 (Reformer), §3. Branch f maps (a, b) to (b, a + f(b)).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from subquad.models.blocks import Branch, Residual, Stream
 
 
 class Coupling:
-    """One branch: what it adds, its parameters, and the dice it threw."""
+    """One branch: what it adds to the stream, its parameters, and whether it draws random numbers."""
 
     def __init__(self, residual: Residual, module: nn.Module, branch: Branch):
         self.residual, self.branch = residual, branch
@@ -37,11 +38,11 @@ class _Reversible(torch.autograd.Function):
     def forward(
         ctx: Any, chain: Sequence[Coupling], a: Tensor, b: Tensor, memory: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.chain, ctx.dice = chain, []
+        ctx.chain, ctx.rng_states = chain, []
         device = a.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         for coupling in chain:
-            ctx.dice.append(_dice(a) if coupling.random else None)
+            ctx.rng_states.append(_rng_states(a) if coupling.random else None)
             a, b = b, a + coupling(b, memory)
         ctx.save_for_backward(a, b, memory)
         return a, b
@@ -54,50 +55,34 @@ class _Reversible(torch.autograd.Function):
         grad_memory: Tensor | None = None
         device, dtype, enabled = ctx.autocast
         grads: list[Tensor | None] = []  # of the parameters, last first
-        for coupling, dice in zip(reversed(ctx.chain), reversed(ctx.dice), strict=True):
+        for coupling, rng_states in zip(reversed(ctx.chain), reversed(ctx.rng_states), strict=True):
             source = None if memory is None else memory.detach().requires_grad_(wants_memory)
             a = a.detach().requires_grad_()
-            with torch.enable_grad(), _Rethrown(dice, a), torch.autocast(device, dtype, enabled=enabled):
+            with torch.enable_grad(), _same_numbers(rng_states, a), torch.autocast(device, dtype, enabled=enabled):
                 y = coupling(a, source)
             inputs = [a, *([source] if wants_memory else []), *coupling.parameters]
-            through, *found = torch.autograd.grad(y, inputs, grad_b.to(y.dtype), allow_unused=True)
+            through, *others = torch.autograd.grad(y, inputs, grad_b.to(y.dtype), allow_unused=True)
             if wants_memory:
-                grad_memory = _sum(grad_memory, found.pop(0))
-            grads.extend(reversed(found))
+                more = others.pop(0)
+                grad_memory = more if grad_memory is None else grad_memory if more is None else grad_memory + more
+            grads.extend(reversed(others))
             with torch.no_grad():
                 a, b = b - y, a
             grad_a, grad_b = grad_b, grad_a + through
         return None, grad_a, grad_b, grad_memory, *reversed(grads)
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return a if b is None else b if a is None else a + b
+def _rng_states(x: Tensor) -> list[Tensor]:
+    """The states of the random generators of the CPU and of x's device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
 
 
-def _dice(x: Tensor) -> list[Tensor]:
-    """The random generators' states, the CPU's and that of x's device."""
-    states = [torch.get_rng_state()]
-    if x.is_cuda:
-        states.append(torch.cuda.get_rng_state(x.device))
-    return states
-
-
-class _Rethrown:
-    """Inside, the dice fall as they did in forward; afterwards they are where they were."""
-
-    def __init__(self, dice: list[Tensor] | None, x: Tensor):
-        self.dice, self.x = dice, x
-
-    def __enter__(self) -> None:
-        if self.dice is not None:
-            self.now = _dice(self.x)
-            self._set(self.dice)
-
-    def __exit__(self, *_: object) -> None:
-        if self.dice is not None:
-            self._set(self.now)
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self.x.is_cuda:
-            torch.cuda.set_rng_state(states[1], self.x.device)
+@contextmanager
+def _same_numbers(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
+    """Draw the same random numbers as in forward; afterwards the generators are as they were."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=states is not None):
+        if states is not None:
+            torch.set_rng_state(states[0])
+            if x.is_cuda:
+                torch.cuda.set_rng_state(states[1], x.device)
+        yield

@@ -8,22 +8,19 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subquad.disk import DIGEST, logger, parse_json, read_json, write_whole
-from subquad.models.model import Model
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEYS = ("format", "model", "dtype", "config")
 
-M = TypeVar("M", bound=Model)
 
-
-def write(model: Model, directory: str | Path) -> None:
+def write(model: Any, directory: str | Path) -> None:
     """Save a model; ValueError if its config holds code, which JSON cannot."""
     from safetensors.torch import save
 
@@ -44,29 +41,27 @@ def write(model: Model, directory: str | Path) -> None:
 
 def read_header(directory: str | Path) -> dict[str, Any]:
     """What was saved there: the model's class, its type, its config, and the digest if there is one."""
-    directory = Path(directory)
-    weights, config = directory / WEIGHTS, directory / CONFIG
+    weights, config = Path(directory) / WEIGHTS, Path(directory) / CONFIG
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} does not exist: a saved model is a directory with {WEIGHTS} and {CONFIG}")
-    inside = describe(weights)[0].get("subquad")
-    if inside is None and not config.is_file():
+    text = describe(weights)[0].get("subquad")
+    if text is None and not config.is_file():
         raise FileNotFoundError(
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
         )
+    carried = None if text is None else parse_json(text, weights)
     if not config.is_file():
-        return _check_header(parse_json(inside or "", weights), weights)
+        return _check_header(carried, weights)
     header = _check_header(read_json(config), config)
-    if inside is not None:
-        carried = _check_header(parse_json(inside, weights), weights)
-        if any(carried[key] != header[key] for key in KEYS):
-            raise ValueError(
-                f"{config} is not the config that {weights} was saved with: "
-                f"restore it, or delete it to load the weights with the config they carry"
-            )
+    if text is not None and any(_check_header(carried, weights)[key] != header[key] for key in KEYS):
+        raise ValueError(
+            f"{config} is not the config that {weights} was saved with: "
+            f"restore it, or delete it to load the weights with the config they carry"
+        )
     return header
 
 
-def read(cls: type[M], directory: str | Path, device: str | torch.device = "cpu") -> M:
+def read(cls: Any, directory: str | Path, device: str | torch.device = "cpu") -> Any:
     """Load a model of that class; every tensor must be there, in its shape, unchanged, and nothing else."""
     header, weights = read_header(directory), Path(directory) / WEIGHTS
     if header["model"] != cls.__name__:
@@ -78,16 +73,18 @@ def read(cls: type[M], directory: str | Path, device: str | torch.device = "cpu"
     if DIGEST not in header:
         logger.warning("%s has no digest: whether its weights are as they were saved cannot be checked", directory)
     tensors = verify(directory)
-    model: M = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
+    model = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
     for name, tensor in tensors_of(model).items():
         tensor.data = tensors[name].to(device)  # also takes the type over, should it differ from the model's
     return model.eval()
 
 
 def verify(directory: str | Path) -> dict[str, Tensor]:
-    """The weights of a saved model; ValueError if they or the config are not what was saved, where a digest tells."""
+    """The weights of a saved model; ValueError if they or the config do not match the digest, if there is one."""
+    from safetensors.torch import load_file
+
     header, weights = read_header(directory), Path(directory) / WEIGHTS
-    tensors = _load(weights)
+    tensors: dict[str, Tensor] = load_file(weights)
     if header.get(DIGEST) not in (None, digest_tensors(tensors, {key: header[key] for key in KEYS})):
         raise ValueError(
             f"{weights} is damaged: weights and config are not what was saved (SHA-256); restore the folder, "
@@ -97,7 +94,7 @@ def verify(directory: str | Path) -> dict[str, Tensor]:
 
 
 def check_finite(model: nn.Module, source: object) -> None:
-    """ValueError names the first tensor that holds something else than numbers."""
+    """ValueError names the first tensor with a NaN or an infinity in it."""
     for name, tensor in tensors_of(model).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
@@ -137,12 +134,12 @@ def describe(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
 
 
-def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
-    """Before anything is allocated: what a config asks for is bounded by what the file holds."""
-    _, held = describe(weights)
+def _check_fit(cls: Any, config: Any, weights: Path) -> None:
+    """Refuse a config that asks for more than the file holds, before anything is allocated."""
+    _, shapes = describe(weights)
     depth = sum(_depths(config))
-    if depth > len(held):  # every layer has tensors of its own; this many would take long to build even without memory
-        raise ValueError(f"{weights} does not fit its config: depth={depth:,}, and it holds {len(held)} tensors")
+    if depth > len(shapes):  # each layer has tensors of its own; so many would take long to build, even without memory
+        raise ValueError(f"{weights} does not fit its config: depth={depth:,}, and it holds {len(shapes)} tensors")
     try:
         parsed = cls.config_type.from_dict(config)
         with torch.device("meta"):
@@ -150,13 +147,13 @@ def _check_fit(cls: type[Model], config: Any, weights: Path) -> None:
     except (ValueError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
-    missing, unknown = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
+    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or unknown:
         parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
         raise ValueError(f"{weights} does not fit its config: it {' and '.join(parts)}")
     for name, tensor in wanted.items():
-        if held[name] != list(tensor.shape):
-            raise ValueError(f"{weights}: {name} has shape {held[name]}: accepted is {list(tensor.shape)}")
+        if shapes[name] != list(tensor.shape):
+            raise ValueError(f"{weights}: {name} has shape {shapes[name]}: accepted is {list(tensor.shape)}")
 
 
 def _depths(config: Any) -> Iterator[int]:
@@ -165,12 +162,6 @@ def _depths(config: Any) -> Iterator[int]:
         if key == "depth" and isinstance(value, int):
             yield value
         yield from _depths(value)
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 def _check_header(header: Any, path: Path) -> dict[str, Any]:

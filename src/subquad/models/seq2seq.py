@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subquad.checks import nearest, refuse
 from subquad.models import generation
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_parts, flags, nested
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_config, nested, spread_rotary
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_of
@@ -36,8 +36,7 @@ class Seq2SeqConfig(Config):
     tie: bool = False  # the output weights are the target embedding's
 
     def __post_init__(self) -> None:
-        check_parts(self)
-        flags(self, "share", "tie")
+        super().__post_init__()
         if self.encoder.dim != self.decoder.dim:
             refuse("decoder.dim", self.decoder.dim, f"the encoder's dim={self.encoder.dim}")
         if self.encoder.cross is not None:
@@ -148,11 +147,7 @@ class Seq2Seq(Model):
 
 def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqConfig:
     if config is not None:
-        if fields:
-            raise TypeError(f"Seq2SeqConfig and keywords ({', '.join(fields)}) came together: pass one or the other")
-        if not isinstance(config, Seq2SeqConfig):
-            raise TypeError(f"config is a {type(config).__name__}: accepted is a Seq2SeqConfig")
-        return config
+        return check_config(Seq2SeqConfig, config, fields)
     stacks = [f.name for f in dataclasses.fields(TransformerConfig)]
     inputs = [f.name for f in dataclasses.fields(EmbeddingConfig)]
     parts: dict[str, dict[str, Any]] = {"source": {}, "target": {}, "encoder": {}, "decoder": {"causal": True}}
@@ -162,10 +157,7 @@ def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqCo
     }
     sides |= {"pool": ("encoder",), "taps": ("decoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
     own = {}
-    if fields.get("positions") == "rotary":  # one wish with two parts: nothing in the embedding, rotation in the mixers
-        fields = {**fields, "positions": "none", "rotary": True}
-    fields = {"cross": "softmax", **fields}
-    for key, value in fields.items():
+    for key, value in {"cross": "softmax", **spread_rotary(fields)}.items():
         side, _, rest = key.partition("_")
         if key in ("share", "tie", *parts):
             own[key] = value

@@ -1,6 +1,6 @@
-"""States as values: measured, indexed, forked, written to disk and read back, whatever mechanisms they belong to.
+"""States as values: measure, index, fork, join, save and load them, whatever mechanisms they belong to.
 
-A state is a nest of tuples whose leaves are tensors, batch first; nothing here knows what a leaf means.
+A state is a nest of tuples of tensors, batch first; nothing here knows what a tensor means.
 """
 
 import json
@@ -17,12 +17,13 @@ from subquad.models.saving import describe, digest_tensors
 
 State = Any
 FORMAT = 1
+HEADER = {"format": FORMAT, "kind": "state"}  # of a file, beside the digest
 
 
 def check_state(state: State, name: str = "state") -> None:
     """Refuse what is not a nest of tuples of tensors, all with one batch and on one device."""
     like: Tensor | None = None
-    for part in _parts(state):
+    for _, part in leaves(state):
         if not isinstance(part, Tensor):
             raise ValueError(f"{name} holds {shown(part)}: accepted is a state of init_state, prefill or generate")
         check_strided(name, part)
@@ -33,17 +34,9 @@ def check_state(state: State, name: str = "state") -> None:
         refuse(name, state, "a state of init_state, prefill or generate")
 
 
-def _parts(state: State) -> Iterator[Any]:
-    if isinstance(state, tuple):
-        for part in state:
-            yield from _parts(part)
-    else:
-        yield state
-
-
 def leaves(state: State, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with its path, such as layers.0.s."""
-    if isinstance(state, Tensor):
+    if not isinstance(state, tuple):
         yield name, state
         return
     names = getattr(state, "_fields", range(len(state)))
@@ -51,21 +44,13 @@ def leaves(state: State, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from leaves(value, f"{name}.{part}" if name else str(part))
 
 
-def map_state(change: Callable[[Tensor], Tensor], state: State) -> State:
-    """The same nest with every tensor changed."""
-    return rebuild(state, {name: change(tensor) for name, tensor in leaves(state)})
-
-
-def rebuild(like: State, tensors: dict[str, Tensor], name: str = "") -> State:
-    """The nest of `like` around other tensors."""
-    if isinstance(like, Tensor):
-        return tensors[name]
-    names = getattr(like, "_fields", range(len(like)))
-    parts = [
-        rebuild(value, tensors, f"{name}.{part}" if name else str(part))
-        for part, value in zip(names, like, strict=True)
-    ]
-    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+def map_state(change: Callable[..., Tensor], *states: State) -> State:
+    """The nest of the first state, with change(tensor of each state, ...) for every tensor."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return change(*states)
+    parts = [map_state(change, *values) for values in zip(*states, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
 
 
 def select(state: State, rows: Tensor | slice) -> State:
@@ -91,17 +76,18 @@ def join(states: Sequence[State]) -> State:
         raise ValueError("states is empty: at least one is needed")
     for number, state in enumerate(states):
         check_state(state, f"states[{number}]")
-    columns = [dict(leaves(state)) for state in states]
-    for other in columns[1:]:
-        for name, tensor in columns[0].items():
-            if name not in other or other[name].shape[1:] != tensor.shape[1:]:
-                theirs = list(other[name].shape[1:]) if name in other else "nothing"
+    first = dict(leaves(states[0]))
+    for state in states[1:]:
+        other = dict(leaves(state))
+        for name in first | other:
+            one, two = (list(part[name].shape[1:]) if name in part else "nothing" for part in (first, other))
+            if one != two:
+                raise ValueError(f"states: {name} is {one} a stream in one state, {two} in another")
+            if other[name].dtype != first[name].dtype or other[name].device != first[name].device:
                 raise ValueError(
-                    f"states: {name} is {list(tensor.shape[1:])} a stream in one state, {theirs} in another"
+                    f"states: {name} is {shown(first[name])} in one state, {shown(other[name])} in another"
                 )
-            if other[name].dtype != tensor.dtype or other[name].device != tensor.device:
-                raise ValueError(f"states: {name} is {shown(tensor)} in one state, {shown(other[name])} in another")
-    return rebuild(states[0], {name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+    return map_state(lambda *tensors: torch.cat(tensors), *states)
 
 
 def overwrite(state: State, rows: Tensor, new: State) -> None:
@@ -120,7 +106,7 @@ def positions(state: State) -> list[Tensor]:
 
 
 def size(state: State) -> int:
-    """Bytes."""
+    """The bytes that a state takes."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in leaves(state))
 
 
@@ -134,35 +120,34 @@ def save_state(state: State, path: str | Path) -> None:
         raise ValueError("state is on meta and has no values: accepted is a state on a device that holds them")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         refuse("path", str(path), "a file in a folder that exists")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in leaves(state)}
-    shared: dict[str, Tensor] = {}  # safetensors refuses two names for one memory
-    for name, tensor in tensors.items():
-        taken = any(tensor.data_ptr() == other.data_ptr() for other in shared.values())
-        shared[name] = tensor.clone() if taken else tensor
-    header = {"format": FORMAT, "kind": "state"}
-    about = json.dumps({**header, DIGEST: digest_tensors(shared, header)})
-    write_whole(Path(path), save(shared, metadata={"subquad": about}))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in leaves(state):
+        tensor = tensor.detach().cpu().contiguous()
+        shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
+        tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses two names for one memory
+    about = json.dumps({**HEADER, DIGEST: digest_tensors(tensors, HEADER)})
+    write_whole(Path(path), save(tensors, metadata={"subquad": about}))
 
 
 @checked
 def load_state(path: str | Path, like: State) -> State:
-    """Read a state back into the nest, the types and the device of `like`, such as init_state(1).
+    """Read a state back, with the nest, the types and the device of `like`, such as init_state(1).
 
-    The batch and the capacity of growing states are the file's own.
+    The batch and the capacity of growing states come from the file.
     """
     from safetensors.torch import load_file
 
     check_state(like, "like")
     if not Path(path).is_file():
         refuse("path", str(path), "a file that save_state wrote")
-    metadata, held = describe(Path(path))
+    metadata, shapes = describe(Path(path))
     header = parse_json(metadata.get("subquad", "{}"), path)
     digest = header.pop(DIGEST, None) if isinstance(header, dict) else None
-    if header != {"format": FORMAT, "kind": "state"}:
+    if header != HEADER:
         raise ValueError(f"{path} is not a state: accepted is a file of save_state, format {FORMAT}")
     wanted = dict(leaves(like))
-    if held.keys() != wanted.keys():
-        odd = sorted(held.keys() ^ wanted.keys())[0]
+    if shapes.keys() != wanted.keys():
+        odd = sorted(shapes.keys() ^ wanted.keys())[0]
         raise ValueError(f"{path} is the state of another model: {odd} is in one of them only")
     tensors = load_file(path)
     if digest is None:
@@ -170,8 +155,9 @@ def load_state(path: str | Path, like: State) -> State:
     elif digest != digest_tensors(tensors, header):
         raise ValueError(f"{path} is damaged: it is not what was saved (SHA-256)")
     for name, tensor in wanted.items():
-        fits = tensors[name].ndim == tensor.ndim and tensors[name].shape[2:] == tensor.shape[2:]
-        if not fits or tensors[name].dtype != tensor.dtype:
-            one, other = (f"{t.dtype} {list(t.shape)}" for t in (tensors[name], tensor))
+        loaded = tensors[name]
+        if loaded.dtype != tensor.dtype or loaded.ndim != tensor.ndim or loaded.shape[2:] != tensor.shape[2:]:
+            one, other = (f"{t.dtype} {list(t.shape)}" for t in (loaded, tensor))
             raise ValueError(f"{path} is the state of another model: {name} is {one}, this model's is {other}")
-    return rebuild(like, {name: tensor.to(wanted[name].device) for name, tensor in tensors.items()})
+    ordered = iter([tensors[name].to(tensor.device) for name, tensor in wanted.items()])
+    return map_state(lambda _: next(ordered), like)

@@ -26,7 +26,9 @@ class Taps(nn.Module):
         super().__init__()
         self.taps, self.reach = tuple(taps), max(taps)
         self.back: Tensor
-        self.register_buffer("back", torch.tensor(self.taps), persistent=False)  # a captured step copies no list
+        self.register_buffer(
+            "back", torch.tensor(self.taps), persistent=False
+        )  # a buffer: a captured step cannot copy a list
         self.weight = nn.Parameter(torch.cat((torch.ones(1, dim), 0.3 * torch.randn(len(self.taps), dim))))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ class Taps(nn.Module):
         return Recent(ring, torch.zeros(batch, dtype=torch.int64, device=ring.device))
 
     def check(self, state: Recent, batch: int) -> None:
-        """Refuse a ring of another size."""
+        """Refuse the ring of other taps or of another batch."""
         wanted = (batch, self.reach, self.weight.shape[1])
         if tuple(state.ring.shape) != wanted:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Small work on a CPU runs on one thread.
+"""Run small work on a CPU on one thread.
 
 The threads of an operation wait for each other at its end. In a small operation that wait costs more than a second
 thread gains; and beside a busy process one of the threads is paused for milliseconds at a time, in every operation.
@@ -23,17 +23,17 @@ Result = TypeVar("Result")
 
 
 def run_small(work: float, run: Callable[[], Result]) -> Result:
-    """What `run` returns; on one thread if its multiply-adds, `work`, are too few to share.
+    """Call `run`, on one thread if its multiply-adds, `work`, are too few to share.
 
-    The number of threads is as before when this returns or raises, an interrupt included. It changes for the calling
-    Python thread alone: others may generate, or start, meanwhile.
+    Afterwards the number of threads is as before, also after an error or an interrupt. It changes only for the calling
+    Python thread: others may generate, or start, meanwhile.
     """
     before = torch.get_num_threads()
     if work >= SMALL or before == 1:
         return run()
     set_own = _thread_setters()
     if set_own is None:
-        if threading.active_count() > 1:  # torch.set_num_threads also decides for threads that start meanwhile
+        if threading.active_count() > 1:  # torch.set_num_threads would also set it for threads that start meanwhile
             return run()
         set_own = (torch.set_num_threads,)
     try:
@@ -43,16 +43,16 @@ def run_small(work: float, run: Callable[[], Result]) -> Result:
     finally:
         try:
             set_own[0](before)
-        finally:  # an interrupt may come in between
+        finally:  # even if an interrupt comes between the two
             set_own[-1](before)
 
 
 @functools.cache
 def _thread_setters() -> tuple[Callable[[int], object], ...] | None:
-    """What sets the number of OpenMP and of MKL for the calling thread alone, in torch's own libraries.
+    """The functions in torch's libraries that set the threads of OpenMP and of MKL for the calling thread only.
 
-    torch.set_num_threads calls the same, and then keeps the number for every thread that uses torch for the first time
-    later. None where the libraries are built in another way.
+    torch.set_num_threads calls the same, but also keeps the number for threads that use torch for the first time later.
+    None if torch was built in another way.
     """
     try:
         (path,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.[sd]*")
@@ -64,6 +64,6 @@ def _thread_setters() -> tuple[Callable[[int], object], ...] | None:
         return None
     before = torch.get_num_threads()
     setters[0](before + 1)
-    obeyed = torch.get_num_threads() == before + 1  # it may belong to an OpenMP that torch does not use
+    works = torch.get_num_threads() == before + 1  # False if it belongs to an OpenMP that torch does not use
     setters[0](before)
-    return tuple(setters) if obeyed else None
+    return tuple(setters) if works else None

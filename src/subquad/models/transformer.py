@@ -1,4 +1,4 @@
-"""A stack of blocks over vectors: the encoder, the decoder and the decoder over a memory of every model here."""
+"""A stack of blocks over vectors: every model here is built on it, as encoder, decoder, or decoder over a memory."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from subquad.ops.lengths import check_lengths, shape_of
 
 
 class State(NamedTuple):
-    """The mixers' states, a layer each, and how many tokens each row has seen."""
+    """The states of the layers' mixers, and how many tokens each row has seen."""
 
     layers: tuple[Any, ...]
     position: Tensor  # [B]
@@ -50,14 +50,14 @@ class Transformer(Model):
 
     @property
     def traits(self) -> Traits:
-        """What the whole stack does: as little state as its hungriest layer needs, none if one layer has none."""
+        """What the whole stack does. Its state is the kind of the largest layer's, or None if one layer has none."""
         states = [block.mixer.traits.state for block in self._blocks()]
-        hungriest = next((kind for kind in ("growing", "window") if kind in states), "constant")
+        largest = next((kind for kind in ("growing", "window") if kind in states), "constant")
         return Traits(
             causal=self.config.causal,
             bidirectional=not self.config.causal,
             cross=self.config.cross is not None,
-            state=None if None in states else hungriest,  # type: ignore[arg-type]
+            state=None if None in states else largest,  # type: ignore[arg-type]
             fixed_length=any(block.mixer.traits.fixed_length for block in self._blocks()),
         )
 
@@ -177,7 +177,7 @@ class Transformer(Model):
     def _open(self, x: Tensor) -> Stream:
         if not self.config.reversible:
             return (x,)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # what is subtracted must be what was added
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # backward must subtract exactly what was added
         return x, x
 
     def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
@@ -188,14 +188,14 @@ class Transformer(Model):
         return x if lengths is None else zero_padding(x, lengths)
 
     def _shrink_outputs(self) -> None:
-        """Depth would let the residual grow: what each branch adds starts smaller (GPT-2, §2.3).
+        """Start with smaller branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).
 
         The output projection of a mixer is called `out`, as in Heads and FeedForward.
         """
         branches = [m for block in self._blocks() for m in (block.mixer, block.cross, block.ff) if m is not None]
         for branch in branches:
             names = [name for name, _ in branch.named_modules() if name.rpartition(".")[2] == "out"]
-            if names:  # a mixer of mixers has theirs inside: its own is the outermost
+            if names:  # a mixer of mixers contains those of its parts: its own is the outermost
                 outermost = min(names, key=lambda name: name.count("."))
                 with torch.no_grad():
                     branch.get_parameter(f"{outermost}.weight").mul_(1 / math.sqrt(len(branches)))
@@ -203,7 +203,7 @@ class Transformer(Model):
     def _memories(
         self, memory: Tensor | tuple[Any, ...] | None, lengths: Tensor | None, batch: int
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """What each layer reads, and its lengths: a remembered memory knows its own."""
+        """The memory of each layer, and its lengths: a remembered memory knows its own."""
         if not isinstance(memory, tuple):
             return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
         if lengths is not None:
@@ -214,13 +214,10 @@ class Transformer(Model):
         return memory, None
 
     def _check_memory(self, memory: Tensor | None, lengths: Tensor | None, batch: int) -> Tensor | None:
-        if (memory is None) == (self.config.cross is not None):
-            what = (
-                "is missing: this model has cross-attention"
-                if memory is None
-                else "came: this model has no cross-attention"
-            )
-            raise ValueError(f"memory {what}")
+        if memory is None and self.config.cross is not None:
+            raise ValueError("memory is missing: this model has cross-attention")
+        if memory is not None and self.config.cross is None:
+            raise ValueError("memory was given: this model has no cross-attention")
         if memory is None:
             if lengths is not None:
                 raise ValueError("memory_lengths came without memory: pass both or neither")

@@ -31,9 +31,10 @@ from subquad.mechanisms import MECHANISMS
 from subquad.pool import environment
 from subquad.studies import compare_worker as worker
 from subquad.studies.compare_worker import Job, Row
-from subquad.studies.quality import load_tokens, task_name
+from subquad.studies.quality import task_name
 from subquad.studies.results import save, set_aside
 from subquad.studies.settings import Settings
+from subquad.tasks.tokens import load_tokens
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
 Results = dict[str, Any]

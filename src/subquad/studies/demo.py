@@ -1,8 +1,9 @@
-"""What `make demo` runs: the shipped model writes digits, six mechanisms learn to, and are timed to 16k tokens.
+"""What `make demo` runs: a shipped model writes digits, six mechanisms learn to, and are measured to 16k tokens.
 
-Each stage leaves a JSON file with the settings it ran under; a later run with the same settings reads it instead.
+Each stage leaves a JSON file with its settings; a later run with the same settings reuses it.
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import check_count
 from subquad.data import digits
@@ -25,16 +26,19 @@ from subquad.machine import machine, readable
 from subquad.measure.cost import YARDSTICK
 from subquad.models import LanguageModel, load, shipped
 from subquad.models.footprint import bytes_per_stream
+from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
 from subquad.models.threads import run_small
 from subquad.studies.compare import compare, milliseconds, reasons
 from subquad.studies.conclusions import conclusions
 from subquad.studies.results import save
 from subquad.studies.settings import LENGTHS, Settings
-from subquad.tasks.digits import PIXELS, bits_per_dim, generate, make_model, picture, standard_error, train
-from subquad.tasks.generate import image_shape, save_sheet
+from subquad.tasks.digits import MODEL, Digits
+from subquad.tasks.images import Images
+from subquad.tasks.write_images import image_shape, save_sheet, write_images
+from subquad.training.train import learn
 
-# of each family one, at sizes that fit 64 pixels: a stride of one row of the image, a window of two
+# one of each family, at sizes that fit 64 pixels: a stride of one row of the image, a window of two
 CONTENDERS: dict[str, dict[str, Any]] = {
     "linear": {},
     "softmax": {},
@@ -43,15 +47,16 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "compressed": {},
     "routing": {"clusters": 4, "window": 2 * digits.SIDE},
 }
-SHIPPED, IMAGES = "mnist_linear", 6  # the checkpoint that the demo begins with, and how many images it writes
-SEED = 8  # of its images: the first ones are easy to read
-BORDER = 2  # pixels of its images that are not drawn, so that three fit into 80 columns
-STEPS = 150  # of each in the comparison
-WRITING = 1200  # of linear once more, for digits worth looking at
-TEMPERATURE = 0.8  # of what the small models write: their rare pixels are mostly mistakes
+SHIPPED, IMAGES = "mnist_linear", 6  # the checkpoint that writes first, and how many images
+SEED = 8  # of its images: these are easy to read
+BORDER = 2  # pixels around its images that are not drawn, so that three fit into 80 columns
+STEPS = 150  # of each mechanism in the comparison
+WRITING = 1200  # steps of the linear model that writes digits worth looking at
+TEMPERATURE = 0.8  # of the small models' sampling: their rare pixels are mostly mistakes
 BATCH = 32
-POINTS = 50  # kept of each loss curve
+POINTS = 50  # of each loss curve
 LINE = 300  # steps between lines about a training where there is no terminal for a bar
+SHAPE = (digits.SIDE, digits.SIDE, 1)
 Json = dict[str, Any]
 Draw = Callable[[Tensor], RenderableType]  # images [N, rows, columns] for the terminal
 
@@ -75,7 +80,7 @@ def demo(
         check_count(name, value)
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    shipped = _shipped(out, console, draw, fresh)
+    first = _shipped(out, console, draw, fresh)
     images = digits.load()[0].images
     console.print(
         f"{len(contenders)} transformers learn {len(images):,} handwritten digits of 8 x 8 pixels, one pixel "
@@ -87,8 +92,8 @@ def demo(
     written = _digits("linear", "writing", out, console, writing, count, fresh)
     console.print(f"time and memory at T = {min(lengths):,} to {max(lengths):,}", highlight=False)
     results = _scaling(out, console, contenders, lengths, fresh, isolated)
-    results["quality"] = [found["quality"] for found in learned]
-    results["pictures"] = [found["picture"] for found in (shipped, written, *learned) if found is not None]
+    results["quality"] = [stage["quality"] for stage in learned]
+    results["pictures"] = [stage["picture"] for stage in (first, written, *learned) if stage is not None]
     results["summary"] = conclusions(results)
     save(results, out / "results.json")
     for table in (_digits_table(results["quality"]), _lengths_table(results), reasons(results)):
@@ -105,19 +110,19 @@ def demo(
 
 
 def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | None:
-    """Something to look at first: a trained model writes digits, drawn as they come. None where it is not there."""
+    """Something to look at first: a trained model writes digits, drawn as they come. None if it is not there."""
     settings = {"checkpoint": SHIPPED, "count": IMAGES, "seed": SEED}
-    kept, file = out / "digits_shipped.json", "digits_shipped.png"
-    found = None if fresh else _kept(kept, settings)
-    if found is not None and (out / file).exists():
+    path, file = out / "digits_shipped.json", "digits_shipped.png"
+    stage = None if fresh else _earlier(path, settings)
+    if stage is not None and (out / file).exists():
         console.print(f"digits that the shipped model {SHIPPED} wrote in an earlier run:", highlight=False)
-        console.print(draw(_inner(torch.tensor(found["images"]))))
-        return found
+        console.print(draw(_inner(torch.tensor(stage["images"]))))
+        return stage
     try:
         folder = shipped.find(SHIPPED)
         model = load(folder).float()  # shipped in half the bytes, which CPUs compute with slowly
         assert isinstance(model, LanguageModel)
-        rows, columns, _ = image_shape(model, card=shipped.card(folder)) or (0, 0, 0)
+        rows, columns, _ = image_shape(model) or (0, 0, 0)
     except (ValueError, OSError) as error:
         console.print(
             f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first",
@@ -148,9 +153,9 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
     images = images.view(IMAGES, rows, columns)
     title = f"{SHIPPED}, which ships with the package: written pixel by pixel"
     save_sheet(images[..., None], 2, out / file, columns=IMAGES)
-    found = {"settings": settings, "images": images.tolist(), "picture": {"title": title, "file": file}}
-    save(found, kept)
-    return found
+    stage = {"settings": settings, "images": images.tolist(), "picture": {"title": title, "file": file}}
+    save(stage, path)
+    return stage
 
 
 def _inner(images: Tensor) -> Tensor:
@@ -167,40 +172,44 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
         "count": count,
         "temperature": TEMPERATURE,
     }
-    kept, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
-    found = None if fresh else _kept(kept, settings)
-    if found is not None and "standard_error" in found["quality"] and (out / file).exists():
-        console.print(f"  {name}: {found['quality']['value']:.3f} bits/dim, from an earlier run", highlight=False)
-        return found
-    training, test = digits.load()
-    torch.manual_seed(0)
-    model = make_model((name, CONTENDERS[name]))
+    path, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
+    before = None if fresh else _earlier(path, settings)
+    if before is not None and "standard_error" in before["quality"] and (out / file).exists():
+        console.print(f"  {name}: {before['quality']['value']:.3f} bits/dim, from an earlier run", highlight=False)
+        return before
+    task = Images("digits", validation=1)  # all but one of the training images: nothing is chosen by validation
+    every = max(1, steps // POINTS)
+    training = dataclasses.replace(
+        Digits.training, steps=steps, batch=BATCH, warmup=max(1, steps // 20), log_every=every
+    )
     columns = (TextColumn("  {task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    begun = time.perf_counter()
     info = TextColumn("{task.fields[info]}")
     with Progress(*columns, info, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=steps, info="")
+        bar = progress.add_task(name, total=steps, info="")
 
-        def told(step: int, bits: float) -> None:
-            progress.update(task, completed=step, info=f"{bits:.3f} bits/dim")
-            if not console.is_terminal and step % LINE == 0 and step < steps:
+        def watch(step: int, nats: float) -> None:
+            bits = nats / math.log(2)
+            progress.update(bar, completed=step, info=f"{bits:.3f} bits/dim")
+            if not console.is_terminal and step // LINE > (step - every) // LINE and step < steps:
                 console.print(f"  {name}: {bits:.3f} bits/dim after {step:,} of {steps:,} steps", highlight=False)
 
-        # so small a model gains nothing from a second thread, and loses much to a busy neighbour
-        curve = run_small(0, lambda: train(model, training.images, steps, told, BATCH))
-    seconds = time.perf_counter() - begun
-    value, error = run_small(0, lambda: (bits_per_dim(model, test.images), standard_error(model, test.images)))
+        # a model this small gains nothing from a second thread, and loses much beside a busy process
+        fields = {**MODEL, "mechanism": (name, CONTENDERS[name])}
+        learned = run_small(0, lambda: learn(task, fields, training, watch=watch))
+    model, seconds, value = learned.model.eval(), learned.seconds, learned.measures["bits/dim"]
+    assert isinstance(model, LanguageModel)
+    test = digits.load()[1].images
+    error = run_small(0, lambda: standard_error(model, test))
     begun = time.perf_counter()
-    images = generate(model, count, temperature=TEMPERATURE)
+    images = write_images(model, count, SHAPE, sampling=Sampling(temperature=TEMPERATURE))
     rate = count / (time.perf_counter() - begun)
     title = (
         f"{name}: written pixel by pixel at temperature {TEMPERATURE} after {steps:,} steps "
         f"({value:.2f} bits/dim on unseen digits)"
     )
-    picture(test.images[:count], images, out / file, title)
+    picture(test[:count], images, out / file, title)
     model.save(out / f"model_{stage}")
-    every = max(1, steps // POINTS)
-    found = {
+    result = {
         "settings": settings,
         "machine": machine("cpu"),
         "quality": {
@@ -212,33 +221,60 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
             "lower_is_better": True,
             "steps": steps,
             "seconds": seconds,
-            "curve": [[n, sum(curve[n - every : n]) / every] for n in range(every, steps + 1, every)],
+            "curve": [[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "images_per_second": rate,
             "state_bytes_per_image": _state_bytes(model),
         },
         "picture": {"title": title, "file": file},
     }
-    save(found, kept)
+    save(result, path)
     console.print(f"  {name}: {value:.3f} bits/dim in {seconds:.0f} s; {rate:.0f} images/s written", highlight=False)
-    return found
+    return result
+
+
+@torch.no_grad()
+def standard_error(model: LanguageModel, images: Tensor) -> float:
+    """Of the bits/dim over these images [N, 64]: how far they would vary with other images."""
+    inputs = nn.functional.pad(images[:, :-1], (1, 0), value=digits.SHADES)
+    bits = cross_entropy(model(inputs), images, reduction="none").mean(1) / math.log(2)  # [N]
+    return float(bits.std() / math.sqrt(len(bits)))
+
+
+def picture(real: Tensor, generated: Tensor, path: Path, title: str, columns: int = 16) -> None:
+    """Two sheets, one above the other: images of the data set, and images from a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4.6), layout="constrained")
+    for axis, images, name in zip(axes, (real, generated), ("real", title), strict=True):
+        rows = len(images) // columns
+        sheet = images[: rows * columns].view(rows, columns, digits.SIDE, digits.SIDE)
+        sheet = nn.functional.pad(sheet, (1, 0, 1, 0)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+        axis.imshow(sheet.numpy(), cmap="gray_r", vmin=0, vmax=digits.SHADES - 1)
+        axis.set_title(name, fontsize=10)
+        axis.set_axis_off()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _state_bytes(model: LanguageModel) -> int | None:
-    """Of one image at its last pixel; None where a layer has no state."""
+    """The state of one image at its last pixel; None where a layer has none."""
     if model.transformer.traits.state is None:
         return None
-    state = model.init_state(1, capacity=PIXELS)
+    state = model.init_state(1, capacity=digits.SIDE**2)
     return sum(t.numel() * t.element_size() for layer in state.layers for t in layer)
 
 
-def _kept(path: Path, settings: Json) -> Json | None:
-    """What an earlier run of the same settings left, if it is whole."""
+def _earlier(path: Path, settings: Json) -> Json | None:
+    """What an earlier run with the same settings left, if it is whole."""
     try:
-        found = read_json(path)
+        stage = read_json(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("settings") == settings else None
+    return stage if isinstance(stage, dict) and stage.get("settings") == settings else None
 
 
 def _scaling(
@@ -246,15 +282,14 @@ def _scaling(
 ) -> Json:
     settings = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths))
     folder = out / "scaling"
-    written = json.loads(json.dumps(settings.to_dict()))
-    found = None if fresh else _kept(folder / "results.json", written)
-    if found is not None and not found["interrupted"]:
-        console.print(f"  {len(found['rows'])} measurements of an earlier run", highlight=False)
-        return found
-    found = compare(settings, folder, console, isolated=isolated, remember=False)  # too few to recommend from
-    if found["interrupted"]:
+    before = None if fresh else _earlier(folder / "results.json", json.loads(json.dumps(settings.to_dict())))
+    if before is not None and not before["interrupted"]:
+        console.print(f"  {len(before['rows'])} measurements of an earlier run", highlight=False)
+        return before
+    results = compare(settings, folder, console, isolated=isolated, remember=False)  # too few to recommend from
+    if results["interrupted"]:
         raise KeyboardInterrupt
-    return found
+    return results
 
 
 def _digits_table(quality: Sequence[Json]) -> Table:
@@ -266,13 +301,13 @@ def _digits_table(quality: Sequence[Json]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("mechanism", "bits/dim", "training", "writes", "state an image"):
         table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
-    for found in sorted(quality, key=lambda found: found["value"]):
-        state = found["state_bytes_per_image"]
+    for record in sorted(quality, key=lambda record: record["value"]):
+        state = record["state_bytes_per_image"]
         table.add_row(
-            found["mechanism"],
-            f"{found['value']:.2f} ± {2 * found['standard_error']:.2f}",
-            f"{found['seconds']:.0f} s",
-            f"{found['images_per_second']:.0f} images/s",
+            record["mechanism"],
+            f"{record['value']:.2f} ± {2 * record['standard_error']:.2f}",
+            f"{record['seconds']:.0f} s",
+            f"{record['images_per_second']:.0f} images/s",
             "-" if state is None else readable(state),
         )
     return table
@@ -292,7 +327,7 @@ def _lengths_table(results: Json) -> Table:
         }
         for name, measured in rows.items()
     }
-    best = {n: min((found[n] for found in ratios.values() if n in found), default=None) for n in lengths}
+    best = {n: min((at[n] for at in ratios.values() if n in at), default=None) for n in lengths}
     last = max(lengths)
     title = (
         f"one layer of each at T tokens: training time, {YARDSTICK}'s being 1 (* the fastest at that T; from: faster "

@@ -1,7 +1,11 @@
-"""Experiments, one file each."""
+"""Experiments, one file each. A new task is a file here and its line in TASKS."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from subquad.models import LanguageModel
 from subquad.tasks.copy import Copy
-from subquad.tasks.digits import DigitsTask
+from subquad.tasks.digits import Digits
 from subquad.tasks.images import Images
 from subquad.tasks.lra.image import Image
 from subquad.tasks.lra.listops import ListOps
@@ -12,10 +16,11 @@ from subquad.tasks.music import Music
 from subquad.tasks.pairs import Pairs
 from subquad.tasks.speech import Speech
 from subquad.tasks.text import Text
+from subquad.tasks.write_images import image_shape
 from subquad.training.task import Task
 
 TASKS: dict[str, type[Task]] = {
-    "digits": DigitsTask,
+    "digits": Digits,
     "copy": Copy,
     "images": Images,
     "text": Text,
@@ -29,3 +34,12 @@ TASKS: dict[str, type[Task]] = {
     "pathfinder": Pathfinder,
     "pathx": PathX,
 }
+
+
+def writer_of(model: LanguageModel, card: Mapping[str, Any], shape: str | None = None) -> type[Task]:
+    """The task that writes what this model generates: its own, by its card, if that writes anything; else images where
+    their shape is known or asked for, and text otherwise."""
+    own = TASKS.get(str(card.get("task")))
+    if own is not None and own.writes:
+        return own
+    return Text if image_shape(model, shape) is None else Images

@@ -1,14 +1,12 @@
 """A task by its name, with the user's settings, into a run folder."""
 
 import dataclasses
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from subquad.checks import check_plain, nearest
+from subquad.checks import nearest
 from subquad.disk import blaming
 from subquad.tasks import TASKS
 from subquad.training.config import RunConfig, TrainingConfig, parse
@@ -16,7 +14,7 @@ from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, Folder, read_config
 from subquad.training.loop import Result
 from subquad.training.task import Task
-from subquad.training.train import defaults_of, options_of, train
+from subquad.training.train import train
 
 
 def start(
@@ -48,13 +46,13 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
         if config.task != name:
             raise ValueError(f"{begun} holds a run of {config.task!r}, not of {name!r}: --out chooses another folder")
         with blaming(str(begun / CONFIG), ValueError):
-            make_task(cls, config.data)
+            cls.from_options(config.data)
         config = config.override(settings)
-        return make_task(cls, config.data), config
+        return cls.from_options(config.data), config
     of_data = [setting for setting in settings if setting.strip().startswith("data.")]
-    data = RunConfig(task=name, data=defaults_of(cls)).override(of_data).data
-    task = make_task(cls, data)  # its model and its training may depend on its data
-    config = RunConfig(task=name, data=options_of(task), model=task.model, training=task.training).override(settings)
+    data = RunConfig(task=name, data=cls.defaults()).override(of_data).data
+    task = cls.from_options(data)  # its model and its training may depend on its data
+    config = RunConfig(task=name, data=task.options(), model=task.model, training=task.training).override(settings)
     if not any(parse(setting)[0] == ["training", "warmup"] for setting in settings):
         config = dataclasses.replace(config, training=shorten_warmup(config.training))
     return task, config
@@ -63,13 +61,3 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
 def shorten_warmup(training: TrainingConfig) -> TrainingConfig:
     """A task's warm-up suits its own number of steps: in a shorter run it takes at most a tenth of them."""
     return dataclasses.replace(training, warmup=min(training.warmup, max(1, training.steps // 10)))
-
-
-def make_task(cls: type[Task], data: Mapping[str, Any]) -> Task:
-    hints = typing.get_type_hints(cls)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    for key, value in values.items():
-        if key not in hints:
-            raise ValueError(f"data has no setting {key!r}{nearest(key, hints)}")
-        check_plain(f"data.{key}", value, hints[key])
-    return cls(**values)

@@ -2,9 +2,10 @@
 
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.1: maximum length 128, 4 layers, 8 heads, width 256, batch
           64, RAdam, lr 1e-3 and a tenth of it from step 3,000 on
-Departs   a held-out set of words takes the place of fresh ones for evaluation; an LSTM is added to the comparison
+Departs   evaluation is on a held-out set of words instead of fresh ones; an LSTM is added to the comparison
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from subquad.data import copy as words
-from subquad.models import LSTM, LanguageModel
+from subquad.models import LanguageModel
 from subquad.models.loss import cross_entropy
-from subquad.tasks.recurrent import lstm_fields
+from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 
 HELD_OUT = 1280  # examples of validation and of test: the paper's 20 batches
 IGNORED = -100
@@ -47,14 +48,14 @@ class Copy(Task):
     name: ClassVar[str] = "copy"
     metric: ClassVar[str] = "bits/symbol"
     model: ClassVar[Mapping[str, Any]] = PAPER_MODEL
-    training: ClassVar[TrainingConfig] = TrainingConfig.from_dict(
-        {**PAPER_TRAINING.to_dict(), "steps": 10_000, "batch": 64, "lr": 1e-3, "schedule": "step", "drop_at": 3000}
+    training: ClassVar[TrainingConfig] = dataclasses.replace(
+        PAPER_TRAINING, steps=10_000, batch=64, lr=1e-3, schedule="step", drop_at=3000
     )
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        if fields.get("mechanism") == "lstm":
-            return LSTM(**{"vocab": self.symbols + 1, **lstm_fields(fields, self.model)})
-        return LanguageModel(**{"vocab": self.symbols + 1, "max_length": self.length, **fields})
+        vocab = {"vocab": self.symbols + 1}
+        given = {**vocab, "max_length": self.length}
+        return make_kind(LanguageModel, fields, self.model, given=given, lstm=vocab)
 
     def source(self, split: Split) -> Source:
         seed = 3 * self.seed + ("train", "validation", "test").index(split)
@@ -63,19 +64,19 @@ class Copy(Task):
         return words.Copy(self.length, self.symbols, HELD_OUT, seed)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return self._of(model, batch)[0]
+        return self._loss_and_correct(model, batch)[0]
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        loss, right = self._of(model, batch)
-        return {"nats": loss, "accuracy": (right, loss.count)}
+        loss, correct = self._loss_and_correct(model, batch)
+        return {"nats": loss, "accuracy": (correct, loss.count)}
 
-    def _of(self, model: nn.Module, batch: Batch) -> tuple[Loss, Tensor]:
-        """What counts is the separator and the second word, as in the authors' code."""
+    def _loss_and_correct(self, model: nn.Module, batch: Batch) -> tuple[Loss, Tensor]:
+        """Only the separator and the second word count, as in the authors' code."""
         logits, mask = model(batch["tokens"]), batch["mask"]
         targets = batch["targets"].masked_fill(~mask, IGNORED)
         loss = Loss(cross_entropy(logits, targets, reduction="sum"), mask.sum())
         return loss, (logits.argmax(-1) == targets).sum()
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        mean = means(sums)
         return {"bits/symbol": mean["nats"] / math.log(2), "loss": mean["nats"], "accuracy": mean["accuracy"]}

@@ -1,9 +1,9 @@
-"""Images one byte after the other: bits/dim over all pixels, and models that `subquad generate` draws with.
+"""Images one byte after the other, measured in bits/dim over all pixels.
 
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.2: post-norm, ReLU, sinusoids beside the tokens, a mixture of
           ten discretised logistics, RAdam with each tensor's gradient clipped; MNIST 8 layers, CIFAR-10 16
           Child et al. 2019, arXiv:1904.10509, §7.1: SPARSE_CIFAR10 and SPARSE_IMAGENET64, over 256 logits
-Departs   a start token, the last of the vocabulary, stands before the first pixel, which is predicted and counted too;
+Departs   a start token, the last of the vocabulary, comes before the first pixel, which is predicted and counted too;
           the last `validation` training images choose the checkpoint that is tested
 """
 
@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from subquad.checks import at_least, one_of
@@ -25,13 +26,14 @@ from subquad.models import LanguageModel, logistic_mixture
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.tasks.write_images import write_png
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
 
 
 class Set(NamedTuple):
     shape: tuple[int, ...]
     depth: int  # of the paper's model for it
-    published: tuple[tuple[int, int], ...]  # pictures for training and for testing; of two where it has two forms
+    published: tuple[tuple[int, int], ...]  # pictures for training and testing, for each release of the set
     values: int = 256
 
     @property
@@ -76,6 +78,8 @@ class Images(Task):
     metric: ClassVar[str] = "bits/dim"
     model: ClassVar[Mapping[str, Any]] = {name: value for name, value in PAPER_MODEL.items() if name != "depth"}
     training: ClassVar[Any] = dataclasses.replace(PAPER_TRAINING, steps=10_000, batch=64)
+    writes: ClassVar[str] = "images"
+    write_options: ClassVar[tuple[str, ...]] = ("count", "out", "shape", "complete", "compile")
 
     def __post_init__(self) -> None:
         one_of(self, set=SETS)
@@ -88,8 +92,8 @@ class Images(Task):
         whole = (training, test) in SETS[self.set].published
         return self.set if whole else f"{self.set}, only {training:,} + {test:,} pictures"
 
-    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """Depth, length and head follow the set where they are not given; positions on a grid get its shape."""
+    def make_model(self, fields: Mapping[str, Any]) -> LanguageModel:
+        """Depth, length and head follow the set unless given; positions on a grid get its shape."""
         known = SETS[self.set]
         given: dict[str, Any] = {
             "vocab": known.values + 1,
@@ -116,12 +120,17 @@ class Images(Task):
         nats = cross_entropy if outputs.shape[-1] == start + 1 else logistic_mixture.loss
         return Loss(nats(outputs, pixels, reduction="sum"), torch.full((), pixels.numel(), device=pixels.device))
 
-    def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        return {"nats": self.loss(model, batch)}
-
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        total, count = sums["nats"]
-        return {"bits/dim": total / max(count, 1) / math.log(2)}
+        return {"bits/dim": means(sums)["nats"] / math.log(2)}
+
+    @classmethod
+    def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
+        """A sheet of images in one PNG."""
+        name = data.get("set")
+        known = SETS.get(name) if isinstance(name, str) else None
+        if "set" in data and known is None:
+            raise ValueError(f"the card of this model names no set of images that is known ({name!r}): pass its shape")
+        return write_png(model, options, console, None if known is None else known.shape)
 
 
 @lru_cache(maxsize=1)  # evaluation asks again and again

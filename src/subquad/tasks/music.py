@@ -1,8 +1,8 @@
-"""Music token after token: chorales as notes of four voices, sound as µ-law samples; what a model writes can be played.
+"""Music token after token: chorales as notes of four voices, sound as µ-law samples. Its models write files to play.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.4: raw audio, strided attention
-chorales  the four voices of a sixteenth note, then of the next; training pieces are moved by some semitones each epoch;
-          every note of the others is measured, of pieces longer than any chorale in parts of that length
+chorales  the four voices of a sixteenth note, then of the next; training pieces are transposed anew each epoch; of the
+          others every note is measured, in parts where a piece is longer than the longest chorale
 audio     samples of a WAV file or of all in a folder, one after the other
 """
 
@@ -14,27 +14,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 from torch import Tensor, nn
 
 from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
 from subquad.data.midi import require_mido
 from subquad.data.text import Corpus, Windows
+from subquad.disk import check_folder
 from subquad.machine import free_bytes
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.footprint import largest_batch
 from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
-from subquad.tasks.text import COLUMNS
+from subquad.tasks.text import COLUMNS, IGNORED, window_loss
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
 
 SETS = ("chorales", "audio")
-IGNORED = -100
-START = (
-    music.VOCAB
-)  # the token before the first note, the last of the vocabulary; sound has none: it goes on from silence
+START = music.VOCAB  # the token before the first note, the last of the vocabulary; sound begins with silence instead
 LONGEST = 2560  # tokens of the longest chorale
 
 
@@ -58,6 +58,8 @@ class Music(Task):
     training: ClassVar[TrainingConfig] = TrainingConfig(
         steps=5000, batch=16, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
     )
+    writes: ClassVar[str] = "music"
+    write_options: ClassVar[tuple[str, ...]] = ("count", "out", "steps")
 
     def __post_init__(self) -> None:
         one_of(self, set=SETS)
@@ -76,16 +78,15 @@ class Music(Task):
         return self.length or (1024 if self.set == "chorales" else 8192)
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """Of chorales the positions are a grid by default: a sixteenth, and the voice in it."""
-        given: dict[str, Any] = dict(fields)
+        """Chorales have a grid of positions by default: a sixteenth, and the voice in it."""
         if self.set == "chorales":
-            given = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST, **given}
-            if given["positions"] in GRIDS:
-                given.setdefault("shape", (-(-LONGEST // music.VOICES), music.VOICES))
+            given: dict[str, Any] = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST, **fields}
+            shape = (-(-LONGEST // music.VOICES), music.VOICES)
         else:
-            given = {"vocab": audio.LEVELS, "max_length": self.window, **given}
-            if given.get("positions") in GRIDS:
-                given.setdefault("shape", (-(-self.window // COLUMNS), COLUMNS))
+            given = {"vocab": audio.LEVELS, "max_length": self.window, **fields}
+            shape = (-(-self.window // COLUMNS), COLUMNS)
+        if given.get("positions") in GRIDS:
+            given.setdefault("shape", shape)
         return LanguageModel(**given)
 
     def source(self, split: Split) -> Source:
@@ -98,28 +99,33 @@ class Music(Task):
         return music.Pieces(music.in_parts(pieces, LONGEST), LONGEST)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return self._score(model, batch)
-
-    def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        return {"nats": self._score(model, batch)}
-
-    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        total, count = sums["nats"]
-        bits = total / max(count, 1) / math.log(2)
-        return {"bits/token": bits, **({"nats/sixteenth": 4 * bits * math.log(2)} if self.set == "chorales" else {})}
-
-    def _score(self, model: nn.Module, batch: Batch) -> Loss:
+        if self.set == "audio":  # a window starts anywhere: its first sample is given
+            return window_loss(model, batch)
         tokens = batch["tokens"].long()
-        if self.set == "audio":  # a window goes on from somewhere: its first sample is given
-            inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            at = torch.arange(targets.shape[1], device=tokens.device)
-            targets = targets.masked_fill(at < batch["first"][:, None], IGNORED)
-        else:
-            inputs = nn.functional.pad(tokens[:, :-1], (1, 0), value=START)
-            at = torch.arange(tokens.shape[1], device=tokens.device)
-            targets = tokens.masked_fill(at >= batch["lengths"][:, None], IGNORED)
+        inputs = nn.functional.pad(tokens[:, :-1], (1, 0), value=START)
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        targets = tokens.masked_fill(at >= batch["lengths"][:, None], IGNORED)
         total = cross_entropy(model(inputs), targets, ignore_index=IGNORED, reduction="sum")
         return Loss(total, (targets != IGNORED).sum())
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        bits = means(sums)["nats"] / math.log(2)
+        return {"bits/token": bits, **({"nats/sixteenth": 4 * bits * math.log(2)} if self.set == "chorales" else {})}
+
+    @classmethod
+    def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
+        """A file for each piece: MIDI from a model of chorales, WAV from a model of sound."""
+        out, rate = Path("generated") if options.out is None else options.out, data.get("rate", cls.rate)
+        check_folder("out", out.parent)
+        if not counts([rate]):
+            raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
+        count = 4 if options.count is None else options.count
+        written = write_pieces(
+            model, out, count=count, steps=options.steps, rate=rate, sampling=options.sampling, seed=options.seed
+        )
+        for path in written:
+            console.print(escape(f"piece: {path}"), soft_wrap=True)
+        return Written(written)
 
 
 @lru_cache(maxsize=1)
@@ -132,15 +138,6 @@ def _grids(path: str | None) -> music.Grids:
     return music.chorales() if path is None else music.midi_files(Path(path))
 
 
-def rate_of(card: Mapping[str, Any]) -> int:
-    """Samples a second of the sound that a model was trained on, by its card; notes have none."""
-    data = card.get("data")
-    rate = data.get("rate", Music.rate) if isinstance(data, Mapping) else Music.rate
-    if not counts([rate]):
-        raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
-    return int(rate)
-
-
 def write_pieces(
     model: LanguageModel,
     out: Path,
@@ -151,10 +148,7 @@ def write_pieces(
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> list[Path]:
-    """Pieces by a trained model, a file each: MIDI of a model of chorales, WAV of a model of sound.
-
-    steps  tokens of a piece; None: 32 quarter notes of a chorale, a window of sound
-    """
+    """`count` pieces, a file each. steps: tokens of a piece; None: 32 quarter notes of a chorale, a window of sound."""
     vocab = model.config.embedding.vocab
     if vocab not in (START + 1, audio.LEVELS):
         raise ValueError(
@@ -172,26 +166,24 @@ def write_pieces(
     steps = min(512 if notes else longest, longest) if steps is None else steps
     if 16 * count * steps > free_bytes("cpu"):
         refuse("count", count, f"at most {free_bytes('cpu') // (16 * steps):,}: more do not fit into memory")
-    most = max(1, largest_batch(model, steps))
+    batch = max(1, largest_batch(model, steps))
     if notes:
         require_mido()  # before the work of generating, not after it
         sampling = Sampling(**{**vars(sampling or Sampling()), "exclude": (START,)})
     parts = []
-    for begin in range(0, count, most):
-        prompt = torch.full((min(most, count - begin), 1), START if notes else audio.LEVELS // 2)
+    for begin in range(0, count, batch):
+        prompt = torch.full((min(batch, count - begin), 1), START if notes else audio.LEVELS // 2)
         parts.append(model.generate(prompt, steps, sampling=sampling, seed=seed + begin).cpu())
-    return save(torch.cat(parts), out, notes, rate)
+    return _save(torch.cat(parts), out, notes, rate)
 
 
-def save(pieces: Tensor, out: Path, notes: bool, rate: int) -> list[Path]:
-    """One file a row of tokens [N, T]: out_1.mid, out_2.mid, ... or .wav."""
+def _save(pieces: Tensor, out: Path, notes: bool, rate: int) -> list[Path]:
+    """One file for each piece in tokens [N, T]: out_1.mid, out_2.mid, ... or .wav."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for number, piece in enumerate(pieces, start=1):
-        path = out.with_name(f"{out.stem}_{number}.{'mid' if notes else 'wav'}")
+    paths = [out.with_name(f"{out.stem}_{n}.{'mid' if notes else 'wav'}") for n in range(1, len(pieces) + 1)]
+    for piece, path in zip(pieces, paths, strict=True):
         if notes:
             music.save_midi(piece, path)
         else:
             music.save_sound(piece, path, rate)
-        written.append(path)
-    return written
+    return paths

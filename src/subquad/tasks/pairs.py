@@ -2,9 +2,9 @@
 
 dates    made here: a date as people write it -> ISO 8601, on days that training never saw
 spaces   real text with its spaces taken out -> the same text with them
-phones   the words of AN4's dictionary -> their phones; with some hundred words it can be fitted, not generalised
+phones   the words of AN4's dictionary -> their phones; a model can fit its few hundred words, but not generalise
 
-What counts is the share of pairs written without a single error, by greedy decoding.
+The metric is the share of pairs written without a single error, by greedy decoding.
 """
 
 import math
@@ -23,7 +23,7 @@ from subquad.models import Seq2Seq
 from subquad.models.loss import cross_entropy, shift
 from subquad.models.sampling import Sampling
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 
 START, END = 256, 257  # beside the 256 bytes
 SETS = ("dates", "spaces", "phones")
@@ -64,7 +64,7 @@ class Dates:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Pairs that are there once and for all."""
+    """Pairs that are the same in every epoch."""
 
     pairs: Sequence[tuple[str, str]] = field(repr=False)
 
@@ -80,10 +80,8 @@ class Fixed:
 
 
 def collate(pairs: Sequence[tuple[str, str]], longest: tuple[int, int]) -> Batch:
-    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths.
-
-    longest: bytes of the longest source and of the longest target that any batch may have.
-    """
+    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths. `longest`: the most
+    bytes of a source and of a target in any batch."""
     sources = [torch.tensor(list(a.encode())) for a, _ in pairs]
     targets = [torch.tensor([START, *b.encode(), END]) for _, b in pairs]
     return {
@@ -160,14 +158,14 @@ class Pairs(Task):
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         loss = self.loss(model, batch)
         target, size = batch["target"], batch["target_lengths"]
-        with torch.autocast(target.device.type, enabled=False):  # a state has one type from its first step on
+        with torch.autocast(target.device.type, enabled=False):  # a state must not change its type between steps
             written = translate(model, batch["source"], batch["source_lengths"], target.shape[1] - 1)
         there = torch.arange(target.shape[1] - 1, device=target.device) < size[:, None] - 1
         exact = ((written == target[:, 1:]) | ~there).all(1)
         return {"nats": loss, "accuracy": (exact.sum(), torch.full((), len(exact), device=exact.device))}
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        mean = means(sums)
         return {"accuracy": mean["accuracy"], "bits/byte": mean["nats"] / math.log(2)}
 
 
@@ -179,9 +177,9 @@ def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor
 
 
 def phone_pairs() -> list[tuple[str, str]]:
-    """(word, its phones with blanks between them), in a fixed random order; a word's other pronunciations left out."""
+    """(word, its phones with blanks between them), in a fixed random order; only the first pronunciation of a word."""
     from subquad.data import files, speech
 
-    found = speech.read_dictionary(files.get(speech.AN4) / "etc/an4.dic")
-    pairs = [(word, " ".join(phones)) for word, phones in sorted(found.items()) if "(" not in word]
+    dictionary = speech.read_dictionary(files.get(speech.AN4) / "etc/an4.dic")
+    pairs = [(word, " ".join(phones)) for word, phones in sorted(dictionary.items()) if "(" not in word]
     return [pairs[int(i)] for i in np.random.default_rng(0).permutation(len(pairs))]

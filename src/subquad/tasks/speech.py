@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from subquad.checks import at_least, one_of, refuse
 from subquad.data import files, speech
 from subquad.data.padding import pad
-from subquad.models import LSTM, Classifier
+from subquad.models import Classifier
 from subquad.ops.ctc import ctc_loss
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
-from subquad.tasks.recurrent import lstm_fields
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.tasks.kinds import make_kind
+from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 
 SETS = ("an4", "digits", "folder")
 STRETCH = 0.1  # an utterance becomes this much faster or slower at most
-MASKS, WIDEST = 2, 0.1  # stretches of silence put over an utterance, and their largest share of it
+MASKS, WIDEST = 2, 0.1  # stretches of an utterance that are silenced, and their largest share of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class Augmented:
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:
         made = self.source.batch(indices, epoch)
         rows = [
-            _changed(frames[:size], self.stack * int(said), np.random.default_rng([epoch, int(index)]))
-            for frames, size, said, index in zip(
+            _augmented(frames[:size], self.stack * int(symbols), np.random.default_rng([epoch, int(index)]))
+            for frames, size, symbols, index in zip(
                 made["frames"], made["lengths"].tolist(), made["target_lengths"], indices, strict=True
             )
         ]
@@ -54,9 +54,9 @@ class Augmented:
         return {**made, "frames": pad(rows, longest), "lengths": torch.tensor([len(row) for row in rows])}
 
 
-def _changed(frames: Tensor, said: int, random: np.random.Generator) -> Tensor:
-    """[T, D] -> [T', D]; never so short that what is said, with a blank between all, would not fit."""
-    size = max(round(len(frames) * random.uniform(1 - STRETCH, 1 + STRETCH)), min(len(frames), 2 * said + 1))
+def _augmented(frames: Tensor, symbols: int, random: np.random.Generator) -> Tensor:
+    """[T, D] -> [T', D], never too short for its symbols with a blank between each two."""
+    size = max(round(len(frames) * random.uniform(1 - STRETCH, 1 + STRETCH)), min(len(frames), 2 * symbols + 1))
     stretched = nn.functional.interpolate(frames.T[None], size=size, mode="linear", align_corners=False)[0].T
     changed = stretched.contiguous()
     for _ in range(MASKS):
@@ -68,7 +68,7 @@ def _changed(frames: Tensor, said: int, random: np.random.Generator) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """Neighbouring frames beside each other, so that there are fewer and wider ones: [T, D] -> [ceil(T / n), n D]."""
+    """Joins n neighbouring frames into one wider frame: [T, D] -> [ceil(T / n), n D]."""
 
     source: Source
     count: int
@@ -111,17 +111,16 @@ class Speech(Task):
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         data = _load(self.set, self.path)
         features, classes = self.stack * data.train.frames.shape[1], len(data.symbols)
-        if fields.get("mechanism") == "lstm":
-            given = {"features": features, "outputs": classes, "bidirectional": True}
-            return LSTM(**{**given, **lstm_fields(fields, self.model)})
-        return Classifier(**{"features": features, "classes": classes, "pooling": "none", **fields})
+        given = {"features": features, "classes": classes, "pooling": "none"}
+        lstm = {"features": features, "outputs": classes, "bidirectional": True}
+        return make_kind(Classifier, fields, self.model, given=given, lstm=lstm)
 
     def source(self, split: Split) -> Source:
         data = _load(self.set, self.path)
         check_fit(data, self.stack)
-        said: speech.Utterances = getattr(data, split)
-        found: Source = Augmented(said, self.stack) if split == "train" and self.augment else said
-        return Stacked(found, self.stack) if self.stack > 1 else found
+        utterances: speech.Utterances = getattr(data, split)
+        source: Source = Augmented(utterances, self.stack) if split == "train" and self.augment else utterances
+        return Stacked(source, self.stack) if self.stack > 1 else source
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return ctc(model(batch["frames"], batch["lengths"]), batch)
@@ -129,20 +128,20 @@ class Speech(Task):
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         logits = model(batch["frames"], batch["lengths"])
         loss = ctc(logits, batch)
-        heard = decode(logits, batch["lengths"])
+        decoded = decode(logits, batch["lengths"])
         sizes = batch["target_lengths"].tolist()
-        said = [row[:n].tolist() for row, n in zip(batch["targets"].cpu(), sizes, strict=True)]
-        wrong = sum(edits(a, b) for a, b in zip(heard, said, strict=True))
+        targets = [row[:n].tolist() for row, n in zip(batch["targets"].cpu(), sizes, strict=True)]
+        wrong = sum(edits(a, b) for a, b in zip(decoded, targets, strict=True))
         return {"nats": loss, "per": (torch.full((), wrong, device=loss.total.device), loss.count)}
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        mean = means(sums)
         return {"per": 100 * mean["per"], "bits/phone": mean["nats"] / math.log(2)}
 
 
 def check_fit(data: speech.Speech, stack: int) -> None:
-    """Refuse frames so few that CTC has no way to say the symbols: their loss is zero, and a model would learn nothing
-    unnoticed. Some recordings may be cut too short; a stack that makes more of them so is a mistake."""
+    """Refuse data with too few frames for CTC to place the symbols: the loss would be zero, and nobody would notice
+    that the model learns nothing. A few recordings may be cut short; a stack must not shorten more of them."""
     parts = (data.train, data.validation, data.test)
     frames = np.concatenate([np.diff(part.starts) for part in parts])
     fewest = np.concatenate([part.fewest for part in parts])
@@ -165,18 +164,18 @@ def ctc(logits: Tensor, batch: Batch) -> Loss:
 
 
 def decode(logits: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The most probable symbol of each frame, repetitions once, blanks left out."""
+    """The most probable symbol of each frame, without repetitions and blanks."""
     best = logits.argmax(-1).cpu()
     rows = [torch.unique_consecutive(row[:n]) for row, n in zip(best, lengths.tolist(), strict=True)]
     return [row[row != 0].tolist() for row in rows]
 
 
 def edits(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Insertions, deletions and substitutions from one to the other, as few as can be (Levenshtein)."""
+    """The fewest insertions, deletions and substitutions from one to the other (Levenshtein distance)."""
     row = np.arange(len(theirs) + 1)
     other = np.asarray(theirs)
     for count, symbol in enumerate(ours, start=1):
-        # without insertions first; then each place may be reached from the left, one more a step
+        # first without insertions; then each place may also be reached from the left, at a cost of 1 a step
         kept = np.minimum(row[1:] + 1, row[:-1] + (other != symbol))
         best = np.concatenate(([count], kept))
         steps = np.arange(len(best))

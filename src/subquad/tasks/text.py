@@ -4,6 +4,7 @@ Paper     Child et al. 2019, arXiv:1904.10509, §7.2: enwik8 at a context of 12,
           evaluation, is `context_table`
 """
 
+import codecs
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,18 +12,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import at_least, check_count, refuse
 from subquad.data import text
-from subquad.models import LSTM, LanguageModel
+from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
-from subquad.tasks.recurrent import lstm_fields
+from subquad.tasks.kinds import make_kind, positions_of
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
 
 IGNORED = -100
+BYTES = 256
 COLUMNS = 128  # of a grid of positions: the paper's stride
 TABLE_3 = (6144, 9216, 10752, 11904, 12096, 12160)  # least contexts, of 12,288
 
@@ -45,6 +48,8 @@ class Text(Task):
     training: ClassVar[TrainingConfig] = TrainingConfig(
         steps=10_000, batch=32, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
     )
+    writes: ClassVar[str] = "text"
+    write_options: ClassVar[tuple[str, ...]] = ("prompt", "steps")
 
     def __post_init__(self) -> None:
         at_least(self, length=1, context=0)
@@ -56,13 +61,10 @@ class Text(Task):
         return text.load(self.set).name
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """positions on a grid get the paper's rows of 128 bytes."""
-        if fields.get("mechanism") == "lstm":
-            return LSTM(**{"vocab": text.VOCAB, **lstm_fields(fields, self.model)})
-        given: dict[str, Any] = {"vocab": text.VOCAB, "max_length": self.length, **fields}
-        if given.get("positions") in GRIDS:
-            given.setdefault("shape", (-(-self.length // COLUMNS), COLUMNS))
-        return LanguageModel(**given)
+        given: dict[str, Any] = {"vocab": text.VOCAB, "max_length": self.length}
+        if fields.get("positions") in GRIDS:
+            given["shape"] = (-(-self.length // COLUMNS), COLUMNS)
+        return make_kind(LanguageModel, fields, self.model, given=given, lstm={"vocab": text.VOCAB})
 
     def source(self, split: Split) -> Source:
         corpus = text.load(self.set)
@@ -75,21 +77,53 @@ class Text(Task):
         return text.Windows(getattr(corpus, split), self.length, self.context)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return _score(model, batch)
-
-    def measure(self, model: nn.Module, batch: Batch) -> Sums:
-        return {"nats": _score(model, batch)}
+        return window_loss(model, batch)
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        total, count = sums["nats"]
-        mean = total / max(count, 1)
+        mean = means(sums)["nats"]
         return {"bits/byte": mean / math.log(2), "perplexity": math.exp(min(mean, 50.0))}
 
+    @classmethod
+    def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:  # noqa: ARG003
+        """Print what a model writes as it comes: bytes as text, and other tokens as their numbers."""
+        prompt, steps = options.prompt or "", 500 if options.steps is None else options.steps
+        vocab = model.config.embedding.vocab or 0
+        check_count("steps", steps)
+        tokens = _prompt_tokens(prompt, vocab)
+        longest = positions_of(model)
+        if longest is not None and len(tokens) + steps - 1 > longest:
+            accepted = f"at most {longest:,} with the prompt's {len(tokens):,}, the positions of this model"
+            refuse("steps", steps, accepted)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        console.print(prompt, end="", markup=False, highlight=False, soft_wrap=True)
+        for token in model.stream(tokens, steps, sampling=options.sampling, seed=options.seed):
+            part = f" {token}" if vocab < BYTES else decoder.decode(bytes([token])) if token < BYTES else ""
+            console.print(part, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        return Written([])
 
-def _score(model: nn.Module, batch: Batch) -> Loss:
+
+def _prompt_tokens(prompt: str, vocab: int) -> list[int]:
+    """The bytes of a prompt, or its numbers where there are fewer tokens than bytes; never empty."""
+    try:
+        tokens = list(prompt.encode())
+    except UnicodeEncodeError:
+        refuse("prompt", prompt, "text in UTF-8")
+    if vocab >= BYTES:
+        return tokens or [vocab - 1 if vocab > BYTES else ord("\n")]
+    if not all(part.isdecimal() and len(part) < 10 for part in prompt.split()):
+        raise ValueError(f"prompt={prompt!r} cannot work: this model has {vocab} tokens; give their numbers, as 3 1 4")
+    tokens = [int(part) for part in prompt.split()] or [vocab - 1]
+    if max(tokens) >= vocab:
+        refuse("prompt", prompt, f"tokens from 0 to {vocab - 1}")
+    return tokens
+
+
+def window_loss(model: nn.Module, batch: Batch) -> Loss:
+    """Of windows [B, T + 1], the loss of their tokens after the first `first`, which only give context."""
     tokens, first = batch["tokens"].long(), batch["first"]
     at = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    targets = tokens[:, 1:].masked_fill(at < first[:, None], IGNORED)  # what is before gives context
+    targets = tokens[:, 1:].masked_fill(at < first[:, None], IGNORED)
     total = cross_entropy(model(tokens[:, :-1]), targets, ignore_index=IGNORED, reduction="sum")
     return Loss(total, (targets != IGNORED).sum())
 
@@ -104,10 +138,8 @@ def context_table(
     batch: int = 4,
     precision: torch.dtype | None = None,
 ) -> list[dict[str, Any]]:
-    """bits/byte at each least context (Table 3's by default, in proportion to `length`), over the same bytes.
-
-    Those are the bytes after the first window: whatever the context, none of them has less.
-    """
+    """bits/byte at each least context (Table 3's by default, in proportion to `length`), always over the same bytes:
+    those after the first window, which all have that much context."""
     if contexts is None:
         contexts = [context * length // 12288 for context in TABLE_3]
     rows = []
@@ -121,8 +153,8 @@ def context_table(
             made = windows.batch(np.arange(start, min(start + batch, len(windows))))
             made = {name: tensor.to(model.device) for name, tensor in made.items()}
             with torch.autocast(model.device.type, precision, enabled=precision is not None):
-                found = _score(model, made)
-            total, count = total + found.total, count + found.count
+                loss = window_loss(model, made)
+            total, count = total + loss.total, count + loss.count
         bits: Tensor = total / count / math.log(2)
         rows.append({"context": context, "bits/byte": float(bits), "bytes": int(count)})
     return rows

@@ -105,13 +105,13 @@ class Ranks:
             raise ValueError(box[1])
         return box[0]
 
-    def begun(self) -> None:
-        """Remembered over restarts."""
+    def mark_begun(self) -> None:
+        """Let the processes that torchrun may start again know that the run had begun."""
         if self.store is not None:
             self.store.set("begun", "")
 
-    def goes_on(self) -> bool:
-        """Whether torchrun started this process again after one that had begun: then the run goes on by itself."""
+    def restarted(self) -> bool:
+        """Whether torchrun started this process in place of one whose run had begun: it then resumes by itself."""
         return attempt() > 0 and self.store is not None and self.store.check(["begun"])
 
     def barrier(self) -> None:

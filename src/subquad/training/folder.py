@@ -7,13 +7,12 @@ Each of them but tensorboard/ has a digest or checksums, or is covered by those 
 
 import contextlib
 import dataclasses
-import fcntl
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from subquad.disk import parse_json, read_sealed, set_aside, write_sealed
+from subquad.disk import lock_folder, parse_json, read_sealed, set_aside, write_sealed
 from subquad.machine import origin
 from subquad.models import saving
 from subquad.training import checkpoints, history
@@ -36,7 +35,7 @@ class Opened:
 class Folder:
     def __init__(self, path: Path):
         self.path = path
-        self.lock: IO[str] | None = None
+        self.lock = contextlib.ExitStack()
 
     @property
     def checkpoints(self) -> Path:
@@ -76,7 +75,7 @@ class Folder:
         """Begin or go on. Rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = self.path / CONFIG
-        self.lock = take(self.path, "another process is training there")
+        self.lock.enter_context(lock_folder(self.path, "another process is training there"))
         if not self.begun:
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
             write_sealed(written, {**config.to_dict(), **origin(device)})
@@ -175,21 +174,7 @@ class Folder:
         write_sealed(self.path / RESULT, result)
 
     def close(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-
-
-def take(folder: Path, busy: str) -> IO[str]:
-    """Two processes in one folder would ruin each other's files; a lock ends with its process, however it ends."""
-    lock = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(f"{folder} is in use: {busy}") from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
+        self.lock.close()
 
 
 def read_config(path: Path) -> RunConfig:

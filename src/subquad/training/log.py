@@ -3,10 +3,9 @@
 import contextlib
 import math
 import os
-import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +108,22 @@ class Log:
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+class LossCurve(Log):
+    """The log of a run in memory: its points are (step, mean loss since the point before)."""
+
+    def __init__(self, watch: Callable[[int, float], None] | None = None):
+        super().__init__(None, Console(quiet=True), "")
+        self.points: list[tuple[int, float]] = []
+        self.watch = watch
+
+    def write(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:  # noqa: ARG002
+        loss = values["loss"]
+        assert loss is not None
+        self.points.append((step, loss))
+        if self.watch is not None:
+            self.watch(step, loss)
+
+
 class Meter:
     """Updates a second since the last reading, without what happens between updates.
 
@@ -138,9 +153,13 @@ class Meter:
 
 
 def memory(device: torch.device) -> int:
-    """The most bytes in use so far: the GPU's tensors, or the whole process on a CPU."""
+    """The most bytes used so far, by tensors on a GPU, else by the whole process; unknown (0) on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,9 +1,9 @@
-"""A run: its state, an update, and everything between two updates.
+"""A run: its state, its updates, and everything between two updates.
 
-Nothing in an update waits for a GPU: losses stay on the device and are read every `log_every` steps, before an
-evaluation and before a checkpoint; what is not a number is found then, and never saved. Everything random in an update
-is seeded by (seed, step, rank), and the data's position is the step, so a run that goes on from a checkpoint does
-what it would have done.
+No update waits for a GPU: losses stay on the device and are read every `log_every` steps, before an evaluation and
+before a checkpoint. Numbers that are not finite are noticed then, and never saved. All randomness in an update is
+seeded by (seed, step, rank), and the step gives the position in the data, so a resumed run does what the uninterrupted
+one would have done.
 """
 
 import dataclasses
@@ -36,26 +36,26 @@ from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import Batch, Loss, Source, Split, Task
 
-TENTHS = 10  # of a run: evaluations and checkpoints, where nothing else is said
+TENTHS = 10  # a run has so many evaluations and checkpoints by default
 
 
 class Stopped(RuntimeError):
-    """Training cannot go on; the last good checkpoint is there."""
+    """Training cannot continue; the last good checkpoint is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run came to; result.json holds it."""
+    """The result of a run, as in result.json."""
 
     task: str
     metric: str
-    test: dict[str, float]  # with the weights that were best on validation
-    validation: dict[str, float]  # of those weights
+    test: dict[str, float]  # of the weights that were best on validation
+    validation: dict[str, float]  # of the same weights
     best_step: int
     steps: int
-    ended_by: str  # "steps", "minutes", or "leg": not finished, --resume goes on
+    ended_by: str  # "steps", "minutes", or "leg": not finished, to be resumed
     seconds: float
-    examples_per_second: float  # of updates, over the whole run with everything that came between them
+    examples_per_second: float  # over the whole run, with everything between the updates
     tokens_per_second: float
     peak_bytes: int
     parameters: int
@@ -64,9 +64,9 @@ class Result:
 
 
 class Run:
-    """The state of a run, and what is done with it."""
+    """Without a folder it only learns: no validation, no checkpoints, no saved model."""
 
-    def __init__(self, task: Task, config: RunConfig, folder: Folder, ranks: Ranks):
+    def __init__(self, task: Task, config: RunConfig, folder: Folder | None, ranks: Ranks):
         self.task, self.folder, self.ranks = task, folder, ranks
         self.training = training = config.training
         self.config = config
@@ -86,16 +86,16 @@ class Run:
         self.optimiser = Optimiser(training, self.model)
         self.schedule = Schedule(training, task.higher_is_better)
         self.ema = None if training.ema is None else Ema(self.model, training.ema)
-        self.step, self.carried, self.lr = 0, 0.0, 0.0
-        self.evaluated = self.saved = 0
+        self.step, self.earlier_seconds, self.lr = 0, 0.0, 0.0
+        self.evaluated_step = self.saved_step = 0
         self.best: dict[str, Any] | None = None  # {"step": ..., "measures": {...}, "sha256": ...}
         # since the last log line: loss, targets, gradient norms, updates
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.totals = {"examples": 0.0, "tokens": 0.0}
         self.begun = time.perf_counter()
-        self.peak, self.untouched = 0, True  # bytes of training, and whether nothing else was measured in them yet
+        self.peak, self.peak_is_of_training = 0, True  # bytes
 
-    def go(self, log: Log, signals: Signals, leg: float | None) -> Result:
+    def go(self, log: Log, signals: Signals, leg: float | None = None) -> Result:
         training = self.training
         feed = Feed(self.sources["train"], self.order, self.pieces, self.ranks)
         self.begun = time.perf_counter()
@@ -107,40 +107,41 @@ class Run:
             about = f"{parameters:,} parameters, {self.precision.name}, {self.ranks.device}"
             log.say(f"{self.task.name}: {about}; {budget}")
         else:
-            log.say(f"{self.task.name}: on from step {self.step:,}")
+            log.say(f"{self.task.name}: resumed at step {self.step:,}")
         meter = Meter(self.step)
-        tenth = int(TENTHS * self.schedule.progress(self.step, self.carried))
-        rested = 0.0  # when as much time has been trained again as the last evaluation took
-        evaluating: float | None = None  # since when
+        tenth = int(TENTHS * self.schedule.progress(self.step, self.earlier_seconds))
+        next_evaluation = 0.0  # not before as many seconds of training as the last evaluation took
+        evaluation_began: float | None = None
         try:
             while True:
                 seconds, stop = self.ranks.largest(self.seconds if self.ranks.first else 0.0, float(signals.number))
-                if evaluating is not None:
-                    rested, evaluating = 2 * seconds - evaluating, None
+                if evaluation_began is not None:
+                    next_evaluation, evaluation_began = 2 * seconds - evaluation_began, None
                 progress = self.schedule.progress(self.step, seconds)
                 done = progress >= 1
                 now = int(TENTHS * progress)
-                fresh, tenth = now > tenth, max(now, tenth)
+                new_tenth, tenth = now > tenth, max(now, tenth)
                 if self.step % training.log_every == 0 or done:
                     self._report(log, meter, progress, seconds)
                 if self.step == meter.warm:
                     self._read_window()
                     meter.restart(self.step)
-                if done or self._due(training.evaluate_every, fresh and seconds >= rested):
-                    evaluating = seconds
-                    with self._pause(meter):
-                        self._evaluate(log, signals)
-                    stop = self.ranks.largest(float(signals.number))[0]  # it may have been asked meanwhile
-                if done or self._due(training.checkpoint_every or training.evaluate_every, fresh):
-                    with self._pause(meter):
+                if self.folder is not None:
+                    if done or self._due(training.evaluate_every, new_tenth and seconds >= next_evaluation):
+                        evaluation_began = seconds
+                        with self._pause(meter):
+                            self._evaluate(log, signals)
+                        stop = self.ranks.largest(float(signals.number))[0]  # a signal may have come meanwhile
+                    if done or self._due(training.checkpoint_every or training.evaluate_every, new_tenth):
+                        with self._pause(meter):
+                            self._save(log)
+                    if stop or (signals.number and self.ranks.world == 1):
                         self._save(log)
-                if stop or (signals.number and self.ranks.world == 1):
-                    self._save(log)
-                    number = int(stop) or signals.number
-                    raise Interrupted(f"interrupted at step {self.step:,}, saved: --resume goes on", 128 + number)
+                        number = int(stop) or signals.number
+                        raise Interrupted(f"interrupted at step {self.step:,}, saved: --resume goes on", 128 + number)
                 if done:
                     break
-                if leg is not None and seconds - self.carried >= 60 * leg:
+                if leg is not None and seconds - self.earlier_seconds >= 60 * leg:
                     self._save(log)
                     log.say(f"step {self.step:,}, saved: the leg of {leg:g} minutes is over, --resume goes on")
                     return self._result("leg", {}, seconds, parameters)
@@ -148,26 +149,28 @@ class Run:
                 log.tick(self.step, progress)
         finally:
             feed.close()
-        return self._finish(log, signals, seconds, parameters)
+        if self.folder is None:
+            return self._result("steps", {}, seconds, parameters)
+        return self._finish(self.folder, log, signals, seconds, parameters)
 
     @property
     def seconds(self) -> float:
         """Of training, over all legs."""
-        return self.carried + time.perf_counter() - self.begun
+        return self.earlier_seconds + time.perf_counter() - self.begun
 
     def _pause(self, meter: Meter) -> AbstractContextManager[None]:
-        """What is no update; those that a GPU still computes are waited for, since they are."""
+        """Stop the clock of updates, after those that a GPU still computes."""
         self._read_window()
         return meter.paused()
 
-    def _due(self, every: int | None, fresh_tenth: bool) -> bool:
-        """At its own interval, else ten times in a run, by steps or by time."""
+    def _due(self, every: int | None, new_tenth: bool) -> bool:
+        """Whether it is time: at its own interval, by default ten times in a run, by steps or by time."""
         if self.step == 0:
             return False
         if every is not None:
             return self.step % every == 0
         if self.training.minutes is not None:
-            return fresh_tenth
+            return new_tenth
         return self.step % self.training.evaluation_interval == 0
 
     def _update(self, feed: Feed, seconds: float) -> None:
@@ -221,10 +224,10 @@ class Run:
         return Captured(self._gradients, self.model)
 
     def _read_window(self) -> list[float]:
-        """Waits for the device; raises if something in it is not a number."""
-        loss, _, norm, updates = found = self.window.tolist()
+        """Waits for the device; raises if the loss or the gradient is not a number."""
+        loss, _, norm, updates = window = self.window.tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            kept = checkpoints.names(self.folder.checkpoints)
+            kept = [] if self.folder is None else checkpoints.names(self.folder.checkpoints)
             last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
             what = "the loss" if not math.isfinite(loss) else "the gradient"
             first = self.step - int(updates) + 1
@@ -233,7 +236,7 @@ class Run:
                 "a new run (--out) with a lower training.lr, a longer training.warmup or a tighter training.clip "
                 "usually helps"
             )
-        return found
+        return window
 
     def _report(self, log: Log, meter: Meter, progress: float, seconds: float) -> None:
         loss, count, norm, updates = self._read_window()
@@ -256,51 +259,55 @@ class Run:
         )
 
     def _evaluate(self, log: Log, signals: Signals) -> None:
-        if self.evaluated == self.step:
+        """Measure validation, and keep the weights if they are the best so far."""
+        if self.evaluated_step == self.step:
             return
+        assert self.folder is not None
         self._read_window()
-        found = self._measure("validation", self.training.evaluate_batches, signals)
-        if found is None:
+        batches = self.training.evaluate_batches
+        # the same examples on any number of ranks, in micro-batches or not
+        examples = None if batches is None else batches * (self.training.evaluate_batch or self.training.batch)
+        measures = self.measure("validation", examples, signals)
+        if measures is None:
             return
-        value = found[self.task.metric]
-        log.write(self.step, "validation", {**found, "seconds": self.seconds})
+        value = measures[self.task.metric]
+        log.write(self.step, "validation", {**measures, "seconds": self.seconds})
         sign = -1.0 if self.task.higher_is_better else 1.0
         best = self.best
         if math.isfinite(value) and (best is None or sign * value < sign * best["measures"][self.task.metric]):
             with self._averaged():
                 digest = self._save_model(self.folder.best(self.step))
-            self.best = {"step": self.step, "measures": found, "sha256": digest}
+            self.best = {"step": self.step, "measures": measures, "sha256": digest}
         mark = ", the best so far" if self.best is not None and self.best["step"] == self.step else ""
         log.say(f"step {self.step:,}: validation {value:.4f} {self.task.metric}{mark}")
         if self.schedule.evaluated(value):
             log.say(f"step {self.step:,}: lr falls to {self.training.lr * self.schedule.scale:.3g}")
-        self.evaluated = self.step
+        self.evaluated_step = self.step
 
-    def _measure(self, split: Split, batches: int | None, signals: Signals) -> dict[str, float] | None:
+    def measure(self, split: Split, examples: int | None, signals: Signals | None = None) -> dict[str, float] | None:
+        """The measures of a split or of its first `examples`; None if a signal came before the end."""
         training = self.training
-        size = training.evaluate_batch or training.micro_batch or max(1, training.batch // self.ranks.world)
-        # the same examples on any number of ranks, in micro-batches or not
-        most = None if batches is None else batches * (training.evaluate_batch or training.batch)
         self._seed(1)
         self._note_peak()
         with self._averaged():
-            found = evaluate(
+            measures = evaluate(
                 self.wired,
                 self.sources[split],
                 self.ranks,
                 self.precision,
-                batch=size,
-                examples=most,
-                stop=lambda: signals.number != 0,
+                batch=training.evaluate_batch or training.micro_batch or max(1, training.batch // self.ranks.world),
+                examples=examples,
+                stop=lambda: signals is not None and signals.number != 0,
             )
-        self.untouched = self.ranks.device.type == "cuda"  # of a process on a CPU only the peak so far is known
-        if self.untouched:
+        # a GPU's peak can be reset; a process on a CPU only knows its peak so far
+        self.peak_is_of_training = self.ranks.device.type == "cuda"
+        if self.peak_is_of_training:
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
-        return found
+        return measures
 
     def _note_peak(self) -> None:
-        """Of training: an evaluation, at another batch and without gradients, is left out."""
-        if self.untouched:
+        """Note the most memory that training took, without evaluations, which have other batches and no gradients."""
+        if self.peak_is_of_training:
             self.peak = max(self.peak, memory(self.ranks.device))
 
     def _averaged(self) -> AbstractContextManager[Any]:
@@ -309,13 +316,13 @@ class Run:
 
     def _tensors(self) -> dict[str, Tensor]:
         self.ranks.reshard(self.wired)
-        found = {f"model/{name}": tensor for name, tensor in tensors_of(self.model).items()}
-        found |= {f"ema/{name}": tensor for name, tensor in (self.ema.means if self.ema else {}).items()}
-        return {**found, "window": self.window}
+        tensors = {f"model/{name}": tensor for name, tensor in tensors_of(self.model).items()}
+        tensors |= {f"ema/{name}": tensor for name, tensor in (self.ema.means if self.ema else {}).items()}
+        return {**tensors, "window": self.window}
 
     def _save(self, log: Log) -> None:
-        """A checkpoint of this moment, unless there is one or something in it is not a number."""
-        if self.saved == self.step:
+        """Write a checkpoint, unless this step has one; raises if the loss is not a number."""
+        if self.folder is None or self.saved_step == self.step:
             return
         self._read_window()
         files = log.sync()
@@ -325,7 +332,7 @@ class Run:
             "seconds": self.seconds,
             "position": {"examples": self.step * self.training.batch, "epoch": self.order.indices(self.step)[1]},
             "random": {"seed": self.training.seed, "drawn_for": "seed, step, rank"},
-            "evaluated": self.evaluated,
+            "evaluated": self.evaluated_step,
             "best": self.best,
             "schedule": self.schedule.state(),
             "precision": self.precision.state(),
@@ -335,24 +342,24 @@ class Run:
         checkpoints.write(self.folder.checkpoints, self.step, tensors, facts, self.ranks, files)
         if self.ranks.first:
             self.folder.prune(self.training.keep, None if self.best is None else self.best["step"])
-        self.saved = self.step
+        self.saved_step = self.step
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from there."""
+        """Continue from a checkpoint."""
         facts = checkpoint.facts
         prefix = "optimiser/"
         shapes = {n.removeprefix(prefix): s for n, s in checkpoint.shapes().items() if n.startswith(prefix)}
-        room = self.optimiser.room(shapes)
-        checkpoint.load_into({**self._tensors(), **{prefix + name: tensor for name, tensor in room.items()}})
-        self.optimiser.load(room)
+        state = self.optimiser.empty_state(shapes)
+        checkpoint.load_into({**self._tensors(), **{prefix + name: tensor for name, tensor in state.items()}})
+        self.optimiser.load(state)
         self.schedule.load(facts["schedule"])
         self.precision.load(facts["precision"])
-        self.step = self.saved = checkpoint.step
-        self.carried, self.evaluated, self.best = facts["seconds"], facts["evaluated"], facts["best"]
+        self.step = self.saved_step = checkpoint.step
+        self.earlier_seconds, self.evaluated_step, self.best = facts["seconds"], facts["evaluated"], facts["best"]
         self.totals = facts["totals"]
 
     def _save_model(self, path: Path) -> str:
-        """What can be loaded again by itself: the weights as they are now. Returns their digest, on every rank."""
+        """Save the weights as they are now, as a model of its own. Returns their digest, on every rank."""
         model = self.model
         if self.ranks.sharded:
             tensors = {name: whole(tensor).cpu() for name, tensor in tensors_of(self.model).items()}
@@ -364,12 +371,12 @@ class Run:
 
         return self.ranks.decide(save)
 
-    def _finish(self, log: Log, signals: Signals, seconds: float, parameters: int) -> Result:
-        """The test, with the weights that were best on validation."""
+    def _finish(self, folder: Folder, log: Log, signals: Signals, seconds: float, parameters: int) -> Result:
+        """Test the weights that were best on validation."""
         if self.best is not None:
             self.ranks.barrier()
             self.ranks.reshard(self.wired)
-            path, digest = self.folder.best(self.best["step"]), self.best.get("sha256")
+            path, digest = folder.best(self.best["step"]), self.best.get("sha256")
             damage = self.ranks.decide(lambda: damage_of(path, digest))
             if damage:
                 log.say(f"{damage}: the last weights are tested instead of the best")
@@ -378,23 +385,23 @@ class Run:
                 load_weights(self.model, path)
                 self.ema = None  # the best weights are averages already
         log.say(f"step {self.step:,}: the test, {len(self.sources['test']):,} examples")
-        measured = self._measure("test", None, signals)
-        if measured is None:
+        measures = self.measure("test", None, signals)
+        if measures is None:
             number = int(self.ranks.largest(float(signals.number))[0])
             raise Interrupted("interrupted before the test: --resume goes on", 128 + number)
-        log.write(self.step, "test", {**measured, "seconds": seconds})
+        log.write(self.step, "test", {**measures, "seconds": seconds})
         with self._averaged():
-            digest = self._save_model(self.folder.model)
+            digest = self._save_model(folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
             log.say(
                 f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: "
-                "the learning rate did not reach training.lr; --set training.warmup=... sets it"
+                "the learning rate did not reach training.lr; shorten it with --set training.warmup=..."
             )
-        result = dataclasses.replace(self._result(ended, measured, seconds, parameters), weights_sha256=digest)
+        result = dataclasses.replace(self._result(ended, measures, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
-            self.folder.finish(dataclasses.asdict(result))
-        log.say(f"test {measured[self.task.metric]:.4f} {self.task.metric}, weights of step {result.best_step:,}")
+            folder.finish(dataclasses.asdict(result))
+        log.say(f"test {measures[self.task.metric]:.4f} {self.task.metric}, weights of step {result.best_step:,}")
         return result
 
     def _result(self, ended: str, test: dict[str, float], seconds: float, parameters: int) -> Result:
@@ -418,8 +425,8 @@ class Run:
 
 
 def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
-    """All splits at once: a test set that is missing is better missed before the training. Rank 0 downloads."""
+    """All splits at once, so that a missing test set is noticed before the training. Rank 0 downloads."""
     splits: tuple[Split, ...] = ("train", "validation", "test")
-    made: dict[Split, Source] = {}
-    ranks.decide(lambda: made.update({split: task.source(split) for split in splits}))
-    return made or {split: task.source(split) for split in splits}
+    sources: dict[Split, Source] = {}
+    ranks.decide(lambda: sources.update({split: task.source(split) for split in splits}))
+    return sources or {split: task.source(split) for split in splits}

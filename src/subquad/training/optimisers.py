@@ -51,7 +51,7 @@ class Optimiser:
             for key, value in state.items()
         }
 
-    def room(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    def empty_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
         """Empty tensors for a state of these shapes, sharded as the parameters are."""
         made = {}
         for key, (shape, dtype) in shapes.items():

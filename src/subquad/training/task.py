@@ -1,47 +1,106 @@
-"""What an experiment is to the training loop: data, a model, a loss, and what is measured."""
+"""What the training loop needs to know of an experiment: options, data, model, loss and measures; and what its models
+write."""
 
+import dataclasses
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
+from rich.console import Console
 from torch import Tensor, nn
 
+from subquad.checks import check_plain, nearest
+from subquad.models.sampling import Sampling
 from subquad.training.config import TrainingConfig
 
 Split = Literal["train", "validation", "test"]
-Batch = dict[str, Tensor]  # on the CPU when made; the loop moves it
-Sums = dict[str, tuple[Tensor, Tensor]]  # of each measure a numerator and a denominator, which add up over batches
+Batch = dict[str, Tensor]  # made on the CPU; the loop moves it to the device
+Sums = dict[str, tuple[Tensor, Tensor]]  # a numerator and a denominator for each measure; both add up over batches
 
 
 class Loss(NamedTuple):
-    """Summed, so that batches and ranks with unequal numbers of targets weigh by them: the mean is total / count."""
+    """A sum, so that batches and ranks with more targets weigh more: the mean is total / count."""
 
     total: Tensor  # nats, float32
-    count: Tensor  # type: ignore[assignment]  # targets; nobody counts entries of this tuple
+    count: Tensor  # type: ignore[assignment]  # of targets; hides tuple.count, which nobody calls here
 
 
 class Source(Protocol):
-    """Examples by index. The same indices and epoch give the same batch: what is drawn at random is drawn from them."""
+    """Examples by index. The same indices and epoch give the same batch: anything random is seeded by them."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray, epoch: int) -> Batch: ...
 
 
-class Task(ABC):
-    """An experiment. A subclass is a frozen dataclass whose fields are its `data.*` options.
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """What `subquad generate` was asked for; None where the user did not say."""
 
-    `model` are keywords of the model, as in `--set model.depth=16`; `training` says how it is trained unless told
-    otherwise. Both are merged with the user's before make_model is called.
+    count: int | None = None
+    out: Path | None = None
+    shape: str | None = None
+    complete: Path | None = None
+    prompt: str | None = None
+    steps: int | None = None
+    compile: bool | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+
+class Written(NamedTuple):
+    files: list[Path]
+    per_second: float | None = None
+
+
+class Task(ABC):
+    """An experiment. A subclass is a frozen dataclass; its fields are its `data.*` options.
+
+    `model` are the keywords of its model, as in `--set model.depth=16`; `training` is how it is trained by default. The
+    user's settings are merged into both before make_model is called.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]  # the measure that decides which checkpoint is best: "bits/dim"
     higher_is_better: ClassVar[bool] = False
-    decodes: ClassVar[bool] = False  # measure writes token by token: each rank then needs the whole model
+    decodes: ClassVar[bool] = False  # measure generates token by token, so each rank needs the whole model
     model: ClassVar[Mapping[str, Any]]
     training: ClassVar[TrainingConfig]
+    writes: ClassVar[str] = ""  # what its models generate: "images"; "": nothing
+    write_options: ClassVar[tuple[str, ...]] = ()  # the fields of WriteOptions it uses, beside sampling and seed
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The `data.*` options with their defaults; None where the user must give a value."""
+        values = {}
+        for option in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+            default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+            values[option.name] = None if default is dataclasses.MISSING else default
+        return values
+
+    @classmethod
+    def from_options(cls, data: Mapping[str, Any]) -> Self:
+        """The task with these `data.*` options, as JSON holds them; unknown names and wrong types raise ValueError."""
+        hints = typing.get_type_hints(cls)
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        for key, value in values.items():
+            if key not in hints:
+                raise ValueError(f"data has no setting {key!r}{nearest(key, hints)}")
+            check_plain(f"data.{key}", value, hints[key])
+        return cls(**values)
+
+    def options(self) -> dict[str, Any]:
+        """The `data.*` options of this task."""
+        return {name: getattr(self, name) for name in self.defaults()}
+
+    @property
+    def data_name(self) -> str:
+        """What the data is called beside a result."""
+        return self.name
 
     @abstractmethod
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
@@ -53,10 +112,19 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss: ...
 
-    @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         """What a batch adds to each measure; called without gradients, in eval mode."""
+        return {"nats": self.loss(model, batch)}
 
     @abstractmethod
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """The measures as people read them; holds `metric`."""
+
+    @classmethod
+    def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
+        """Let a model of this task generate. `data` are the task's options by the model's card, {} without one."""
+        raise NotImplementedError(f"{cls.name} writes nothing")
+
+
+def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: total / max(count, 1) for name, (total, count) in sums.items()}

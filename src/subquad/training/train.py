@@ -1,28 +1,30 @@
-"""One loop for all tasks: train until the steps or the minutes are over, measure, keep the best, lose nothing."""
+"""One loop for all tasks: `train` writes a folder, resumes, and tests the best weights; `learn` trains in memory, for a
+demo or a comparison."""
 
-import dataclasses
 import errno
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
+from torch import nn
 
 from subquad.checks import check_plain
 from subquad.disk import blaming
 from subquad.machine import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
-from subquad.training.distributed import join
+from subquad.training.distributed import Ranks, join
 from subquad.training.folder import RESULT, Folder
-from subquad.training.log import Log
+from subquad.training.log import Log, LossCurve
 from subquad.training.loop import Result, Run, Stopped
 from subquad.training.memory_check import check_batch, check_model
 from subquad.training.signals import Signals
 from subquad.training.task import Task
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def train(
@@ -36,8 +38,8 @@ def train(
     console: Console | None = None,
     leg: float | None = None,
 ) -> Result:
-    """Train a task into a folder. `model` are keywords beside the task's own; `leg`: stop after so many minutes and
-    leave the rest to a later call with resume=True."""
+    """Train a task into a folder. `model` are keywords that override the task's own; `leg`: stop after so many minutes,
+    and let a later call with resume=True do the rest."""
     if leg is not None and not leg > 0:
         raise ValueError(f"leg={leg:g}: accepted is a positive number of minutes")
     training = task.training if training is None else training
@@ -45,16 +47,16 @@ def train(
     ranks = join(training.parallel, available(device))
     console = console or Console()
     folder = Folder(Path(out))
-    config = RunConfig(task=task.name, data=options_of(task), model=fields, training=training)
+    config = RunConfig(task=task.name, data=task.options(), model=fields, training=training)
     try:
-        resume = resume or ranks.goes_on()
-        ranks.decide(lambda: folder.check(config, resume, defaults_of(type(task))))
+        resume = resume or ranks.restarted()
+        ranks.decide(lambda: folder.check(config, resume, task.defaults()))
         ranks.decide(lambda: check_model(task, fields, ranks.device, ranks.sharded))
-        run = Run(task, config, folder, ranks)  # before anything is written: what cannot work leaves nothing behind
+        run = Run(task, config, folder, ranks)  # before anything is written: a run that cannot work leaves no folder
         if ranks.world == 1 and ranks.device.type == "cpu":
             check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
-        ranks.begun()
+        ranks.mark_begun()
         if ranks.first:
             for note in opened.notes:
                 console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -74,31 +76,47 @@ def train(
             try:
                 return run.go(log, signals, leg)
             except Exception:
-                if ranks.first and run.step == 0:  # a first step that cannot be computed is no run to go on with
+                if ranks.first and run.step == 0:  # the first step failed: there is nothing to resume
                     folder.forget()
                 raise
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             raise
         kept = checkpoints.names(folder.checkpoints)
         last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise Stopped(f"the disk is full ({error}): {last}; free some space and go on with --resume") from error
+        raise Stopped(f"the disk is full ({error}): {last}; free some space and continue with --resume") from error
     finally:
         folder.close()
         ranks.close()
 
 
-def options_of(task: Task) -> dict[str, Any]:
-    """The `data.*` settings of a task: the fields of its dataclass."""
-    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else {}
+class Learned(NamedTuple):
+    model: nn.Module
+    measures: dict[str, float]  # of the test part, with the last weights
+    curve: list[tuple[int, float]]  # (step, mean loss in nats since the point before), every `log_every` steps
+    seconds: float  # of training
 
 
-def defaults_of(cls: Any) -> dict[str, Any]:
-    """Of each `data.*` setting of a task's class; None where the user must say it."""
-    found = {}
-    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-        if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-        else:
-            found[field.name] = None if field.default is dataclasses.MISSING else field.default
-    return found
+def learn(
+    task: Task,
+    fields: Mapping[str, Any],
+    training: TrainingConfig,
+    *,
+    device: str = "cpu",
+    examples: int | None = None,
+    watch: Callable[[int, float], None] | None = None,
+) -> Learned:
+    """Train in memory: the same updates as `train`, but no folder, no validation and no checkpoints.
+
+    fields    all keywords of the model; the task's own are not added
+    examples  of the test part that are measured; None: all
+    watch     called with each point of the curve
+    """
+    run = Run(
+        task, RunConfig(task=task.name, model=fields, training=training), None, Ranks(torch.device(available(device)))
+    )
+    log = LossCurve(watch)
+    result = run.go(log, Signals(log))
+    measures = run.measure("test", examples)
+    assert measures is not None  # nothing can interrupt it
+    return Learned(run.model, measures, log.points, result.seconds)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from subquad.disk import lock_folder
 from subquad.measure.cost import Shape
 from subquad.models import Classifier
 from subquad.pool import end_with
@@ -24,8 +25,7 @@ from subquad.tasks import TASKS
 from subquad.tasks.lra import pathfinder
 from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.training.config import TrainingConfig
-from subquad.training.folder import Folder, read_config, take
-from subquad.training.train import defaults_of
+from subquad.training.folder import Folder, read_config
 
 SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
 
@@ -217,7 +217,7 @@ def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypa
     now = dataclasses.replace(read_config(folder.path), data=record["settings"]["data"])
     with pytest.raises(ValueError, match="pixels is new"):
         folder.check(now, resume=True)
-    folder.check(now, resume=True, defaults=defaults_of(Pathfinder))
+    folder.check(now, resume=True, defaults=Pathfinder.defaults())
 
 
 def test_only_an_equal_budget_is_called_so(results: dict[str, Any]) -> None:
@@ -396,7 +396,7 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
         assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]
     efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
     assert json.loads(path.with_suffix(".1.json").read_text())["rows"] == found["rows"]
-    with take(tmp_path, "busy"), pytest.raises(ValueError, match="another process"):
+    with lock_folder(tmp_path, "busy"), pytest.raises(ValueError, match="another process"):
         efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
     for wrong in ({"lengths": (0,)}, {"batch": 0}):
         with pytest.raises(ValueError, match="at least 1"):

@@ -447,7 +447,7 @@ def test_sound_is_written_at_the_rate_of_its_run(
 ) -> None:
     rates = []
 
-    def pieces(_model: LanguageModel, out: Path, *, count: int, rate: int) -> list[Path]:
+    def pieces(_model: LanguageModel, out: Path, *, count: int, rate: int, **_: Any) -> list[Path]:
         rates.append(rate)
         return [out.with_name(f"{out.name}_{number}.wav") for number in range(count)]
 

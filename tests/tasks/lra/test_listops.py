@@ -4,7 +4,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad.tasks.lra import listops
-from subquad.tasks.lra.listops import CLOSE, DIGIT, Expressions, draw, generate, solve, text
+from subquad.tasks.lra.listops import CLOSE, DIGIT, LENGTHS, NAMES, Expressions, ListOps, draw, generate
+
+
+def solve(tokens: np.ndarray) -> int:
+    """The value of an expression, read from left to right with a stack."""
+    stack: list[list[int]] = [[]]
+    kinds: list[int] = []
+    for token in tokens.tolist():
+        if token == CLOSE:
+            values, kind = sorted(stack.pop()), kinds.pop()
+            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) // 2
+            stack[-1].append((values[0], values[-1], middle, sum(values) % 10)[kind])
+        elif token > 10:
+            kinds.append(token - 11)
+            stack.append([])
+        else:
+            stack[-1].append(token - DIGIT)
+    return stack[0][0]
+
+
+def text(tokens: np.ndarray) -> str:
+    """As people read it: [MAX 2 [MIN 3 4 ] 1 ]"""
+    return " ".join("]" if t == CLOSE else NAMES[t - 11] if t > 10 else str(t - DIGIT) for t in tokens.tolist())
 
 
 def rows(made: Expressions) -> list[np.ndarray]:
@@ -76,7 +98,7 @@ def test_the_same_seed_gives_the_same_set_however_many_processes() -> None:
 
 def test_repeated_expressions_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one = draw(0, 0, 2000)
-    monkeypatch.setattr(listops, "draw", lambda *_: one)
+    monkeypatch.setattr(listops, "draw", lambda *_, **__: one)
     monkeypatch.setattr(listops, "CHUNK", 10**9)
     with pytest.raises(RuntimeError, match=f"{len(one.lengths)} of"):
         listops.generate(10 * len(one.lengths), workers=1)
@@ -91,11 +113,25 @@ def test_one_operator(values: list[int], kind: int) -> None:
 
 def test_task(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
-    monkeypatch.setattr(listops, "SIZES", {"train": 0, "validation": 20, "test": 30})
-    task = listops.ListOps(train=50)
+    task = ListOps(train=50, held_out=20)
     sizes = {split: len(task.source(split)) for split in ("train", "validation", "test")}
-    assert sizes == {"train": 50, "validation": 20, "test": 30}
+    assert sizes == {"train": 50, "validation": 20, "test": 20}
     batch = task.source("test").batch(np.array([3, 7]), 0)
     for tokens, length, label in zip(batch["tokens"], batch["lengths"], batch["labels"], strict=True):
         assert solve(tokens[:length].numpy()) == label
         assert not tokens[length:].any()
+
+
+def test_short_expressions_have_the_lengths_asked_for(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `subquad compare --task listops` trains on."""
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    task = ListOps(train=1500, held_out=250, shortest=16, longest=128)
+    source = task.source("train")
+    batch = source.batch(np.arange(len(source)), 0)
+    assert batch["tokens"].shape == (1500, 128)
+    assert 16 <= int(batch["lengths"].min()) < int(batch["lengths"].max()) <= 128
+    assert len(set(batch["labels"].tolist())) == 10
+    for tokens, length, label in zip(batch["tokens"], batch["lengths"], batch["labels"], strict=True):
+        assert solve(tokens[:length].numpy()) == label
+    assert LENGTHS == (501, 1999)
+    assert ListOps().positions() == 2000

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from subquad.data import files
-from subquad.tasks.lra import image, listops
+from subquad.tasks.lra import image
 from subquad.tasks.lra.image import Image
 from subquad.tasks.lra.listops import ListOps
 from subquad.tasks.lra.pack import pack
@@ -73,7 +73,7 @@ def test_validation_is_held_out_of_training(data: Path) -> None:
 
 
 def test_sizes_are_the_arena_s() -> None:
-    assert listops.SIZES == {"train": 96_000, "validation": 2_000, "test": 2_000}
+    assert (ListOps().train, ListOps().held_out) == (96_000, 2_000)
     assert (ListOps().train, Pathfinder().train, Pathfinder().held_out) == (96_000, 160_000, 20_000)
     rows = [np.arange(60_000)[part] for part in image.SPLITS.values()]
     assert [len(part) for part in rows] == [45_000, 5_000, 10_000]

@@ -24,16 +24,15 @@ from typing import Any
 from rich.console import Console
 
 from subquad.checks import refuse
+from subquad.disk import lock_folder
 from subquad.machine import available, origin
 from subquad.pool import environment
 from subquad.studies.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
 from subquad.studies.results import earlier, save
 from subquad.tasks import TASKS
-from subquad.tasks.configure import make_task
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
 from subquad.training.config import parse
-from subquad.training.folder import CONFIG, read_config, take
-from subquad.training.train import defaults_of, options_of
+from subquad.training.folder import CONFIG, read_config
 
 Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
@@ -97,7 +96,7 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
     jobs = []
     for seed in range(arena.seeds):
         for task in arena.tasks:
-            data = options_of(make_task(TASKS[RECIPES[task].task], _data(arena, task)))
+            data = TASKS[RECIPES[task].task].from_options(_data(arena, task)).options()
             for name in arena.mechanisms:
                 path = Path(arena.size) / task / name / f"seed{seed}"
                 training = training_of(task, arena.size, arena.steps, seed)
@@ -131,7 +130,7 @@ def _data(arena: Arena, task: str) -> Json:
     for setting in arena.data:
         column, key, value = _read(setting)
         if column == task:
-            known = options_of(TASKS[RECIPES[task].task]())
+            known = TASKS[RECIPES[task].task]().options()
             if key not in known:
                 raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
             found[key] = value
@@ -152,7 +151,7 @@ def _read(setting: str) -> tuple[str, str, Any]:
 def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
-    with take(out, BUSY):
+    with lock_folder(out, BUSY):
         return _lra(arena, out, console, prepare)
 
 
@@ -200,7 +199,7 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
     missing: dict[str, str] = {}
     for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
         begun = time.monotonic()
-        task = make_task(TASKS[name], data)
+        task = TASKS[name].from_options(data)
         try:
             sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
         except (OSError, ValueError) as error:  # of the data of one task; the others have theirs
@@ -336,7 +335,7 @@ def _settings(job: Json) -> Json:
 
 def _completed(settings: Json, job: Json) -> Json:
     """Settings of an older run with those that came after it, as they were then."""
-    defaults = json.loads(json.dumps(defaults_of(TASKS[job["task"]])))
+    defaults = json.loads(json.dumps(TASKS[job["task"]].defaults()))
     return {**settings, "data": {**defaults, **settings["data"]}}
 
 

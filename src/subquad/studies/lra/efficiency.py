@@ -19,6 +19,7 @@ from torch import Tensor
 from subquad.checks import check_count, counts, refuse
 from subquad.data import files, imdb
 from subquad.data.generated import generated
+from subquad.disk import lock_folder
 from subquad.machine import available, free_bytes, origin, readable
 from subquad.measure.cost import (
     SLOW,
@@ -41,7 +42,6 @@ from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
 from subquad.training.capture import Captured
-from subquad.training.folder import take
 from subquad.training.task import Batch, Loss
 
 Json = dict[str, Any]
@@ -120,7 +120,7 @@ def efficiency(
         refuse("batch", batch, f"a smaller one, or smaller lengths: {readable(free)} of memory are free")
     dtype = dtype or ("bfloat16" if torch.device(place).type == "cuda" else "float32")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with take(out.parent, BUSY):
+    with lock_folder(out.parent, BUSY):
         return _measure(mechanisms, out, console, place, lengths, batch, dtype)
 
 

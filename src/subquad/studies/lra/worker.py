@@ -19,7 +19,6 @@ from rich.console import Console
 
 from subquad.measure.cost import first_line
 from subquad.pool import end_with
-from subquad.tasks.configure import make_task
 from subquad.training.config import TrainingConfig
 from subquad.training.log import curve, logged
 from subquad.training.loop import Result
@@ -64,7 +63,7 @@ def _ways(job: Json, cuda: bool) -> Iterator[tuple[bool, bool]]:
 def _trained(job: Json, device: str, compile: bool, capture: bool, console: Console) -> Result:
     from subquad.tasks import TASKS
 
-    task = make_task(TASKS[job["task"]], job["data"])
+    task = TASKS[job["task"]].from_options(job["data"])
     faster = {"compile": compile, "capture": capture}
     training = TrainingConfig.from_dict({**task.training.to_dict(), **job["training"], **faster})
     return train(

@@ -164,25 +164,24 @@ def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
 
 
 def write_samples(run: Reproduction, count: int) -> None:
-    """What trained models write: a sheet of images, pieces that play."""
+    """What trained models write to files: a sheet of images, or pieces of music."""
     from subquad.models import LanguageModel
     from subquad.models.shipped import card
-    from subquad.tasks.generate import image_shape, images_to_png
-    from subquad.tasks.music import write_pieces
+    from subquad.tasks import TASKS
+    from subquad.training.task import WriteOptions
 
+    task = TASKS[run.table.task]
     for row in run.rows:
-        if run.table.task not in ("images", "music") or not (run.folder / row.name / RESULT).is_file():
+        if "out" not in task.write_options or not (run.folder / row.name / RESULT).is_file():
             continue
-        place, found = run.folder / row.name / "model", run.results["results"][row.name]
-        model, about = LanguageModel.load(place, run.budget.place), card(place)
-        if run.table.task == "music":
-            paths = write_pieces(model, place.with_name("piece"), count=count, rate=about["data"]["rate"])
-            found["pieces"] = [str(path.relative_to(run.folder)) for path in paths]
+        folder, result = run.folder / row.name, run.results["results"][row.name]
+        out = run.folder / f"{row.name}.png" if task.writes == "images" else folder / "piece"
+        model, data = LanguageModel.load(folder / "model", run.budget.place), card(folder / "model").get("data", {})
+        written = task.write(model, data, WriteOptions(count=count, out=out), run.console)
+        if task.writes != "images":
+            result["pieces"] = [str(path.relative_to(run.folder)) for path in written.files]
             continue
-        shape, file = image_shape(model, card=about), f"{row.name}.png"
-        assert shape is not None  # a run knows its set
-        rate = images_to_png(model, run.folder / file, run.console, count=count, shape=shape)
-        found["images_per_second_written"] = rate
-        picture = {"title": f"{row.name}: {count} images, {found['value']:.3f} bits/dim", "file": file}
-        run.results["pictures"] = [p for p in run.results["pictures"] if p["file"] != file] + [picture]
+        result["images_per_second_written"] = written.per_second
+        picture = {"title": f"{row.name}: {count} images, {result['value']:.3f} bits/dim", "file": out.name}
+        run.results["pictures"] = [p for p in run.results["pictures"] if p["file"] != out.name] + [picture]
         run.keep()

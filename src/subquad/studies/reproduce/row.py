@@ -18,11 +18,10 @@ from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import save
 from subquad.tasks import TASKS
 from subquad.tasks.configure import configure
-from subquad.tasks.recurrent import OTHERS
+from subquad.tasks.kinds import TRANSFORMER_ONLY, is_lstm
 from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
-from subquad.training.train import defaults_of
 
 Json = dict[str, Any]
 Draw = Callable[[Json, Path], None]  # makes a picture of the results
@@ -109,10 +108,10 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
 
 def without(row: Row, budget: Budget) -> list[str]:
     """What is set for every row and cannot be for this one: an LSTM has no heads."""
-    if row.mechanism != "lstm":
+    if not is_lstm(row.mechanism):
         return []
     keys = {setting: parse(setting)[0] for setting in budget.given}
-    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in OTHERS]
+    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in TRANSFORMER_ONLY]
 
 
 def settings_in(table: Table, row: Row, run: Path) -> list[str]:
@@ -141,7 +140,7 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
         return "run", ""
     task, config = configure(table.task, settings_of(table, row, budget))
     try:
-        Folder(run).check(config, resume=True, defaults=defaults_of(type(task)))
+        Folder(run).check(config, resume=True, defaults=task.defaults())
     except ValueError as error:
         return "changed", str(error)
     return ("done", "done before") if (run / RESULT).is_file() else ("run", "")

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from subquad.checks import check_count, nearest
+from subquad.disk import lock_folder
 from subquad.measure.cost import first_line
 from subquad.pool import run_all
 from subquad.studies.reproduce.measurements import measure_contexts, measure_iterations, measure_scaling, write_samples
@@ -32,7 +33,7 @@ from subquad.studies.reproduce.row import (
 from subquad.studies.reproduce.tables import TABLES, Row, Table
 from subquad.studies.results import earlier
 from subquad.tasks.configure import configure
-from subquad.training.folder import CONFIG, RESULT, Folder, read_config, take
+from subquad.training.folder import CONFIG, RESULT, Folder, read_config
 
 # of a row that is trained; the last two of its data, which may be gone by now
 AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
@@ -65,7 +66,7 @@ def reproduce(
     if table.kind == "train":
         _check(table, chosen, budget)
     folder.mkdir(parents=True, exist_ok=True)
-    with take(folder, "another process reproduces this table there"):
+    with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)), draw)
         _measure(run, out, timing, samples)
         return run.results

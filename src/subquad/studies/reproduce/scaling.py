@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, spread
 from subquad.measure.growth import exponent
 from subquad.mechanisms import build, mechanism
+from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
 from subquad.training.task import Batch, Loss, Task
@@ -49,7 +50,7 @@ class Contender(Subject):
     def __init__(self, label: str, shape: Shape):
         super().__init__("linear", shape)  # for the input and the gradient
         (name, options), self.name = CONTENDERS[label], label
-        recurrent = name == "lstm"
+        recurrent = is_lstm(name)
         mix = (
             Recurrent(shape.dim) if recurrent else build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
         )
@@ -110,7 +111,7 @@ def _measured(label: str, shape: Shape, samples: int) -> Row:
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
     """ms of a training step, by what a sample took at the length before."""
     name, _ = CONTENDERS[label]
-    if name == "lstm":  # whose steps wait for each other, however many samples make them
+    if is_lstm(name):  # whose steps wait for each other, however many samples make them
         return grown(ms * samples, before, length, 1.0)
     return grown(ms, before, length, mechanism(name).exponent) * batch
 

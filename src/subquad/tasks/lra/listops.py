@@ -18,14 +18,13 @@ from subquad.data.generated import Arrays, cores, generated, in_order, kept
 from subquad.tasks.lra.task import Classification, Labelled
 from subquad.training.task import Source, Split
 
-LONGEST = 2000
-SHORTEST = 500
+LONGEST = 2000  # positions
+LENGTHS = (501, 1999)  # tokens of an accepted expression
 DEPTH = 10
 OPERATOR = 0.25  # probability
 ARGUMENTS = (2, 10)
 DIGIT, NAMES, CLOSE = 1, ("[MIN", "[MAX", "[MED", "[SM"), 15  # 0 is padding, 1 to 10 are digits, 11 to 14 operators
 VOCAB = 16
-SIZES: dict[Split, int] = {"train": 96_000, "validation": 2_000, "test": 2_000}
 CHUNK = 16_384  # trees drawn at once, of which about one in twelve has an accepted length
 
 
@@ -44,10 +43,10 @@ class Expressions(NamedTuple):
     drawn: int  # trees that these were chosen from
 
 
-def draw(seed: int, number: int, trees: int = CHUNK) -> Expressions:
-    """The accepted expressions among so many random trees; the same for the same seed and number."""
+def draw(seed: int, number: int, trees: int = CHUNK, lengths: tuple[int, int] = LENGTHS) -> Expressions:
+    """The expressions of accepted lengths among so many random trees; the same for the same seed and number."""
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
-    levels, accepted = _grow(random, trees)
+    levels, accepted = _grow(random, trees, lengths)
     renumbered = np.cumsum(accepted) - 1
     levels = [
         Level(renumbered[level.tree[chosen]], level.arguments[chosen], level.symbol[chosen])
@@ -58,8 +57,9 @@ def draw(seed: int, number: int, trees: int = CHUNK) -> Expressions:
     return Expressions(_write(levels, sizes), sizes[0].astype(np.int16), values.astype(np.uint8), trees)
 
 
-def _grow(random: np.random.Generator, trees: int) -> tuple[list[Level], np.ndarray]:
+def _grow(random: np.random.Generator, trees: int, lengths: tuple[int, int]) -> tuple[list[Level], np.ndarray]:
     """(levels from the roots down, which trees have an accepted length)"""
+    shortest, longest = lengths
     length = np.zeros(trees, np.int64)
     tree = np.arange(trees)
     levels = []
@@ -70,9 +70,9 @@ def _grow(random: np.random.Generator, trees: int) -> tuple[list[Level], np.ndar
         symbol = (random.random(len(tree)) * np.where(operator, len(NAMES), 10)).astype(np.int64)
         levels.append(Level(tree, count, symbol))
         length += np.bincount(tree, np.where(operator, 2, 1), trees).astype(np.int64)
-        count = np.where(length[tree] < LONGEST, count, 0)  # of those that are too long already nobody needs the rest
+        count = np.where(length[tree] <= longest, count, 0)  # do not grow trees that are too long already
         tree = np.repeat(tree, count)
-    return levels, (length > SHORTEST) & (length < LONGEST)
+    return levels, (length >= shortest) & (length <= longest)
 
 
 def _fold(levels: list[Level]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -127,13 +127,13 @@ def _write(levels: list[Level], sizes: list[np.ndarray]) -> np.ndarray:
     return tokens
 
 
-def generate(count: int, seed: int = 0, workers: int | None = None) -> Expressions:
+def generate(count: int, seed: int = 0, workers: int | None = None, lengths: tuple[int, int] = LENGTHS) -> Expressions:
     """So many different expressions, drawn in parallel; the same for the same seed, however many processes."""
     seen: set[bytes] = set()
-    tokens, lengths, values, drawn = [], [], [], 0
-    workers = min(cores(), 1 + count // 2000) if workers is None else workers
-    numbers = range(1 + 2 * count * 12 // CHUNK)  # twice what is needed
-    for part in in_order(partial(draw, seed), numbers, workers):
+    tokens, sizes, values, drawn = [], [], [], 0
+    workers = min(cores(), 1 + count * lengths[1] // 4_000_000) if workers is None else workers
+    numbers = range(1 + 60 * count // CHUNK)  # twice what short expressions need, five times what those of the arena do
+    for part in in_order(partial(draw, seed, lengths=lengths), numbers, workers):
         drawn += part.drawn
         ends = np.cumsum(part.lengths.astype(np.int64))
         for expression, value in zip(np.split(part.tokens, ends[:-1]), part.values, strict=True):
@@ -141,62 +141,46 @@ def generate(count: int, seed: int = 0, workers: int | None = None) -> Expressio
             if key not in seen and len(seen) < count:
                 seen.add(key)
                 tokens.append(expression)
-                lengths.append(len(expression))
+                sizes.append(len(expression))
                 values.append(value)
         if len(seen) == count:
-            return Expressions(np.concatenate(tokens), np.array(lengths, np.int16), np.array(values), drawn)
+            return Expressions(np.concatenate(tokens), np.array(sizes, np.int16), np.array(values), drawn)
     raise RuntimeError(f"{len(seen)} of {count} expressions in {drawn} trees: the draw does not follow its rules")
-
-
-def solve(tokens: np.ndarray) -> int:
-    """The value of an expression, read from left to right with a stack."""
-    stack: list[list[int]] = [[]]
-    kinds: list[int] = []
-    for token in tokens.tolist():
-        if token == CLOSE:
-            values, kind = sorted(stack.pop()), kinds.pop()
-            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) // 2
-            stack[-1].append((values[0], values[-1], middle, sum(values) % 10)[kind])
-        elif token > 10:
-            kinds.append(token - 11)
-            stack.append([])
-        else:
-            stack[-1].append(token - DIGIT)
-    return stack[0][0]
-
-
-def text(tokens: np.ndarray) -> str:
-    """As people read it: [MAX 2 [MIN 3 4 ] 1 ]"""
-    return " ".join("]" if t == CLOSE else NAMES[t - 11] if t > 10 else str(t - DIGIT) for t in tokens.tolist())
 
 
 @dataclass(frozen=True)
 class ListOps(Classification):
-    train: int = SIZES["train"]  # examples
+    train: int = 96_000  # examples
     seed: int = 0
+    held_out: int = 2_000  # of validation and of test each
+    shortest: int = LENGTHS[0]  # tokens of an expression
+    longest: int = LENGTHS[1]
 
     name: ClassVar[str] = "listops"
     vocab: ClassVar[int] = VOCAB
     classes: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
-        at_least(self, train=1, seed=0)
+        at_least(self, train=1, seed=0, held_out=1, shortest=1, longest=self.shortest)
 
     def positions(self) -> int:
-        return LONGEST
+        return LONGEST if self.longest == LENGTHS[1] else self.longest
 
     def source(self, split: Split) -> Source:
-        arrays = kept(generated() / f"listops_{self.train}_{self.seed}", self._make)
-        start = 0
-        for name, size in {**SIZES, "train": self.train}.items():
-            if name == split:
-                rows = slice(start, start + size)
-                return Labelled(arrays["tokens"][rows], arrays["labels"][rows], arrays["lengths"][rows])
-            start += size
-        raise ValueError(f"split={split!r} cannot work: accepted is {' or '.join(SIZES)}")
+        name = f"listops_{self.train}_{self.seed}"
+        if (self.held_out, self.shortest, self.longest) != (2_000, *LENGTHS):
+            name += f"_{self.held_out}_{self.shortest}_{self.longest}"
+        arrays = kept(generated() / name, self._make)
+        start, size = {
+            "train": (0, self.train),
+            "validation": (self.train, self.held_out),
+            "test": (self.train + self.held_out, self.held_out),
+        }[split]
+        rows = slice(start, start + size)
+        return Labelled(arrays["tokens"][rows], arrays["labels"][rows], arrays["lengths"][rows])
 
     def _make(self) -> Arrays:
-        made = generate(self.train + SIZES["validation"] + SIZES["test"], self.seed)
-        tokens = np.zeros((len(made.lengths), LONGEST), np.uint8)
-        tokens[np.arange(LONGEST) < made.lengths[:, None]] = made.tokens
+        made = generate(self.train + 2 * self.held_out, self.seed, lengths=(self.shortest, self.longest))
+        tokens = np.zeros((len(made.lengths), self.positions()), np.uint8)
+        tokens[np.arange(tokens.shape[1]) < made.lengths[:, None]] = made.tokens
         return {"tokens": tokens, "labels": made.values, "lengths": made.lengths}

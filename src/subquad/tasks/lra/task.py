@@ -1,4 +1,4 @@
-"""What the six tasks share: labelled sequences of bytes, a classifier of the re-runs' size, accuracy."""
+"""What the arena's tasks share: labelled sequences of bytes, a classifier of the re-runs' size, accuracy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from subquad.checks import one_of
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Sums, Task
+from subquad.training.task import Batch, Loss, Sums, Task, means
 
 # of the PyTorch re-runs (Xiong et al. 2021, arXiv:2102.03902), the same for every mechanism
 SMALL: Mapping[str, Any] = {
@@ -42,10 +42,10 @@ class Labelled:
         return len(self.labels)
 
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002
-        found = {"tokens": self.tokens[indices], "labels": self.labels[indices].astype(np.int64)}
+        arrays = {"tokens": self.tokens[indices], "labels": self.labels[indices].astype(np.int64)}
         if self.lengths is not None:
-            found["lengths"] = self.lengths[indices].astype(np.int64)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
+            arrays["lengths"] = self.lengths[indices].astype(np.int64)
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
 class Classification(Task):
@@ -57,7 +57,7 @@ class Classification(Task):
     training: ClassVar[TrainingConfig] = TRAINING
     vocab: ClassVar[int] = 256
     classes: ClassVar[int]
-    stand_in: ClassVar[str | None] = None  # what the data is where it is not the paper's
+    stand_in: ClassVar[str | None] = None  # the name of the data that replaces the paper's
 
     def positions(self) -> int:
         """The longest sequence."""
@@ -76,11 +76,11 @@ class Classification(Task):
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         logits, labels = self.logits(model, batch), batch["labels"]
         count = labels.new_full((), len(labels))
-        right = (logits.argmax(-1) == labels).sum()
-        return {"nats": (cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (right, count)}
+        correct = (logits.argmax(-1) == labels).sum()
+        return {"nats": (cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (correct, count)}
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        mean = {name: total / max(count, 1) for name, (total, count) in sums.items()}
+        mean = means(sums)
         return {"accuracy": 100 * mean["accuracy"], "loss": mean["nats"]}
 
 

@@ -1,0 +1,114 @@
+"""The user's own tokens, for `subquad compare --data`: each predicted from those before it.
+
+A file is an .npy array of integers, [N] or [N, T] with a sequence a row; of any other file the bytes are the tokens.
+The last tenth is for testing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from subquad.data.text import Windows
+from subquad.models import LanguageModel
+from subquad.tasks.text import window_loss
+from subquad.training.config import TrainingConfig
+from subquad.training.task import Batch, Loss, Source, Split, Task, means
+
+LONGEST = 256  # tokens of a window
+VALUES = 65536  # largest vocabulary
+LEAST = 32  # tokens, or sequences
+
+
+@dataclass(frozen=True, eq=False)
+class RowWindows:
+    """Windows of sequences [N, T], one of each, that starts at another place in each epoch."""
+
+    rows: np.ndarray
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        start = int(np.random.default_rng([epoch, int(indices[0])]).integers(self.rows.shape[1] - self.length))
+        windows = np.ascontiguousarray(self.rows[indices, start : start + self.length + 1])
+        return {"tokens": torch.from_numpy(windows), "first": torch.zeros(len(indices), dtype=torch.int64)}
+
+
+@dataclass(frozen=True)
+class Tokens(Task):
+    path: str
+
+    name: ClassVar[str] = "tokens"
+    metric: ClassVar[str] = "bits/token"
+    model: ClassVar[Mapping[str, Any]] = {"mechanism": "linear", "dim": 64, "depth": 2, "heads": 2}
+    training: ClassVar[TrainingConfig] = TrainingConfig(steps=200, batch=32)
+
+    @property
+    def data_name(self) -> str:
+        return Path(self.path).name
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return load_tokens(Path(self.path))
+
+    @property
+    def held_out(self) -> int:
+        """Tokens, or sequences, for testing."""
+        return max(1, len(self.tokens) // 10)
+
+    @property
+    def length(self) -> int:
+        """Tokens a window holds."""
+        return min(LONGEST, (self.tokens.shape[1] if self.tokens.ndim == 2 else self.held_out) - 1)
+
+    def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
+        return LanguageModel(**{"vocab": int(self.tokens.max()) + 1, "max_length": self.length, **fields})
+
+    def source(self, split: Split) -> Source:
+        """The test part serves for validation too: nothing is chosen by it here."""
+        training = split == "train"
+        part = self.tokens[: -self.held_out] if training else self.tokens[-self.held_out :]
+        return RowWindows(part, self.length) if part.ndim == 2 else Windows(part, self.length, shifted=training)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return window_loss(model, batch)
+
+    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        return {"bits/token": means(sums)["nats"] / math.log(2)}
+
+
+@lru_cache(maxsize=1)
+def load_tokens(path: Path) -> np.ndarray:
+    """The tokens of a file, as int64; ValueError says what is accepted."""
+    if not path.is_file():
+        raise ValueError(f"data={str(path)!r} cannot work: there is no such file")
+    if path.suffix != ".npy":
+        tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
+    else:
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # its header may announce more than the file holds
+        except (ValueError, EOFError, OSError) as error:
+            raise ValueError(f"data={str(path)!r} cannot work: accepted is an .npy array of integers") from error
+        if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"data={str(path)!r} holds {array.dtype} of shape {list(array.shape)}: accepted are integer tokens, "
+                "[N] or [N, T] with a sequence a row"
+            )
+        tokens = array.astype(np.int64)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < VALUES:
+            raise ValueError(
+                f"data={str(path)!r} holds tokens from {tokens.min()} to {tokens.max()}: accepted are 0 to {VALUES - 1}"
+            )
+    if tokens.shape[0] < LEAST or tokens.shape[-1] < 2:
+        raise ValueError(
+            f"data={str(path)!r} holds {list(tokens.shape)} tokens: accepted are at least {LEAST}, or {LEAST} sequences"
+        )
+    return tokens
