@@ -12,8 +12,9 @@ MIDI      any folder of files, brought onto the same grid
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
         )
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
-        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path)
+        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", partial(_encode, [path], rate), path)
         try:
             return any_file(tokens, name)
         except files.Broken as error:  # which names what was made, not what to mend
@@ -196,7 +197,7 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
     held = (found[8::10], found[9::10])
     parts = {"train": sorted({*found} - {*held[0], *held[1]}), "validation": held[0], "test": held[1]}
     made = [
-        files.prepared(f"{path.name}.{rate}.{part}.mulaw", _encoded(all_of, rate), *all_of)
+        files.prepared(f"{path.name}.{rate}.{part}.mulaw", partial(_encode, all_of, rate), *all_of)
         for part, all_of in parts.items()
     ]
     return Corpus(name, *(np.memmap(file, np.uint8, mode="r") for file in made))
@@ -207,13 +208,10 @@ def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
     audio.write_wav(path, audio.from_mu_law(np.asarray(tokens)), rate)
 
 
-def _encoded(sources: Sequence[Path], rate: int) -> Callable[[Path], None]:
-    def make(new: Path) -> None:
-        with new.open("wb") as file:
-            for source in files.shown(sources, "sounds into tokens"):
-                file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())
-
-    return make
+def _encode(sources: Sequence[Path], rate: int, new: Path) -> None:
+    with new.open("wb") as file:
+        for source in files.shown(sources, "sounds into tokens"):
+            file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())
 
 
 class _Arrays(pickle.Unpickler):

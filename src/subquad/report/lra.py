@@ -15,8 +15,8 @@ from subquad.studies.published import TABLES
 
 Json = dict[str, Any]
 PAPER = next(table for table in TABLES if table.name == "lra")
-AT_CHANCE = 2.0  # points above the most frequent answer within which nothing was learned
-FAR = 8.0  # points from the paper from which a figure needs a sentence
+AT_CHANCE = 2.0  # up to so many points above the most frequent answer, nothing was learned
+FAR = 8.0  # a figure so many points from the paper's needs a note
 COSTS: tuple[tuple[str, Callable[[Json], float], str], ...] = (
     ("seconds", lambda r: r["seconds"], "{:,.0f}"),
     ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9, "{:.2f}"),
@@ -59,7 +59,7 @@ def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, fl
 
 
 def tables(results: Json, notes: dict[str, str] | None = None) -> list[Table]:
-    """What there is to show: nothing before the first run is finished."""
+    """All tables; none before the first run is finished."""
     return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
 
 
@@ -79,7 +79,7 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
         table.add_column(named[c], justify="right")
     if counted:
         table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
-    for mechanism in dict.fromkeys(r["mechanism"] for r in of_size(results)):  # those that failed have a row too
+    for mechanism in dict.fromkeys(r["mechanism"] for r in of_size(results)):  # failed ones too
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None
@@ -162,7 +162,7 @@ def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
 
 
 def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
-    """What is said of all mechanisms together, where there are several."""
+    """The statistics over all mechanisms, if there are several."""
     several = len({mechanism for mechanism, _ in known}) > 1
     return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
 

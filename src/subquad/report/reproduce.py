@@ -1,4 +1,4 @@
-"""A reproduced table as people read it: ours beside the published figures, on the screen and as a picture."""
+"""A reproduced table: ours beside the published figures, in the terminal and as a plot."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from subquad.report.html import number
 from subquad.studies.results import save
 
 Json = dict[str, Any]
-ENDLESS = 0.01  # epochs: of a set of which less was seen nobody asks what all of it takes
+LEAST_EPOCHS = 0.01  # no time for an epoch of a data set of which less was read
 LABELS = {"per": "phone error rate, %"}
 
 
@@ -48,7 +48,7 @@ def beside(results: Json) -> Shown:
 
 
 def _set_here(results: Json) -> Iterator[str]:
-    """What rows were trained with beside the table's own settings; rows that agree together."""
+    """The settings that the user changed, one line for all rows that share them."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, found in results["results"].items():
         if "settings" in found:
@@ -83,7 +83,7 @@ def _cells(found: Mapping[str, Any]) -> Iterator[str]:
     seconds, steps = found.get("seconds"), found.get("steps")
     yield "-" if seconds is None or steps is None else f"{steps:,} steps, {seconds / 60:.1f} min"
     theirs = f" (theirs {published['epoch_s']:g} s)" if "epoch_s" in published else ""
-    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch{theirs}" if found.get("epochs", 0) > ENDLESS else ""
+    epoch = f"; {found['seconds_per_epoch']:,.1f} s an epoch{theirs}" if found.get("epochs", 0) > LEAST_EPOCHS else ""
     cold = ", warm-up counted" if found.get("warm_up_counted") else ""
     yield f"{found['examples_per_second']:,.0f}/s{epoch}{cold}" if "examples_per_second" in found else "-"
 
@@ -100,9 +100,9 @@ def copy_to(results: Json, path: Path) -> None:
 
 
 def draw(results: Json, path: Path) -> None:
-    """Curves of the rows, and their figures beside the published ones; nothing where there is nothing yet."""
+    """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
     panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
-    if not panels or find_spec("matplotlib") is None:  # figures are kept where there is nothing to draw with
+    if not panels or find_spec("matplotlib") is None:  # without matplotlib there are figures but no plot
         return
     import matplotlib
 

@@ -56,7 +56,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
         runs += [training_runs.load(path)] if learning else []
         if not learning or (path / "results.json").is_file():
             named = [_load(file) for file in _files(path)]
-            figures = [run for run in named if _holds_figures(run.data)]  # a folder may hold other files beside them
+            figures = [run for run in named if _holds_figures(run.data)]  # the folder may hold other JSON files
             if not figures:
                 refuse("RUN", str(path), FIGURES)
             runs += figures
@@ -66,10 +66,10 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 
 def find(root: Path = Path()) -> list[Run]:
-    """What there is without being named: for each kind of device and each form (causal, bidirectional, or each
-    mechanism its own) the comparison that covers most mechanisms.
+    """The runs to show when none is named: for each device and form (causal, bidirectional, or each mechanism its own)
+    the comparison that covers most mechanisms, then the other files of results/.
 
-    This machine's is taken before those of results/, and these before the ones that ship. Others of results/ follow.
+    This machine's comparisons come before those of results/, and these before the shipped ones.
     """
     from subquad.disk import cache_folder
 
@@ -91,12 +91,12 @@ def _covered(run: Run) -> int:
 
 
 def compared(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad compare` wrote."""
+    """The runs that `subquad compare` wrote."""
     return [run for run in runs if run.kind == "compare"]
 
 
 def learned(run: Run) -> list[Json]:
-    """The records of quality that have a figure; others say why not."""
+    """The records of quality that have a figure; the others say why they have none."""
     return [q for q in run.data.get("quality", []) if q.get("value") is not None]
 
 
@@ -129,7 +129,7 @@ def _load(file: Path) -> Run:
 
 
 def _holds_figures(data: Json) -> bool:
-    """Every file of figures says what it is, or on what it was measured."""
+    """Every file of figures names its kind, or the machine it was measured on."""
     return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
