@@ -30,7 +30,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("training_ratio", "Training step against softmax", "time / time of softmax", "x", "training", None),
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
-FORMS = {True: "causal", False: "bidirectional"}
+FORMS: dict[object, str] = {True: "causal", False: "bidirectional"}
 EITHER_FORM = "causal where there is a causal form"
 FAMILIES = {  # in the order of the lecture "week 8: XFormer", and those that it leaves out
     "exact": "Exact attention",
