@@ -33,9 +33,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from subquad.machine import commit, tell_commit
-from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, sparse, sparse_attention
-from subquad.ops import sparse_triton as kernels
-from subquad.ops.sparse_triton import CONFIGS, Config
+from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, sparse_attention
+from subquad.ops.sparse import api, triton_path
+from subquad.ops.sparse.spec import Inputs, Spec
+from subquad.ops.sparse.triton_path import CONFIGS, Config
 
 TOKENS, HEADS, WIDTH = 65536, 16, 64
 Patterns = Pattern | Sequence[Pattern]
@@ -128,7 +129,7 @@ def each_pass(visit: Callable[[Run, str, tuple[Any, ...]], None]) -> Any:
         return lambda call, run, *rest: visit(f, run.kind, (call, run, *rest))
 
     names = ("_run_forward", "_run_dq", "_run_dkv")
-    return replaced(kernels, **{name: visitor(getattr(kernels, name)) for name in names})
+    return replaced(triton_path, **{name: visitor(getattr(triton_path, name)) for name in names})
 
 
 def call_on_cpu(pattern: Patterns, causal: bool, shape: Shape) -> None:
@@ -136,11 +137,11 @@ def call_on_cpu(pattern: Patterns, causal: bool, shape: Shape) -> None:
     q, k, v, w = shape.tensors("cpu")
     lengths = shape.lengths("cpu")
     texts = tuple(p.to_json() for p in ([pattern] * HEADS if isinstance(pattern, Pattern) else pattern))
-    for text, draws, shifts, own, shared in sparse._groups(texts, HEADS, shape.key_heads, True):
-        qs, ks, vs, ws = (sparse._heads(x, h) for x, h in ((q, own), (k, shared), (v, shared), (w, own)))
-        options = (lengths, lengths, text, draws, shifts, causal, shape.width**-0.5)
-        o, lse = kernels.forward(qs, ks, vs, *options)
-        kernels.backward(ws, None, qs, ks, vs, o, lse, *options)
+    for text, draws, shifts, own, shared in api._groups(texts, HEADS, shape.key_heads, True):
+        qs, ks, vs, ws = (api._heads(x, h) for x, h in ((q, own), (k, shared), (v, shared), (w, own)))
+        x = Inputs(qs, ks, vs, lengths, lengths)
+        spec = Spec(text, draws, shifts, causal, shape.width**-0.5, return_lse=False, impl="triton")
+        triton_path.backward(x, spec, *triton_path.forward(x, spec), ws, None)
 
 
 def compile_ahead(job: tuple[str, Patterns, bool, Shape, tuple[str, Config] | None]) -> None:
@@ -152,9 +153,9 @@ def compile_ahead(job: tuple[str, Patterns, bool, Shape, tuple[str, Config] | No
         if tiles is None or kind == tiles[0]:
             f(*args)
 
-    ahead = {name: Ahead(getattr(kernels, name)) for name in ("_forward", "_dq", "_dkv", "_far")}
+    ahead = {name: Ahead(getattr(triton_path, name)) for name in ("_forward", "_dq", "_dkv", "_far")}
     configs = CONFIGS | ({} if tiles is None else {(tiles[0], 128): tiles[1]})
-    with replaced(kernels, **ahead, CONFIGS=configs), each_pass(visit):
+    with replaced(triton_path, **ahead, CONFIGS=configs), each_pass(visit):
         call_on_cpu(pattern, causal, shape)
 
 
@@ -439,7 +440,7 @@ def tune(failed: dict[str, Any], seconds: float) -> dict[str, dict[str, list[Any
             for tile in TILES[kind.split("_")[0]]:
                 if f"{name} {(kind, Config(*tile))}" in failed:
                     continue
-                with replaced(kernels, CONFIGS=CONFIGS | {(kind, 128): Config(*tile)}):
+                with replaced(triton_path, CONFIGS=CONFIGS | {(kind, 128): Config(*tile)}):
                     try:
                         rows.append([milliseconds(partial(f, *of), 0.01), *tile])
                     except Exception as problem:  # a tile that does not fit is no candidate

@@ -13,7 +13,7 @@ from subquad.pool import environment, run_all
 # what `subquad reproduce` is to its rows, without its imports
 PARENT = """
 import os, subprocess, sys
-subprocess.call([sys.executable, "-m", "subquad.pool", str(os.getpid()), *sys.argv[1:]])
+subprocess.call([sys.executable, "-m", "subquad.pool", str(os.getpid()), "subquad.cli", *sys.argv[1:]])
 """
 
 
@@ -30,7 +30,7 @@ def test_commands_run_side_by_side_and_tell_what_they_say() -> None:
 def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed:
         def __init__(self, name: str, *_: Any) -> None:
-            self.name, self.said = name, "step 400: validation 3.4"
+            self.name, self.last_line = name, "step 400: validation 3.4"
 
         def ended(self) -> int:
             return -signal.SIGKILL

@@ -20,6 +20,7 @@ import pytest
 
 from subquad.data import files
 from subquad.data.files import Broken, File, Missing
+from subquad.disk import user_cache
 
 BODY = bytes(range(256)) * 300
 
@@ -284,7 +285,7 @@ def test_what_a_killed_process_left_is_removed(data: Path) -> None:
 
 def test_a_folder_nobody_may_write_to_is_leftlock(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert files.prepared("x", Path.touch).is_relative_to(files.user_cache())
+    assert files.prepared("x", Path.touch).is_relative_to(user_cache())
     assert everything(data) == []
 
 

@@ -106,10 +106,10 @@ THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
     "ops.linear.SEGMENT": (64,),
     "ops.running.SUM_BLOCK": (2, 7),
     "ops.running.MAX_BLOCK": (1, 7),
-    "ops.sparse.TILE": (1, 8),
-    "ops.sparse.BUDGET": (1, 700),
-    "ops.sparse_cache.ROWS": (1, 3),
-    "ops.sparse_cache.GATHERED": (1, 400),
+    "ops.sparse.tiles.TILE": (1, 8),
+    "ops.sparse.tiles.BUDGET": (1, 700),
+    "ops.sparse.cache.ROWS": (1, 3),
+    "ops.sparse.cache.GATHERED": (1, 400),
 }
 
 

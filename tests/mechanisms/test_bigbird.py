@@ -6,7 +6,7 @@ import torch
 
 from subquad import build
 from subquad.mechanisms.bigbird import Bigbird
-from subquad.ops.patterns import Random
+from subquad.ops.sparse.patterns import Random
 from tests.mechanisms.test_local import DIM, HEADS, full, tokens
 
 BLOCK, T = 4, 50  # 13 blocks, the last of 2 tokens

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import subquad
 from subquad.mechanisms import MECHANISMS
-from subquad.ops import sparse
+from subquad.ops.sparse import torch_path
 from tests.mechanisms import laws
 from tests.mechanisms.draws import (
     THRESHOLDS,
@@ -109,10 +109,10 @@ CALLS = {
     "ops.linear.SEGMENT": Call("linear", {"causal": True}, 300),
     "ops.running.SUM_BLOCK": Call("efficient", {"causal": True}),
     "ops.running.MAX_BLOCK": Call("performer", {"causal": True, "features": 9}),
-    "ops.sparse.TILE": Call("longformer", {"window": 3, "dilation": 2}),
-    "ops.sparse.BUDGET": Call("strided", {"stride": 5}),
-    "ops.sparse_cache.ROWS": Call("local", {"causal": True, "window": 5}),
-    "ops.sparse_cache.GATHERED": Call("strided", {"causal": True, "stride": 5}),
+    "ops.sparse.tiles.TILE": Call("longformer", {"window": 3, "dilation": 2}),
+    "ops.sparse.tiles.BUDGET": Call("strided", {"stride": 5}),
+    "ops.sparse.cache.ROWS": Call("local", {"causal": True, "window": 5}),
+    "ops.sparse.cache.GATHERED": Call("strided", {"causal": True, "stride": 5}),
 }
 
 
@@ -138,13 +138,13 @@ def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch:
     x = call.size * tokens(2, call.length, 24)
     ways, results = set(), []
     tiles: list[str] = []
-    attend = sparse._attend  # inside an operator, which operations do not show
+    attend = torch_path.attend_tiles  # inside an operator, which operations do not show
 
     def watched(q: Tensor, k: Tensor, *rest: Any) -> Any:
         tiles.append(f"tile {tuple(q.shape)} {tuple(k.shape)}")
         return attend(q, k, *rest)
 
-    monkeypatch.setattr(sparse, "_attend", watched)
+    monkeypatch.setattr(torch_path, "attend_tiles", watched)
     for value in (None, *THRESHOLDS[threshold]):
         if value is not None:
             set_threshold(monkeypatch, threshold, value)
@@ -189,10 +189,10 @@ ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or 
     "ops.linear_fused.MIN_SEGMENT": "ops/test_linear_triton.py",
     "ops.linear_fused.PROGRAMS": "ops/test_linear_triton.py",
     "ops.linear_fused.WALKS": "ops/test_linear_triton.py",
-    "ops.patterns.COUNTED": "ops/test_patterns.py",
-    "ops.patterns.DENSEST": "ops/test_patterns.py",
+    "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
+    "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
-    "ops.sparse_triton.SPLIT": "ops/test_sparse_triton.py",
+    "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
 }
 
 

@@ -6,7 +6,7 @@ import torch
 
 from subquad import build
 from subquad.mechanisms.base import Mixer
-from subquad.ops import sparse
+from subquad.ops.sparse import torch_path
 from tests.mechanisms.test_local import DIM, full, tokens
 
 HEADS, T = 4, 30
@@ -112,10 +112,10 @@ def test_compiles_without_a_break() -> None:
 def test_heads_with_different_sub_blocks_are_computed_together(
     combine: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Mock(wraps=sparse._torch_forward)
-    monkeypatch.setattr(sparse, "_torch_forward", run)
+    run = Mock(wraps=torch_path.forward)
+    monkeypatch.setattr(torch_path, "forward", run)
     fixed(block=8, summary=2, causal=True, combine=combine, layer=1)(tokens(1, T, DIM))
-    assert [q.shape[2] for (q, *_), _ in run.call_args_list] == [HEADS // calls] * calls
+    assert [x.q.shape[2] for (x, _), _ in run.call_args_list] == [HEADS // calls] * calls
 
 
 def test_options() -> None:

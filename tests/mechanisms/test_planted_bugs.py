@@ -26,12 +26,12 @@ from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
-from subquad.ops import feature_maps, linear, sparse
+from subquad.ops import feature_maps, linear
 from subquad.ops.buckets import empty_lists, slot_attention
 from subquad.ops.dense import dense_attention
 from subquad.ops.rotary import rotate
 from subquad.ops.running import running_sum
-from subquad.ops.sparse_cache import SparseCache
+from subquad.ops.sparse import SparseCache, cache, tiles
 from tests.mechanisms import laws
 from tests.mechanisms.draws import set_threshold
 from tests.mechanisms.laws import DIM, HEADS, Case, tokens
@@ -427,7 +427,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "later pieces of a continued prompt, gathered": (
         (Slip(SparseCache._gathered, "torch.arange(start, start + qs.shape[1]", "torch.arange(qs.shape[1]"),),
         few("strided", True, stride=5),
-        lowered("ops.sparse_cache.GATHERED", 1, in_pieces),
+        lowered("ops.sparse.cache.GATHERED", 1, in_pieces),
     ),
     "later pieces of a continued prompt": (
         (Slip(Softmax._prefill, "torch.arange(start, start + rows.shape[1]", "torch.arange(rows.shape[1]"),),
@@ -446,14 +446,14 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     ),
     # borders
     "one tile too far": (
-        (Slip(sparse._interior, "- first) // m\n    return", "- first + m - 1) // m\n    return"),),
+        (Slip(tiles._interior, "- first) // m\n    return", "- first + m - 1) // m\n    return"),),
         Case(MECHANISMS["local"], {"dim": 4, "heads": 1, "causal": False, "window": 63}),
         long_at_a_border,
     ),
     "the last key of a dilated tile": (
-        (Slip(sparse._lattice, "a + m + atom.window, key_points", "a + m + atom.window - 1, key_points"),),
+        (Slip(tiles._lattice, "a + m + atom.window, key_points", "a + m + atom.window - 1, key_points"),),
         few("longformer", False, window=3, dilation=2),
-        lowered("ops.sparse.TILE", 4, laws.forward_equals_reference),
+        lowered("ops.sparse.tiles.TILE", 4, laws.forward_equals_reference),
     ),
     "a short last block": (
         (Slip(Sinkhorn._sort, ".clamp(1, block)", ".clamp(block, block)"),),
@@ -461,7 +461,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         laws.forward_equals_reference,
     ),
     "the ring is too short": (
-        (Slip(SparseCache.__init__, "(n + 1) * size", "(n + 1) * size - 2"),),
+        (Slip(cache._newest, "(before + 1) * l", "(before + 1) * l - 2"),),
         few("fixed", True, block=6, summary=2),
         in_pieces,
     ),

@@ -28,10 +28,10 @@ from subquad.checks import at_least, one_of
 from subquad.mechanisms import patterned
 from subquad.mechanisms.base import Traits, keep
 from subquad.mechanisms.patterned import Patterned
-from subquad.ops.patterns import Block, Dense, Global, Pattern, Random
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
-from subquad.ops.sparse_cache import SparseState
+from subquad.ops.sparse.cache import SparseState
+from subquad.ops.sparse.patterns import Block, Dense, Global, Pattern, Random
 
 
 class State(SparseState):

@@ -24,8 +24,8 @@ from subquad.checks import at_least, one_of, refuse
 from subquad.mechanisms import patterned
 from subquad.mechanisms.base import Traits
 from subquad.mechanisms.patterned import Patterned, combine
-from subquad.ops.patterns import Block, Pattern, Summary
-from subquad.ops.sparse_cache import SparseState
+from subquad.ops.sparse.cache import SparseState
+from subquad.ops.sparse.patterns import Block, Pattern, Summary
 
 
 class State(SparseState):

@@ -16,9 +16,9 @@ from torch import Tensor
 from subquad.checks import at_least
 from subquad.mechanisms import patterned
 from subquad.mechanisms.patterned import Patterned
-from subquad.ops.patterns import Local as Window
-from subquad.ops.patterns import Pattern
-from subquad.ops.sparse_cache import SparseState
+from subquad.ops.sparse.cache import SparseState
+from subquad.ops.sparse.patterns import Local as Window
+from subquad.ops.sparse.patterns import Pattern
 
 
 class State(SparseState):

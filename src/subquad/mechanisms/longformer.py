@@ -25,10 +25,10 @@ from subquad.mechanisms import patterned
 from subquad.mechanisms.base import keep
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
-from subquad.ops.patterns import Dense, Dilated, Global, Local, Pattern
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
-from subquad.ops.sparse_cache import SparseState
+from subquad.ops.sparse.cache import SparseState
+from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
 
 
 class State(SparseState):

@@ -1,8 +1,7 @@
 """What local, strided, fixed, longformer and bigbird share: each is exact softmax over a pattern, which it names.
 
-Everything about patterns is in `subquad.ops.patterns`, about computing them in `subquad.ops.sparse`, and about decoding
-them in `subquad.ops.sparse_cache`. A mechanism writes its pattern twice: as atoms, for the fast path, and as a formula
-over positions i and j, for the reference.
+Patterns, how they are computed and how they are decoded are in `subquad.ops.sparse`. A mechanism writes its pattern
+twice: as atoms, for the fast path, and as a formula over positions i and j, for the reference.
 """
 
 import math
@@ -18,9 +17,9 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Heads, Mixer, Traits
 from subquad.ops.impl import Impl
-from subquad.ops.patterns import Pattern
 from subquad.ops.sparse import sparse_attention
-from subquad.ops.sparse_cache import SparseCache, SparseState
+from subquad.ops.sparse.cache import SparseCache, SparseState
+from subquad.ops.sparse.patterns import Pattern
 
 Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
 

@@ -22,9 +22,9 @@ from subquad.checks import at_least, one_of, refuse
 from subquad.mechanisms import patterned
 from subquad.mechanisms.base import Traits
 from subquad.mechanisms.patterned import Patterned, combine
-from subquad.ops.patterns import Local, Pattern
-from subquad.ops.patterns import Strided as Stride
-from subquad.ops.sparse_cache import SparseState
+from subquad.ops.sparse.cache import SparseState
+from subquad.ops.sparse.patterns import Local, Pattern
+from subquad.ops.sparse.patterns import Strided as Stride
 
 
 class State(SparseState):

@@ -1,4 +1,4 @@
-"""Models on top of the mechanisms: a stack of blocks, and what people put on it."""
+"""Models on top of the mechanisms: a stack of blocks, and the language models, classifiers and so on built on it."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ MODELS: dict[str, type[Model]] = {
 def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
     """The model of a run, of a saved model's folder, or of a shipped checkpoint by its name, in eval mode.
 
-    load("runs/t1"), load("runs/t1/model"), load("mnist_linear"): what `subquad generate` takes.
+    load("runs/t1"), load("runs/t1/model") or load("mnist_linear"), as `subquad generate` takes them.
     """
     from subquad.models.saving import read_header
     from subquad.models.shipped import find

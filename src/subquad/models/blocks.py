@@ -1,7 +1,7 @@
-"""The block of a transformer: a mixer, attention to a memory where there is one, a feed-forward, each on a residual.
+"""The block of a transformer: a mixer, attention to a memory if configured, and a feed-forward, each on a residual.
 
-A `Stream` is what flows through the blocks: (x,), or with reversible residuals a pair (a, b) of which each branch reads
-b and adds to a: (a, b) -> (b, a + f(b)), which can be undone, (b, c) -> (c - f(b), b).
+A `Stream` is what goes from block to block: (x,), or with reversible residuals a pair (a, b). Each branch reads b and
+adds to a: (a, b) -> (b, a + f(b)), which can be undone, (b, c) -> (c - f(b), b).
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D]. In pieces along T the wide inner vectors of one piece exist at a time, also in backward."""
+        """x [..., D]. In chunks along T, only one chunk's wide inner vectors exist at a time, also in backward."""
         if self.chunks == 1 or x.ndim < 3:
             return self._apply_all(x)
         parts = x.chunk(self.chunks, dim=-2)
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """One residual connection: `read` gives what goes into the branch, `write` adds what came out of it."""
+    """One residual connection: `read` gives the input of the branch, `write` adds its output."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -232,8 +232,8 @@ def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
 
 def make_mixer(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
     """The mixer of a layer. An option of the whole model goes to the layers whose mechanism has it."""
-    asked = {"rotary": config.rotary, "causal": config.causal}
-    return _build(spec, config, layer, {**asked, **config.options}, config.max_length)
+    options = {"rotary": config.rotary, "causal": config.causal, **config.options}
+    return _build(spec, config, layer, options, config.max_length)
 
 
 def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
@@ -251,7 +251,7 @@ def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixe
 
 
 def _build(
-    spec: MixerConfig, config: TransformerConfig, layer: int, asked: dict[str, Any], max_length: int | None
+    spec: MixerConfig, config: TransformerConfig, layer: int, options: dict[str, Any], max_length: int | None
 ) -> Mixer:
     cls = mechanism(spec.name)
     options = {
@@ -261,7 +261,7 @@ def _build(
         "layer": layer,
         "seed": config.seed,
         "max_length": max_length,
-        **asked,
+        **options,
     }
     needed = {"dim", "heads", "causal", *config.options}
     options = {name: value for name, value in options.items() if name in needed or name not in cls.unused}

@@ -1,7 +1,6 @@
-"""What a model is made of, as frozen values that are checked when made and go to JSON and back."""
+"""Configs of models: frozen values that are checked when made, written as JSON and read back."""
 
 import dataclasses
-import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ C = TypeVar("C", bound="Config")
 
 @check_methods
 class Config:
-    """Base of the configs: checks of its fields, and JSON there and back, strict about keys."""
+    """Base of the configs: checks its fields, is written as JSON and read back, and refuses unknown keys."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -47,7 +46,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Counts are at least 1, and a seed 0; a dropout is a probability; a part is a config of its own kind."""
-        for name, hint in _hints(type(self)).items():
+        for name, hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
             if hint is int or (hint == int | None and value is not None):
                 check_count(name, value, 0 if name == "seed" else 1)
@@ -287,14 +286,10 @@ def _missing(cls: type[Config], given: Iterable[str]) -> list[str]:
     return [name for name in required if name not in given]
 
 
-@functools.cache
-def _hints(cls: type[Config]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def nested(cls: type[Config]) -> dict[str, type[Config]]:
     """The fields of a config that are configs themselves."""
-    return {name: hint for name, hint in _hints(cls).items() if isinstance(hint, type) and issubclass(hint, Config)}
+    hints = typing.get_type_hints(cls)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
 
 
 def check_config(cls: type[C], config: object, fields: Mapping[str, Any]) -> C:

@@ -190,7 +190,7 @@ def step(decoder: Any, head: Any, sampling: Sampling, stop: Tensor | None, state
 
 def defer(decoder: Any, state: State) -> State:
     """The state for a group of steps: linear layers write their sums at every fourth step, and `settle` the rest."""
-    inner = getattr(state, "decoder", state)
+    inner: Any = getattr(state, "decoder", state)
     if not hasattr(inner, "layers"):
         return state
     layers = list(inner.layers)

@@ -32,11 +32,7 @@ PIECE = 1 << 26  # outputs of a prompt held at once
 
 
 class Generated(NamedTuple):
-    """What generate(..., full=True) gives. To go on, pass the last token again: the state has not seen it yet.
-
-    first = model.generate(prompt, 10, full=True)
-    more = model.generate(first.tokens[:, -1:], 10, state=first.state)
-    """
+    """What generate(..., full=True) returns. To continue, pass the last token again: the state has not seen it yet."""
 
     tokens: Tensor  # [B, steps], new ones only; a stream that has stopped repeats its stop token
     lengths: Tensor  # [B], new tokens up to and with the stop token

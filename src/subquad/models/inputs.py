@@ -69,5 +69,6 @@ def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
-def batch_of(x: object) -> int:
+def batch_size(x: object) -> int:
+    """Rows of an input; 0 of what is not one, which is refused later with a better message."""
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0

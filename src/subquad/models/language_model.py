@@ -10,7 +10,7 @@ from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import batch_of
+from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State, Transformer
@@ -96,13 +96,13 @@ class LanguageModel(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
         """A prompt [B, T] in parallel, from nothing or from a state: (logits [B, T, vocab], the state after it)."""
-        position = None if state is None else self.transformer.check_state(state, batch_of(tokens))[0]
+        position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
         y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
         return self._logits(y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
-        position, _ = self.transformer.check_state(state, batch_of(tokens))
+        position, _ = self.transformer.check_state(state, batch_size(tokens))
         y, state = self.transformer.step(self.embedding.step(tokens, position), state, inplace=inplace)
         return self._logits(y), state
 

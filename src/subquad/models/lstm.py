@@ -16,7 +16,7 @@ from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
-from subquad.models.inputs import batch_of, check_position, zero_padding
+from subquad.models.inputs import batch_size, check_position, zero_padding
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.ops.lengths import check_lengths, shape_of
@@ -140,11 +140,13 @@ class LSTM(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
         """A prompt [B, T], from nothing or from a state: (logits [B, T, vocab], the state after it)."""
-        state = self._check_state(state if state is not None else self.init_state(batch_of(tokens)), batch_of(tokens))
+        state = self._check_state(
+            state if state is not None else self.init_state(batch_size(tokens)), batch_size(tokens)
+        )
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
         y, hidden, cell = self.decoder(x, used, state)
-        if used is not None:  # a row without tokens keeps its state; packing cannot express such a row
+        if used is not None:  # packing has no rows without tokens: such a row keeps its state
             empty = (used == 0)[:, None, None]
             hidden, cell = torch.where(empty, state.hidden, hidden), torch.where(empty, state.cell, cell)
         seen = state.position + (x.shape[1] if used is None else used)

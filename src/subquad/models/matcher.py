@@ -9,7 +9,7 @@ from torch import Tensor
 from subquad.checks import one_of
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.heads import make_mlp
-from subquad.models.inputs import batch_of
+from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.model import Model
 from subquad.models.pooled_encoder import PooledEncoder, check_encoder
@@ -48,8 +48,10 @@ class Matcher(Model):
 
     def forward(self, a: Tensor, b: Tensor, a_lengths: Tensor | None = None, b_lengths: Tensor | None = None) -> Tensor:
         """Logits [B, classes] of pairs of rows."""
-        if batch_of(a) != batch_of(b):
-            raise ValueError(f"b has batch {batch_of(b)}: a has batch {batch_of(a)}, and rows are compared in pairs")
+        if batch_size(a) != batch_size(b):
+            raise ValueError(
+                f"b has batch {batch_size(b)}: a has batch {batch_size(a)}, and rows are compared in pairs"
+            )
         left, right = self.tower(a, a_lengths, "a", "a_lengths"), self.tower(b, b_lengths, "b", "b_lengths")
         return self.head(torch.cat((left, right, left * right, left - right), dim=-1))
 

@@ -1,4 +1,4 @@
-"""Where a token stands, as a vector: computed waves, learned tables, rows and columns.
+"""Positions as vectors: computed waves, learned tables, rows and columns.
 
 Every kind maps positions, [T] or a row at a time [B, T], to vectors [..., width], so that a step at position p and a
 whole sequence get the same numbers. Rotary positions are not here: they live inside the mixers.

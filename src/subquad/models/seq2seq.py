@@ -11,7 +11,7 @@ from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_config, nested, spread_rotary
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
-from subquad.models.inputs import batch_of
+from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.model import Model
 from subquad.models.transformer import State as DecoderState
@@ -85,8 +85,8 @@ class Seq2Seq(Model):
     ) -> Tensor:
         """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
         memory, memory_lengths = self._encode(source, source_lengths, "source_lengths")
-        if batch_of(target) != len(memory):
-            raise ValueError(f"target has batch {batch_of(target)}: source has batch {len(memory)}")
+        if batch_size(target) != len(memory):
+            raise ValueError(f"target has batch {batch_size(target)}: source has batch {len(memory)}")
         x = self.target(target, target_lengths, name="target", lengths_name="target_lengths")
         return self._logits(self.decoder(x, target_lengths, memory, memory_lengths))
 
@@ -139,7 +139,7 @@ class Seq2Seq(Model):
             raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         if not isinstance(state.memory, tuple):
             raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
-        return self.decoder.check_state(state.decoder, batch_of(tokens))[0]
+        return self.decoder.check_state(state.decoder, batch_size(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.target.weight) if self.head is None else self.head(y)

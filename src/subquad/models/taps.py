@@ -26,9 +26,8 @@ class Taps(nn.Module):
         super().__init__()
         self.taps, self.reach = tuple(taps), max(taps)
         self.back: Tensor
-        self.register_buffer(
-            "back", torch.tensor(self.taps), persistent=False
-        )  # a buffer: a captured step cannot copy a list
+        # a buffer, because a captured step cannot copy a list
+        self.register_buffer("back", torch.tensor(self.taps), persistent=False)
         self.weight = nn.Parameter(torch.cat((torch.ones(1, dim), 0.3 * torch.randn(len(self.taps), dim))))
 
     def forward(self, x: Tensor) -> Tensor:

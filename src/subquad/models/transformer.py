@@ -207,7 +207,7 @@ class Transformer(Model):
         if not isinstance(memory, tuple):
             return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
         if lengths is not None:
-            raise ValueError("memory_lengths came with a remembered memory, which knows its own: leave them out")
+            raise ValueError("memory_lengths was given with a remembered memory, which knows its own: leave it out")
         if self.config.cross is None or len(memory) != len(self.blocks):
             count = 0 if self.config.cross is None else len(self.blocks)
             raise ValueError(f"memory is remembered by {len(memory)} layers: this model has {count} that read one")

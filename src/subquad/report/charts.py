@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from subquad.measure.cost import Row, Spread
 from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
@@ -30,8 +31,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("training_ratio", "Training step against softmax", "time / time of softmax", "x", "training", None),
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
-FORMS: dict[object, str] = {True: "causal", False: "bidirectional"}
-EITHER_FORM = "causal where there is a causal form"
+FORMS = {True: "causal", False: "bidirectional", None: "causal where there is a causal form"}
 FAMILIES = {  # in the order of the lecture "week 8: XFormer", and those that it leaves out
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
@@ -67,10 +67,9 @@ class Win(NamedTuple):
 
 def wins(run: Run, what: str) -> dict[str, Win]:
     """{mechanism: Win} in `training`, `forward` or `memory`: the one rule behind rings, sentences and tables."""
-    rows: list[Json] = run.data.get("rows", [])
     found = {}
-    for name in names(rows):
-        lengths, ratios = series(rows, name, RATIOS[what])
+    for name in names(run.rows):
+        lengths, ratios = series(run.rows, name, RATIOS[what])
         at = crossover(lengths, ratios)
         if at is not None and name != "softmax":
             found[name] = Win(at, ratios[0] < 1 and at == lengths[0])
@@ -91,20 +90,20 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
     A series has `points` as they were measured and, where costs were measured in pairs with softmax, `drawn`: its ratio
     times what softmax usually cost in this run. So lines cross exactly where the ratio is 1, which is what `wins` says.
     """
-    rows: list[Json] = run.data.get("rows", [])
+    rows = run.rows
     kept = None if wanted is None else set(wanted)
-    forms = {row["mechanism"]: bool(row.get("causal")) for row in rows}
+    forms = {row.mechanism: row.causal for row in rows}
     views = []
     for key, title, label, unit, crossing, against in MEASURES:
         points: dict[str, list[list[float]]] = {}
         ratios: dict[str, dict[int, float]] = {}
         for row in rows:
-            name, point = row["mechanism"], _point(row.get(key))
+            name, point = row.mechanism, _point(getattr(row, key))
             if point is not None and (kept is None or name in kept):
-                points.setdefault(name, []).append([row["length"], *point])
-                ratio = _point(row.get(against)) if against else None
+                points.setdefault(name, []).append([row.length, *point])
+                ratio = _point(getattr(row, against)) if against else None
                 if ratio:
-                    ratios.setdefault(name, {})[row["length"]] = ratio[0]
+                    ratios.setdefault(name, {})[row.length] = ratio[0]
         if not points:
             continue
         lines = _drawn(rows, points, forms, key, against)
@@ -136,7 +135,7 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
 
 
 def _drawn(
-    rows: list[Json],
+    rows: list[Row],
     points: Mapping[str, list[list[float]]],
     forms: Mapping[str, bool],
     key: str,
@@ -160,10 +159,10 @@ def _drawn(
     return lines
 
 
-def _point(value: Any) -> list[float] | None:
-    """[median, low, high] of a measured spread, [v] of a plain number; None if it was not measured."""
-    if isinstance(value, Mapping):
-        return [value["median"], value["low"], value["high"]] if value.get("median") else None
+def _point(value: Spread | float | None) -> list[float] | None:
+    """[median, low, high] of a spread, [v] of a number; None if it was not measured."""
+    if isinstance(value, Spread):
+        return [value.median, value.low, value.high] if value.median else None
     return [value] if value else None
 
 
@@ -171,16 +170,15 @@ def quality_against_cost(run: Run) -> Json | None:
     """Each task's metric over its price: seconds of its training, or a training step at each measured length."""
     views = []
     steps: dict[int, dict[str, float]] = {}  # {length: {mechanism: ms}}
-    for row in run.data.get("rows", []):
-        time = _point(row.get("training_ms"))
-        steps.setdefault(row["length"], {}).update({row["mechanism"]: time[0]} if time else {})
+    for row in run.rows:
+        steps.setdefault(row.length, {}).update({row.mechanism: row.training_ms.median} if row.training_ms else {})
     for (task, metric), found in by_task(run).items():
-        better = "lower" if found[0].get("lower_is_better", True) else "higher"
+        better = "lower" if found[0].lower_is_better else "higher"
         y = {"label": f"{metric} on {task} ({better} is better)", "short": metric, "unit": ""}
-        costs = {("seconds of training", "s"): {q["mechanism"]: q.get("seconds") for q in found}}
+        costs = {("seconds of training", "s"): {q.mechanism: q.seconds or 0.0 for q in found}}
         costs |= {(f"a training step at T = {n:,}, ms", "ms"): dict(times) for n, times in sorted(steps.items())}
         for (cost, unit), paid in costs.items():
-            points = {q["mechanism"]: [[paid[q["mechanism"]], q["value"]]] for q in found if paid.get(q["mechanism"])}
+            points = {q.mechanism: [[paid[q.mechanism], q.value or 0.0]] for q in found if paid.get(q.mechanism)}
             if points:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
                 series = _series(points)
@@ -192,11 +190,11 @@ def loss_curves(run: Run) -> Json | None:
     """The metric over training steps, a view for each task."""
     views = []
     for (task, metric), found in by_task(run).items():
-        points = {q["mechanism"]: [[s, v] for s, v in q["curve"] if v is not None] for q in found if q.get("curve")}
+        points = {q.mechanism: q.curve for q in found if q.curve}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
             # an accuracy is not what training lowers: its curves are those of the loss
-            y = {"label": metric if found[0].get("lower_is_better", True) else "training loss", "unit": ""}
+            y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return {"views": views, "chosen": _chosen(views)} if views else None
 

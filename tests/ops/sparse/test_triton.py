@@ -22,11 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime import interpreter
 
-from subquad.ops import sparse_triton
-from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from subquad.ops.sparse import sparse_attention
-from subquad.ops.sparse_triton import CONFIGS, Config, passes
-from tests.ops.test_sparse import dense, inputs, unions
+from subquad.ops.sparse import kernels, sparse_attention, triton_path
+from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.spec import Inputs, Spec
+from subquad.ops.sparse.triton_path import CONFIGS, Config, passes
+from tests.ops.sparse.test_sparse import dense, inputs, unions
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter runs it in a process of its own")
@@ -48,7 +48,7 @@ CASES: list[tuple[Pattern, bool]] = [
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, check=False
     )
@@ -62,7 +62,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     for kind, size in list(CONFIGS):
         monkeypatch.setitem(CONFIGS, (kind, size), Config(16, 16, 4, 1))
-    monkeypatch.setattr(sparse_triton, "SPLIT", 32)
+    monkeypatch.setattr(triton_path, "SPLIT", 32)
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: object, scope: interpreter._LangPatchScope) -> None:
@@ -160,8 +160,8 @@ def test_interpreted_heads_summarise_their_own_columns(
 def test_interpreted_heads_with_different_shifts_share_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Mock()
     for name in ("_run_forward", "_run_dq", "_run_dkv", "_run_far"):
-        launches.attach_mock(Mock(wraps=getattr(sparse_triton, name)), name)
-        monkeypatch.setattr(sparse_triton, name, getattr(launches, name))
+        launches.attach_mock(Mock(wraps=getattr(triton_path, name)), name)
+        monkeypatch.setattr(triton_path, name, getattr(launches, name))
     q, k, v = (x.detach().float().requires_grad_() for x in inputs(1, 20, 20, 4, 4, 8))
     patterns = [Block(8) | Summary(8, 2, shift) for shift in (0, 1, 2, 3)]
     sparse_attention(q, k, v, patterns, causal=True, impl="triton").sum().backward()
@@ -208,7 +208,7 @@ POINTERS = {
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
 def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shifted: bool) -> None:
-    kernel = getattr(sparse_triton, f"_{kind}")
+    kernel = getattr(kernels, f"_{kind}")
     pattern = Block(128) | Summary(128, 32) if shifted else Local(128, 0) | Strided(128)
     work = passes(pattern.to_json(), True, True, shifted)
     config = CONFIGS[kind, 128]
@@ -225,7 +225,6 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shi
         "FIRSTS": shifted,
         "DLSE": False,
         "H": 16,
-        "HKV": 16,
         "SHARE": 1,
         "D": 64,
         "BD": 64,
@@ -260,7 +259,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shi
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_compiled_depends_on_the_length() -> None:
     # strides of tokens and heads keep their divisor at any length; all else that is an integer is not looked at
-    for kernel in (sparse_triton._forward, sparse_triton._dq, sparse_triton._dkv, sparse_triton._far):
+    for kernel in (kernels._forward, kernels._dq, kernels._dkv, kernels._far):
         for p in kernel.params:
             if not (p.is_constexpr or p.name in POINTERS or p.name.startswith("scale") or p.do_not_specialize):
                 assert p.name.split("_")[0] in ("q", "k", "v", "o", "do", "dq", "dk")
@@ -282,11 +281,11 @@ def test_what_a_call_looks_up_is_copied_to_the_device_once(monkeypatch: pytest.M
     """A copy in the middle of a call cannot be captured."""
     q, n, made = torch.zeros(1, 20, 2, 8), torch.tensor([17]), Mock(wraps=torch.tensor)
     monkeypatch.setattr(torch, "tensor", made)
-    sparse_triton._on_device.cache_clear()
-    random, summary = (p.to_json() for p in (Random(2, 4, seed=11), Summary(11, 2)))
+    triton_path._on_device.cache_clear()
+    x, (random, summary) = Inputs(q, q, q, n, n), (p.to_json() for p in (Random(2, 4, seed=11), Summary(11, 2)))
     for _ in range(3):
-        sparse_triton._call(q, q, n, n, random, (0, 5), (), False, 1.0)
-        firsts = sparse_triton._call(q, q, n, n, summary, (), (0, 4), False, 1.0).firsts
+        triton_path._call(x, Spec(random, (0, 5), (), False, 1.0, False, "triton"))
+        firsts = triton_path._call(x, Spec(summary, (), (0, 4), False, 1.0, False, "triton")).firsts
     assert firsts is not None
     assert (firsts.tolist(), firsts.dtype) == ([9, 1], torch.int32)
     assert [values for (values,), _ in made.call_args_list] == [(0, 5), (9, 1)]
@@ -296,7 +295,7 @@ def test_random_tables_list_each_pair_once_from_both_sides() -> None:
     drawn = (Random(2, 4, 1), Random(3, 6, 2), Random(1, 4, 7))
     draws = (0, 5)
     for causal, lengths in ((True, None), (False, None), (False, torch.tensor([50, 23]))):
-        tables = sparse_triton._table(drawn, draws, 50, 50, causal, lengths, torch.device("cpu"))
+        tables = triton_path._tables(drawn, draws, 50, 50, causal, lengths, torch.device("cpu"))
         for b, h in product(range(len(tables[0])), range(len(draws))):
             table, starts, readers = (x[b, h] for x in tables)
             n = 50 if lengths is None else int(lengths[b])

@@ -4,16 +4,13 @@ The cache of a row is one list of slots, [pinned | ring | log]:
 
     pinned  the first keys, for Global
     ring    the last keys, for Local, Dilated and Block; position j is in slot j mod its size
-    log     what is kept for good, so that it grows: the summary columns, or every key (Strided, Random, Dense)
+    log     what is kept for ever, so it grows: the summary columns, or every key (for Strided, Random and Dense)
 
-Which position a slot holds follows from how many tokens the row has seen, so nothing but keys, values and that number
-is stored. A key that two places could hold is in the first of: pinned, log, ring.
+The number of tokens that a row has seen tells which position each slot holds, so nothing else is stored but keys and
+values. A key that could be in two of the parts is in the first of: pinned, log, ring.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import reduce
-from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -23,10 +20,21 @@ from torch import Tensor
 from subquad.checks import check_count, check_heads, check_methods, check_tensor, refuse
 from subquad.ops.cache import append, with_room
 from subquad.ops.lengths import check_op_lengths
-from subquad.ops.patterns import Pattern, Random, Summary, reach
+from subquad.ops.sparse.patterns import (
+    Block,
+    Dense,
+    Dilated,
+    Global,
+    Local,
+    Pattern,
+    Random,
+    Strided,
+    Summary,
+    without_head,
+)
 
-ROWS = 256  # queries that meet the cache at once
-GATHERED = 1 << 24  # elements of keys gathered at once
+ROWS = 256  # queries that attend to the cache at once
+GATHERED = 1 << 24  # elements of keys that are gathered at once
 
 
 class SparseState(NamedTuple):
@@ -48,20 +56,27 @@ class SparseCache:
         self.patterns = (patterns,) if isinstance(patterns, Pattern) else tuple(patterns)
         if not self.patterns:
             refuse("patterns", patterns, "a Pattern, or one for each head")
-        need = reach(self.patterns)
-        summaries = [[atom for atom in p.atoms if isinstance(atom, Summary)] for p in self.patterns]
-        shapes = {(atom.l, atom.c) for head in summaries for atom in head}
-        # one log holds one summary per head, all of one shape; richer unions keep every key
-        self.everything = need.everything or len(shapes) > 1 or any(len(head) > 1 for head in summaries)
-        self.pinned = 0 if self.everything else need.pinned
-        self.ring = 0 if self.everything else max(need.window, *((n + 1) * size for size, n in need.blocks), 0)
-        self.block, self.columns = shapes.pop() if shapes and not self.everything else (1, int(self.everything))
+        atoms = {atom for pattern in self.patterns for atom in pattern.atoms}
+        shapes = {(atom.l, atom.c) for atom in atoms if isinstance(atom, Summary)}
+        # A stride comes back to every key, and a later block may draw any earlier one. The log holds one summary for
+        # each head, all of one shape; patterns with more keep every key too.
+        self.everything = (
+            any(isinstance(atom, Strided | Random | Dense) for atom in atoms)
+            or len(shapes) > 1
+            or any(sum(isinstance(atom, Summary) for atom in p.atoms) > 1 for p in self.patterns)
+        )
+        self.pinned = self.ring = 0
+        self.block, self.columns = 1, int(self.everything)
+        if not self.everything:
+            self.pinned = max((atom.tokens for atom in atoms if isinstance(atom, Global)), default=0)
+            self.ring = max(map(_newest, atoms))
+            self.block, self.columns = shapes.pop() if shapes else (1, 0)
         self.growing = self.columns > 0
         # patterns that differ only in the head they draw for are looked up together
         self.families: dict[Pattern, list[tuple[int, Pattern]]] = {}
         for pattern in dict.fromkeys(self.patterns):
-            head, family = _without_head(pattern)
-            self.families.setdefault(family, []).append((head, pattern))
+            family, head = without_head(pattern)
+            self.families.setdefault(family, []).append((head or 0, pattern))
 
     def size(self, length: int) -> int:
         """Slots for a row of that many tokens."""
@@ -237,12 +252,16 @@ class SparseCache:
         return torch.stack([results[pattern] for pattern in heads], -1)
 
 
-def _without_head(pattern: Pattern) -> tuple[int, Pattern]:
-    """The head that a pattern draws for, and what is left without it; several heads, or none, stay as they are."""
-    heads = {atom.head for atom in pattern.atoms if isinstance(atom, Random)}
-    if len(heads) != 1:
-        return 0, pattern
-    return heads.pop(), reduce(or_, (replace(a, head=0) if isinstance(a, Random) else a for a in pattern.atoms))
+def _newest(atom: Pattern) -> int:
+    """How many of the newest keys a causal query of that atom may read, its own counted."""
+    match atom:
+        case Local(before):
+            return before + 1
+        case Dilated(window, gap):
+            return window * gap + 1
+        case Block(l, before):
+            return (before + 1) * l
+    return 0
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ A pattern never looks at T, except Random without `causal`, which draws among th
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +41,6 @@ from subquad.checks import (
     shown,
 )
 from subquad.disk import parse_json
-
-__all__ = [
-    "Block",
-    "Dense",
-    "Dilated",
-    "Global",
-    "Local",
-    "Pattern",
-    "Random",
-    "Reach",
-    "Strided",
-    "Summary",
-    "Union",
-    "from_json",
-    "reach",
-]
 
 COUNTED = 2**22  # keys that `pairs` looks up at once
 DENSEST = 2**36  # pairs of a matrix that is written out
@@ -436,85 +421,47 @@ class Union(Pattern):
 
 
 ATOMS: dict[str, type[Pattern]] = {
-    "Local": Local,
-    "Dilated": Dilated,
-    "Strided": Strided,
-    "Block": Block,
-    "Summary": Summary,
-    "Global": Global,
-    "Random": Random,
-    "Dense": Dense,
+    kind.__name__: kind for kind in (Local, Dilated, Strided, Block, Summary, Global, Random, Dense)
 }
 
 
 @checked
 def from_json(text: str) -> Pattern:
     """The pattern that `Pattern.to_json` wrote."""
-    pattern: Pattern | None = None
     entries = parse_json(text, "text")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         refuse("text", text, "the JSON that to_json writes, a list of atoms")
-    for entry in entries:
-        name = entry.pop("atom", None)
-        if not isinstance(name, str) or name not in ATOMS:
-            raise ValueError(f"text has an atom {shown(name)}, which is not one of {', '.join(ATOMS)}")
-        known = [field.name for field in fields(ATOMS[name])]  # type: ignore[arg-type]
-        if not entry.keys() <= set(known):
-            raise ValueError(f"text has {name} with {', '.join(entry)}: accepted are {', '.join(known)}")
-        try:
-            atom = ATOMS[name](**entry)
-        except TypeError as error:  # a field without a default is missing
-            raise ValueError(f"text has {name} with {', '.join(entry) or 'nothing'}: {error}") from error
-        pattern = atom if pattern is None else pattern | atom
-    if pattern is None:
+    if not entries:
         raise ValueError("text is an empty list: a pattern needs at least one atom")
-    return pattern
+    return reduce(or_, map(_atom, entries))
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Which keys a causal decoder must still hold: those that the query now, or any later one, may read.
+def _atom(entry: dict[str, Any]) -> Pattern:
+    name = entry.pop("atom", None)
+    if not isinstance(name, str) or name not in ATOMS:
+        raise ValueError(f"text has an atom {shown(name)}, which is not one of {', '.join(ATOMS)}")
+    known = [field.name for field in fields(ATOMS[name])]  # type: ignore[arg-type]
+    if not entry.keys() <= set(known):
+        raise ValueError(f"text has {name} with {', '.join(entry)}: accepted are {', '.join(known)}")
+    try:
+        return ATOMS[name](**entry)
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(f"text has {name} with {', '.join(entry) or 'nothing'}: {error}") from error
 
-    `everything` keeps all keys. Otherwise a key is held while it is among the last `window` (the query's own counted),
-    among the first `pinned`, in an open block, given as (length, blocks before it), or in a summary.
+
+def changed(pattern: Pattern, kind: type[Pattern], **values: int) -> Pattern:
+    """The pattern with other values in its atoms of one kind."""
+    atoms = (replace(a, **values) if isinstance(a, kind) else a for a in pattern.atoms)  # type: ignore[type-var]
+    return reduce(or_, atoms)
+
+
+def without_head(pattern: Pattern) -> tuple[Pattern, int | None]:
+    """The pattern with head 0 in place of the one that it draws random blocks for, and that head.
+
+    A pattern that draws for several heads, or for none, stays as it is, with None.
     """
-
-    everything: bool = False
-    window: int = 0
-    pinned: int = 0
-    blocks: tuple[tuple[int, int], ...] = ()
-    summaries: tuple[Summary, ...] = ()
-
-    def holds(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether key j must be held when the query at position i comes, elementwise."""
-        held = (j > i - self.window) | (j < self.pinned)
-        for size, before in self.blocks:
-            held = held | (j // size >= i // size - before)
-        for summary in self.summaries:
-            held = held | summary._allowed(i, j)
-        return (held | self.everything) & (j <= i)
-
-    def size(self, T: int) -> int:
-        """How many keys are held at most while T positions are decoded."""
-        if self.everything:
-            return T
-        recent = max(self.window, *((before + 1) * size for size, before in self.blocks), 0)
-        j = torch.arange(max(T - recent, 0))
-        return min(T, recent) + int(self.holds(torch.tensor(T + recent), j).sum())
-
-
-def reach(pattern: Pattern | Sequence[Pattern]) -> Reach:
-    """What a decoder must hold for a pattern, or for the patterns of several heads together, used with causal=True."""
-    atoms = [atom for one in ([pattern] if isinstance(pattern, Pattern) else pattern) for atom in one.atoms]
-    spans = [a.before if isinstance(a, Local) else a.gap * a.window for a in atoms if isinstance(a, Local | Dilated)]
-    return Reach(
-        # a stride comes back to every key, and a later block may draw any earlier one
-        everything=any(isinstance(a, Strided | Random | Dense) for a in atoms),
-        window=1 + max(spans, default=-1),
-        pinned=max((a.tokens for a in atoms if isinstance(a, Global)), default=0),
-        blocks=tuple(sorted({(a.l, a.before) for a in atoms if isinstance(a, Block)})),
-        summaries=tuple(sorted({a for a in atoms if isinstance(a, Summary)}, key=lambda a: (a.l, a.c, a.shift))),
-    )
+    heads = {atom.head for atom in pattern.atoms if isinstance(atom, Random)}
+    return (changed(pattern, Random, head=0), heads.pop()) if len(heads) == 1 else (pattern, None)
 
 
 def _hash(seed: int, draw: int, head: int | Tensor, row: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from subquad.ops.sparse_cache import ROWS, SparseCache, SparseState
+from subquad.ops.sparse.cache import ROWS, SparseCache, SparseState
+from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 
 B, H, K = 2, 4, 3
 
@@ -29,6 +29,8 @@ PATTERNS: dict[str, list[Pattern]] = {
     "stride": [Local(4, 0) | Strided(4)] * H,
     "random": [Block(3, 1) | Global(3) | Random(2, 3, 1, head, apart=2, first=1) for head in range(H)],
     "dense": [Dense()] * H,
+    "windows that look ahead too": [Local(2, 5), Dilated(2, 3), Block(5, 1, 2), Global(2)],
+    "blocks drawn beside a window": [Random(2, 3), Random(1, 2) | Local(4), Local(4), Global(1)],
 }
 over_patterns = pytest.mark.parametrize("patterns", PATTERNS.values(), ids=PATTERNS.keys())
 
@@ -112,6 +114,22 @@ def test_the_cache_is_as_large_as_the_reach(name: str, slots: int) -> None:
     for t in range(0, 100, 5):
         _, state = cache.attend(q[:, t : t + 5], k[:, t : t + 5], v[:, t : t + 5], state)
     assert state.k.shape == state.v.shape == (B, slots, H, K), "reallocated inside its capacity"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "slots"),
+    [
+        (Local(15, 0), 16),
+        (Local(15, 0) | Global(4), 16 + 4),
+        (Block(10) | Summary(10, 2), 10 + 100 * 2),
+        ([Local(3), Dilated(5, 4), Global(1)], 21 + 1),
+        ([Block(5, 1, 2), Local(2, 5)], 10),
+        (Strided(4), 1000),
+        (Random(1, 4), 1000),
+    ],
+)
+def test_the_longest_reach_of_all_heads_decides(patterns: Pattern | list[Pattern], slots: int) -> None:
+    assert SparseCache(patterns).size(1000) == slots
 
 
 def test_one_pattern_serves_all_heads() -> None:

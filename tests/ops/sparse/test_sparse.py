@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.ops import sparse
-from subquad.ops.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse import api, sparse_attention, tiles
+from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.spec import ordered_atoms
+from subquad.ops.sparse.tiles import Job, Tiles, cut
 
 PATTERNS: list[Pattern] = [
     Local(5, 0),
@@ -146,8 +147,8 @@ def test_any_union_is_the_dense_softmax(
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_many_tiles(pattern: Pattern, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # small tiles and chunks, so that a short sequence has interior tiles, edges and several chunks
-    monkeypatch.setattr(sparse, "TILE", 8)
-    monkeypatch.setattr(sparse, "BUDGET", 600)
+    monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(tiles, "BUDGET", 600)
     agree(*inputs(2, 71, 71, 2, 1, 3), pattern, causal, torch.tensor([71, 38]))
 
 
@@ -156,9 +157,15 @@ def test_many_tiles(pattern: Pattern, causal: bool, monkeypatch: pytest.MonkeyPa
 )
 def test_every_border(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """No lengths, so that interior tiles share one mask, and lengths that end anywhere in the last tile."""
-    monkeypatch.setattr(sparse, "TILE", 8)
+    monkeypatch.setattr(tiles, "TILE", 8)
     for T in range(23, 42):
         agree(*inputs(1, T, T, 1, 1, 3, seed=T), pattern, causal=False)
+
+
+@pytest.mark.parametrize("other", [Summary(2, 1), Strided(2), Random(1, 2), Local(1)], ids=repr)
+def test_every_query_may_be_a_global_row(other: Pattern) -> None:
+    for tokens in (2, 3, 4):
+        agree(*inputs(2, 3, 5, 2, 1, 3), Global(tokens) | other, causal=False)
 
 
 def test_default_tiles_across_several_tiles() -> None:
@@ -210,16 +217,16 @@ def test_blocks_and_their_summaries_in_whole_tiles(causal: bool) -> None:
 def test_heads_that_differ_in_a_shift_are_one_group(triton: bool) -> None:
     shifts = (0, 0, 1, 1, 2, 2, 3, 3)
     patterns: list[Pattern] = [Block(8) | Summary(8, 2, shift) for shift in shifts]
-    (group,) = sparse._groups(tuple(p.to_json() for p in patterns), 8, 8, triton)
+    (group,) = api._groups(tuple(p.to_json() for p in patterns), 8, 8, triton)
     assert (group.shifts, group.heads, group.kv) == (shifts, tuple(range(8)), tuple(range(8)))
     # key heads stay shared where the shift is, and one shift for all stays part of the pattern
-    assert sparse._groups(tuple(p.to_json() for p in patterns), 8, 4, triton)[0].kv == (0, 1, 2, 3)
-    assert sparse._groups(tuple(p.to_json() for p in patterns), 8, 2, triton)[0].kv == (0, 0, 0, 0, 1, 1, 1, 1)
-    (group,) = sparse._groups((patterns[2].to_json(),) * 8, 8, 8, triton)
+    assert api._groups(tuple(p.to_json() for p in patterns), 8, 4, triton)[0].kv == (0, 1, 2, 3)
+    assert api._groups(tuple(p.to_json() for p in patterns), 8, 2, triton)[0].kv == (0, 0, 0, 0, 1, 1, 1, 1)
+    (group,) = api._groups((patterns[2].to_json(),) * 8, 8, 8, triton)
     assert (group.pattern, group.shifts) == (patterns[2].to_json(), ())
     # two summaries are different patterns
     both = tuple((Summary(4, 1) | Summary(8, 2, shift)).to_json() for shift in (0, 1))
-    assert len(sparse._groups(both, 2, 2, triton)) == 2
+    assert len(api._groups(both, 2, 2, triton)) == 2
 
 
 def test_scale_zero_is_the_mean_and_lse_counts() -> None:
@@ -301,13 +308,17 @@ def test_operator_traces_and_compiles() -> None:
 
 def _tile_elements(pattern: Pattern, T: int, causal: bool) -> int:
     """Scores that the plan computes for one head."""
-    atoms = sparse.plan(pattern.to_json(), causal)
-    job = sparse.Job(atoms, (), T, T, causal, None, 64, torch.device("cpu"))
-    return sum(_scores(tiles) for tiles in sparse._tiles(job))
+    return sum(_scores(some) for some in cut(_job(pattern, T, causal)))
 
 
-def _scores(tiles: sparse.Tiles) -> int:
-    return tiles.queries.numel() * tiles.keys.shape[-1]
+def _job(pattern: Pattern, T: int, causal: bool) -> Job:
+    atoms = ordered_atoms(pattern.to_json(), causal)
+    first_columns = {a: [a.l - a.c * (a.shift + 1)] for a in atoms if isinstance(a, Summary)}
+    return Job(atoms, first_columns, T, T, causal, None, 64, torch.device("cpu"))
+
+
+def _scores(some: Tiles) -> int:
+    return some.queries.numel() * some.keys.shape[-1]
 
 
 @pytest.mark.parametrize(
@@ -323,10 +334,9 @@ def test_work_follows_the_pattern(pattern: Pattern) -> None:
 
 def test_tiles_alive_at_once_are_bounded() -> None:
     for T in (2048, 8192):
-        atoms = sparse.plan((Strided(2) | Summary(4, 1) | Global(8)).to_json(), True)
-        for tiles in sparse._tiles(sparse.Job(atoms, (), T, T, True, None, 64, torch.device("cpu"))):
+        for some in cut(_job(Strided(2) | Summary(4, 1) | Global(8), T, True)):
             # the budget, or else a single tile of queries
-            assert _scores(tiles) <= max(sparse.BUDGET, sparse.TILE * T)
+            assert _scores(some) <= max(tiles.BUDGET, tiles.TILE * T)
 
 
 @pytest.mark.parametrize(

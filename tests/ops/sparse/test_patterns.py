@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad.ops.patterns import (
+from subquad.ops.sparse.patterns import (
     Block,
     Dense,
     Dilated,
@@ -20,7 +20,6 @@ from subquad.ops.patterns import (
     Summary,
     Union,
     from_json,
-    reach,
 )
 
 DEFINITIONS: dict[Pattern, Callable[[int, int], bool]] = {  # the words of the module's docstring, one pair at a time
@@ -89,7 +88,7 @@ def test_keys_and_pairs_agree_with_dense(pattern: Pattern, T: int, S: int, causa
 
 
 def test_pairs_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subquad.ops.patterns.COUNTED", 30)
+    monkeypatch.setattr("subquad.ops.sparse.patterns.COUNTED", 30)
     for pattern in (Local(3), Strided(5) | Local(2, 0), Global(2) | Block(4)):
         for causal in (False, True):
             assert pattern.pairs(37, causal=causal) == int(pattern.dense(37, causal=causal).sum())
@@ -244,21 +243,6 @@ def test_random_needs_the_length_unless_causal() -> None:
     Random(1, 2).mask(i, i, causal=True)
 
 
-@pytest.mark.parametrize("pattern", [*DEFINITIONS, Random(2, 3), Random(1, 2) | Local(4)], ids=repr)
-def test_reach_holds_what_a_later_query_reads_and_no_more(pattern: Pattern) -> None:
-    held, t, horizon = reach(pattern), torch.arange(40)[:, None], 100
-    dense = pattern.dense(horizon, causal=True)[:, :40]
-    future = dense.flip(0).cumsum(0).flip(0)[:40] > 0  # [t, j]: read at t or later
-    now = held.holds(t, t.T)
-    if any(isinstance(atom, Random) for atom in pattern.atoms):
-        assert not (future.tril() & ~now).any()
-    else:
-        assert torch.equal(future.tril(), now)
-    for T in range(1, 40):
-        assert int(now[:T].sum(1).max()) <= held.size(T)
-    assert held.size(40) <= int(now.sum(1).max()) + max((size for size, _ in held.blocks), default=0)
-
-
 @pytest.mark.parametrize("pattern", list(DEFINITIONS), ids=repr)
 def test_keys_of_one_atom_at_a_time(pattern: Pattern) -> None:
     for T, S in ((23, 23), (31, 9), (4, 30)):
@@ -266,15 +250,6 @@ def test_keys_of_one_atom_at_a_time(pattern: Pattern) -> None:
             dense = pattern.dense(T, S, causal=causal)
             keys = pattern.keys(torch.arange(T), S, causal=causal).tolist()
             assert [sorted(j for j in row if j >= 0) for row in keys] == [row.nonzero()[:, 0].tolist() for row in dense]
-
-
-def test_reach_of_heads_and_sizes() -> None:
-    assert reach(Local(15, 0)).size(1000) == 16
-    assert reach(Local(15, 0) | Global(4)).size(1000) == 20
-    assert reach(Block(10) | Summary(10, 2)).size(1000) == 10 + 99 * 2
-    assert reach([Local(3), Dilated(5, 4), Global(1)]).window == 21
-    assert reach(Strided(4)).everything
-    assert reach(Random(1, 4)).everything
 
 
 def test_impossible_sizes_raise() -> None:

@@ -1,0 +1,90 @@
+"""The operator subquad::sparse and its gradient, so that programs compile and export.
+
+An operator takes tensors and plain types, so a Spec is taken apart on the way in and put together again here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.ops.sparse import torch_path
+from subquad.ops.sparse.spec import Inputs, Spec
+
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? key_lengths"
+SPEC = "str pattern, SymInt[] draws, SymInt[] shifts, bool causal, float scale, bool return_lse, str impl"
+
+
+def attend(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, D] and its log-sum-exp [B, T, H], with gradients."""
+    return torch.ops.subquad.sparse(*x, *spec)
+
+
+def _spec(pattern: str, draws: Sequence[int], shifts: Sequence[int], *rest: Any) -> Spec:
+    return Spec(pattern, tuple(draws), tuple(shifts), *rest)
+
+
+def _path(spec: Spec) -> Any:
+    if spec.impl == "torch":
+        return torch_path
+    from subquad.ops.sparse import triton_path
+
+    return triton_path
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    spec = _spec(*options)
+    return _path(spec).forward(Inputs(q, k, v, lengths, key_lengths), spec)
+
+
+def _forward_shapes(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    if others[-1] == "triton":  # a head's log-sum-exp stands together
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch_path.wide(q)).transpose(1, 2)
+    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=torch_path.wide(q))
+
+
+def _gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = _spec(*options)
+    return _path(spec).backward(Inputs(q, k, v, lengths, key_lengths), spec, o, lse, do, dlse)
+
+
+def _gradient_shapes(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.spec = Spec(*inputs[5:])
+
+
+def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.subquad.sparse_backward(do, dlse if ctx.spec.return_lse else None, *ctx.saved_tensors, *ctx.spec)
+    return *grads, *(None for _ in range(len(Inputs._fields) - 3 + len(ctx.spec)))
+
+
+_operator = torch.library.custom_op(
+    "subquad::sparse", _forward, mutates_args=(), schema=f"({INPUTS}, {SPEC}) -> (Tensor, Tensor)"
+)
+_operator.register_fake(_forward_shapes)
+_operator.register_autograd(_backward, setup_context=_save)
+torch.library.custom_op(
+    "subquad::sparse_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {INPUTS}, {SPEC}) -> (Tensor, Tensor, Tensor)",
+).register_fake(_gradient_shapes)

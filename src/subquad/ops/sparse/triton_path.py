@@ -1,0 +1,501 @@
+"""Sparse attention in Triton: which passes a pattern needs, and how each is launched.
+
+Tiles hold consecutive positions, or points of a lattice: residue by residue, r, r + l, r + 2l, ..., each residue padded
+to `pad` points. In that order a stride is block-diagonal. If a residue has fewer points than a tile has rows, a tile
+holds several residues.
+
+Several passes over the same queries continue one softmax: a later pass starts from the output and the log-sum-exp of
+the earlier one. The backward of each pass only needs the final log-sum-exp, so the gradients of all passes add up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, inf, log2
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from subquad.ops.sparse.kernels import (
+    BLOCK,
+    DENSE,
+    DILATED,
+    GLOBAL,
+    LOCAL,
+    LOG2E,
+    RANDOM,
+    ROWS,
+    STRIDED,
+    STRIP,
+    SUMMARY,
+    _dkv,
+    _dq,
+    _far,
+    _forward,
+)
+from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.spec import Inputs, Spec, ordered_atoms
+
+SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
+
+
+class Config(NamedTuple):
+    queries: int  # rows of a tile of queries
+    keys: int  # rows of a tile of keys
+    warps: int
+    stages: int
+
+
+# by pass and by the bytes of a row (a head in its type, at least 128); a pass without its own takes the one before "_"
+CONFIGS: dict[tuple[str, int], Config] = {
+    ("forward", 128): Config(64, 64, 4, 3),
+    ("forward", 256): Config(128, 64, 8, 2),
+    ("forward", 512): Config(64, 32, 4, 2),
+    ("forward_lattice", 128): Config(64, 32, 4, 3),
+    ("forward_summary", 128): Config(128, 64, 8, 2),
+    ("dq", 128): Config(64, 32, 4, 3),
+    ("dq", 256): Config(64, 64, 4, 2),
+    ("dq", 512): Config(64, 32, 4, 1),
+    ("dkv", 128): Config(64, 64, 4, 3),
+    ("dkv", 256): Config(32, 128, 8, 2),
+    ("dkv", 512): Config(32, 32, 4, 1),
+    ("dkv_lattice", 128): Config(64, 64, 4, 2),
+}
+
+
+class Passes(NamedTuple):
+    """How a pattern is computed: its atoms as integers, and which of them each kind of pass walks."""
+
+    atoms: tuple[int, ...]
+    far: int  # the summary whose far part is computed apart, or -1
+    random: tuple[Random, ...]
+    rows: int  # leading queries that read everything
+    columns: int  # leading keys that are read by everything
+    queries: tuple[int, ...]  # atoms that a tile of consecutive queries walks
+    keys: tuple[int, ...]  # atoms that a tile of consecutive keys walks
+    summaries: tuple[int, ...]
+    lattices: tuple[tuple[int, int], ...]  # atom, step
+
+
+@lru_cache(maxsize=256)
+def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
+    """`split_off`: whether the far part of a summary may be computed apart; `shifted`: whether heads shift it."""
+    atoms = ordered_atoms(pattern, causal)
+    random = tuple(a for a in atoms if isinstance(a, Random))
+    fixed = [a for a in atoms if not isinstance(a, Random)]
+    coded = [_code(a, shifted) for a in fixed]
+    far = -1
+    match atoms:
+        case (Block(size, 0), Summary(l, c)) if split_off and causal and size == l and l % c == 0 and 2 <= l // c <= 8:
+            far = 1
+            coded[1] = (STRIP.value, *coded[1][1:])
+    columns = fixed[0].tokens if fixed and isinstance(fixed[0], Global) else 0
+    rows = 0 if causal else columns
+    lattices = tuple(
+        (n, a.l if isinstance(a, Strided) else a.gap) for n, a in enumerate(fixed) if isinstance(a, Strided | Dilated)
+    )
+    queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
+    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
+    summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
+    if random:  # several draws become one, over blocks that divide all of theirs
+        size = gcd(*(a.block_size for a in random))
+        queries.append(len(coded))
+        keys.append(len(coded))
+        coded.append((RANDOM.value, size, sum(a.blocks * (a.block_size // size) for a in random), 0))
+    if rows:
+        keys.append(len(coded))
+        coded.append((ROWS.value, rows, 0, 0))
+    flat = tuple(x for code in coded for x in code)
+    return Passes(flat, far, random, rows, columns, tuple(queries), tuple(keys), summaries, lattices)
+
+
+def _code(atom: Pattern, shifted: bool) -> tuple[int, int, int, int]:
+    match atom:
+        case Global(tokens):
+            return GLOBAL.value, tokens, 0, 0
+        case Local(before, after):
+            return LOCAL.value, before, after, 0
+        case Block(l, before, after):
+            return BLOCK.value, l, before, after
+        case Dilated(window, gap):
+            return DILATED.value, gap, window, 0
+        case Strided(l):
+            return STRIDED.value, l, 0, 0
+        case Summary(l, c, shift):
+            return SUMMARY.value, l, c, -1 if shifted else l - c * (shift + 1)
+        case Dense():
+            return DENSE.value, 0, 0, 0
+    raise NotImplementedError(f"{atom!r} in Triton")
+
+
+class RandomTables(NamedTuple):
+    """Which blocks of keys each block of queries drew, and the same the other way round; [1 or B, 1 or H, ...]."""
+
+    table: Tensor  # [.., rows, blocks]: each block once, -1 for none
+    starts: Tensor  # [.., key blocks + 1]: where the readers of each block of keys start
+    readers: Tensor  # [.., rows·blocks]: blocks of queries
+
+
+def _tables(
+    random: tuple[Random, ...],
+    draws: tuple[int, ...],
+    T: int,
+    S: int,
+    causal: bool,
+    lengths: Tensor | None,
+    device: torch.device,
+) -> RandomTables:
+    size = gcd(*(a.block_size for a in random))
+    rows = torch.arange(-(-T // size), device=device)[None, None]
+    heads = _on_device(draws, torch.int64, device)[:, None] if draws else None
+    drawn = []
+    for atom in random:
+        ratio = atom.block_size // size
+        length = S if lengths is None else lengths[:, None, None]
+        table = atom.table(rows // ratio, causal=causal, length=length, head=heads)[..., None]
+        drawn.append(torch.where(table >= 0, table * ratio + torch.arange(ratio, device=device), -1).flatten(3))
+    blocks = -(-S // size)
+    table = torch.cat(drawn, 3).sort(3).values
+    table.masked_fill_(table >= blocks, -1)  # the last block drawn may reach beyond the last key
+    if len(random) > 1:
+        table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1], -1)
+    ordered, order = torch.where(table < 0, blocks, table).flatten(2).sort(dim=2, stable=True)
+    edges = torch.arange(blocks + 1, device=device).expand(*ordered.shape[:2], -1).contiguous()
+    starts = torch.searchsorted(ordered, edges)
+    return RandomTables(table.int(), starts.int(), (order // table.shape[3]).int())
+
+
+_cached_tables = lru_cache(maxsize=32)(_tables)
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copied there once: a copy in the middle of a call waits, and cannot be captured."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+class Pass(NamedTuple):
+    """One launch: which atoms a tile of consecutive (or of every step-th) queries or keys walks."""
+
+    kind: str  # of CONFIGS
+    parts: tuple[int, ...]
+    start: int  # first query or key, in index
+    stop: int
+    step: int = 1
+    go_on: bool = False  # from what an earlier pass left
+    pieces: int = 0  # few rows against the whole sequence: it is cut into pieces, which leave float32 sums to be added
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator: what every launch needs."""
+
+    x: Inputs
+    spec: Spec
+    work: Passes
+    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
+    random: RandomTables | None
+    firsts: Tensor | None  # [H], where heads shift the summary: its first column in a block
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """B, T, S, H, Hkv, D"""
+        B, T, H, D = self.x.q.shape
+        return B, T, self.x.k.shape[1], H, self.x.k.shape[2], D
+
+    @property
+    def width(self) -> int:
+        return max(16, triton.next_power_of_2(self.x.q.shape[3]))
+
+    def config(self, kind: str) -> Config:
+        size = max(128, self.width * self.x.q.dtype.itemsize)
+        return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
+
+    def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
+        """pad, shift, low: how tiles are cut from the residues."""
+        tile = max(config.queries, config.keys)
+        points = -(-max(self.sizes[1:3]) // step)
+        if step == 1 or points > tile:
+            return -(-points // tile) * tile, 31, -1
+        pad = triton.next_power_of_2(points)
+        return pad, int(log2(pad)), pad - 1
+
+    def over_queries(self, kind: str) -> Iterator[Pass]:
+        """The passes of tiles of queries, "forward" or "dq"."""
+        work, (_, T, S, *_), go_on = self.work, self.sizes, False
+        if work.queries and work.rows < T:
+            yield Pass(f"{kind}_summary" if work.summaries else kind, work.queries, work.rows, T)
+            go_on = True
+        for n, step in work.lattices:
+            yield Pass(f"{kind}_lattice", (n,), 0, T, step, go_on)
+            go_on = True
+        if work.rows:
+            yield Pass(f"{kind}_rows", (0,), 0, min(work.rows, T), pieces=-(-S // SPLIT))
+
+    def over_keys(self) -> Iterator[Pass]:
+        """The passes of tiles of keys."""
+        work, (_, T, S, *_), go_on = self.work, self.sizes, False
+        if work.keys and work.columns < S:
+            yield Pass("dkv", work.keys, work.columns, S)
+            go_on = True
+        for n, step in work.lattices:
+            yield Pass("dkv_lattice", (n,), 0, 0, step, go_on)
+            go_on = True
+        for n in work.summaries:
+            size, count = work.atoms[4 * n + 1 : 4 * n + 3]
+            # the columns that the last block lacks are beyond S
+            yield Pass("dkv_summary", (n,), 0, -(-S // size) * count, go_on=True)
+        if work.columns:
+            yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=-(-T // SPLIT))
+
+    def sums(self, run: Pass, heads: int) -> Tensor:
+        """Room for what the pieces of a pass leave."""
+        B, *_, D = self.sizes
+        return torch.empty(run.pieces, B, run.stop, heads, D, device=self.x.q.device, dtype=torch.float32)
+
+    def arguments(self, run: Pass, config: Config) -> dict[str, Any]:
+        """What the kernels of all passes take."""
+        q, k, v, *_ = self.x
+        _, T, S, H, Hkv, D = self.sizes
+        lengths, key_lengths = self.lengths or (q, q)
+        pad, shift, low = self.lattice(run.step, config)
+        return {
+            "q": q, "k": k, "v": v, **_strides(q=q, k=k, v=v), "lengths": lengths, "key_lengths": key_lengths,
+            "firsts": q if self.firsts is None else self.firsts, "scale_log2": self.spec.scale * LOG2E.value,
+            "T": T, "S": S, "pad": pad, "shift": shift, "low": low, "split": SPLIT,
+            "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else self.work.atoms, "PARTS": run.parts,
+            "CAUSAL": self.spec.causal, "STEP": run.step, "CONTINUE": run.go_on, "SPLITS": run.pieces > 0,
+            "LENGTHS": self.lengths is not None, "FIRSTS": self.firsts is not None, "H": H, "SHARE": H // Hkv,
+            "D": D, "BD": self.width, "BM": config.queries, "BN": config.keys,
+            # full float32 products from three of the tensor cores' short ones
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+            "num_warps": config.warps, "num_stages": config.stages,
+        }  # fmt: skip
+
+    def query_arguments(self, run: Pass) -> tuple[dict[str, Any], int]:
+        """What kernels over tiles of queries take, and how many programs there are."""
+        config = self.config(run.kind)
+        common, (B, _, _, H, *_) = self.arguments(run, config), self.sizes
+        tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
+        table = self.random.table if self.random else self.x.q[:1, :1]
+        own = {"tiles": tiles, "row0": run.start, "rows": run.stop, "table": table}
+        own["table_batch"], own["table_head"] = _shared_strides(table)
+        own["table_rows"] = table.shape[2] if self.random else 0
+        return common | own, tiles * B * H
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    names = ("batch", "stride", "head")
+    return {f"{key}_{name}": x.stride(n) for key, x in tensors.items() for n, name in enumerate(names)}
+
+
+def _shared_strides(table: Tensor) -> tuple[int, int]:
+    """Of batch and head, 0 where all share one."""
+    batch, head = (0 if table.shape[n] == 1 else table.stride(n) for n in range(2))
+    return batch, head
+
+
+def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
+    (B, T, H, _), (S, Hkv), device = x.q.shape, x.k.shape[1:3], x.q.device
+    lengths, key_lengths = x.lengths, x.key_lengths
+    # padding may hold anything, and the fused attention of torch would multiply it by 0
+    split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(x.q) is not None
+    work = passes(spec.pattern, spec.causal, split_off, bool(spec.shifts))
+    random = firsts = both = None
+    if work.random:
+        limits = None if spec.causal else key_lengths
+        make = _cached_tables if limits is None else _tables
+        random = make(work.random, spec.draws, T, S, spec.causal, limits, device)
+    if spec.shifts:
+        summary = next(a for a in spec.atoms if isinstance(a, Summary))
+        firsts = _on_device(tuple(spec.first_columns(summary)), torch.int32, device)
+    if lengths is not None or key_lengths is not None:
+        lengths = torch.full((B,), T, device=device) if lengths is None else lengths
+        key_lengths = torch.full((B,), S, device=device) if key_lengths is None else key_lengths
+        both = lengths.clamp(max=T), key_lengths.clamp(max=S)
+    q, k, v = (_dense_rows(t) for t in x[:3])
+    return Call(x._replace(q=q, k=k, v=v), spec, work, both, random, firsts)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+    call = _call(x, spec)
+    B, T, _, H, _, D = call.sizes
+    o = torch.empty(B, T, H, D, device=x.q.device, dtype=x.q.dtype)
+    lse = torch.empty(B, H, T, device=x.q.device, dtype=torch.float32)
+    for run in call.over_queries("forward"):
+        if not run.pieces:
+            _run_forward(call, run, o[None], lse[None])
+            continue
+        part = call.sums(run, H)
+        part_lse = torch.empty(run.pieces, B, H, run.stop, device=x.q.device, dtype=torch.float32)
+        _run_forward(call, run, part, part_lse)
+        total = torch.logsumexp(part_lse, 0)
+        weight = torch.exp(part_lse - total.masked_fill(total == -inf, 0))
+        o[:, : run.stop] = (part * weight.transpose(2, 3)[..., None]).sum(0)
+        lse[:, :, : run.stop] = total
+    return o, lse.transpose(1, 2)
+
+
+def _run_forward(call: Call, run: Pass, o: Tensor, lse: Tensor) -> None:
+    """o [pieces, B, rows, H, D], lse [pieces, B, H, rows]"""
+    arguments, programs = call.query_arguments(run)
+    _forward[(programs, len(o))](
+        o=o, lse=lse, o_piece=o.stride(0), o_batch=o.stride(1), lse_piece=lse.stride(0), lse_head=lse.stride(2),
+        **arguments,
+    )  # fmt: skip
+
+
+def backward(
+    x: Inputs, spec: Spec, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    # the backward of torch's attention knows no gradient of the log-sum-exp
+    call = _call(x, spec, split_off=dlse is None)
+    q, (B, T, S, H, Hkv, D) = call.x.q, call.sizes
+    do = _dense_rows(do)
+    lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
+    dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
+    given = Given(o, lse, do, dlse, torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype))
+    dq = torch.empty(B, T, H, D, device=q.device, dtype=q.dtype)
+    far = far_backward(call, given)
+    for run in call.over_queries("dq"):
+        if run.pieces:
+            part = call.sums(run, H)
+            _run_dq(call, run, given, part)
+            dq[:, : run.stop] = part.sum(0)
+        else:
+            _run_dq(call, run, given, dq[None], far if run.step == 1 else None)
+    runs = tuple(call.over_keys())
+    # a pass that does not go on from another writes every key
+    make = torch.zeros if all(run.go_on or run.pieces for run in runs) else torch.empty
+    dk, dv = (make(B, S, Hkv, D, device=q.device, dtype=q.dtype) for _ in range(2))
+    for run in runs:
+        if run.pieces:
+            parts = call.sums(run, Hkv), call.sums(run, Hkv)
+            _run_dkv(call, run, given, *parts)
+            dk[:, : run.stop], dv[:, : run.stop] = (part.sum(0) for part in parts)
+        else:
+            _run_dkv(call, run, given, dk[None], dv[None])
+    if far is not None:
+        _run_far(call, dk, dv, *far[1:], back=True)
+    return dq, dk, dv
+
+
+class Given(NamedTuple):
+    """What the passes of a backward read."""
+
+    o: Tensor
+    lse: Tensor  # [B, H, T]
+    do: Tensor
+    dlse: Tensor | None  # [B, H, T]
+    stats: Tensor  # [B, H, T, 2], which the first pass over queries writes
+
+
+def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    """dq [pieces, B, rows, H, D]"""
+    arguments, programs = call.query_arguments(run)
+    o, lse, do, dlse, stats = given
+    _dq[(programs, len(dq))](
+        o=o, do=do, lse=lse, dlse=lse if dlse is None else dlse, stats=stats, dq=dq, far=dq if far is None else far[0],
+        **_strides(do=do), dq_piece=dq.stride(0), dq_batch=dq.stride(1),
+        far_batch=0 if far is None else far[0].stride(0), scale=call.spec.scale,
+        FAR=-1 if far is None else call.work.far, DLSE=dlse is not None, **arguments,
+    )  # fmt: skip
+
+
+def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> None:
+    """dk and dv [pieces, B, columns, Hkv, D]"""
+    config, (B, *_, Hkv, _) = call.config(run.kind), call.sizes
+    arguments = call.arguments(run, config)
+    stop = run.stop if run.step == 1 else run.step * arguments["pad"]
+    tiles = triton.cdiv(stop - run.start, config.keys)
+    q = call.x.q
+    _, starts, readers = call.random or (q, q[:1, :1], q[:1, :1])
+    (starts_batch, starts_head), (readers_batch, readers_head) = _shared_strides(starts), _shared_strides(readers)
+    _dkv[(tiles * B * Hkv, len(dk))](
+        do=given.do, stats=given.stats, dk=dk, dv=dv, **_strides(do=given.do),
+        dk_piece=dk.stride(0), dk_batch=dk.stride(1), starts=starts, starts_batch=starts_batch,
+        starts_head=starts_head, readers=readers, readers_batch=readers_batch, readers_head=readers_head,
+        scale=call.spec.scale, tiles=tiles, row0=call.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
+        **arguments,
+    )  # fmt: skip
+
+
+def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
+
+    It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
+    take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
+    s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
+    u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
+    memory, so they pass for heads: dq comes for n·g queries from number l on, [B, n, g·H, D], dk and dv for n columns,
+    g times.
+    """
+    if call.work.far < 0:
+        return None
+    T = call.sizes[1]
+    size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
+    n = -(-T // (size // c)) - c
+    if n <= 0:
+        return None
+    do, q, o = (_far_queries(t, n, size, c) for t in (given.do, call.x.q, given.o))
+    lse = F.pad(given.lse[:, :, size:], (0, n * (size // c) - (T - size)))
+    lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
+    far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
+    _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
+    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.spec.scale)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
+    (B, _, _, H, _, D), tile, rows = call.sizes, 32, far_k.shape[1]
+    tiles = triton.cdiv(rows, tile)
+    _far[(tiles * B * H,)](
+        k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
+        A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,
+        H=H, D=D, BD=call.width, BN=tile,
+    )  # fmt: skip
+
+
+def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
+    """[B, T, H, D] -> [B, n, g·H, D], without a copy if g divides T."""
+    x = x[:, size:]
+    missing = n * (size // c) - x.shape[1]
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
+
+
+def _fused(q: Tensor) -> str | None:
+    """Which causal attention of torch has a backward that takes the log-sum-exp from outside."""
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.dtype == torch.float32:
+        return None
+    x = q.transpose(1, 2)
+    choice = torch._fused_sdp_choice(x, x, x, None, 0.0, True)
+    return {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}.get(choice)
+
+
+def _causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
+    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    n, seed = q.shape[2], torch.empty((), dtype=torch.int64, device=q.device)
+    fused = _fused(q)
+    if fused == "cudnn":
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, n, n, 0.0, True, scale=scale
+        )
+    elif fused == "flash":
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, None, None, n, n, 0.0, True, seed, seed, scale=scale
+        )
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, True, scale=scale
+        )
+    return [grad.transpose(1, 2) for grad in grads]
