@@ -44,7 +44,7 @@ def mechanism_card(name: str, width: int) -> Iterator[str]:
     """The fields of a mechanism's docstring."""
     cls = mechanism(name)
     facts = card(cls)
-    yield f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n"
+    yield f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{wrapped(facts.title, width)}\n"
     for field in FIELDS:
         text = getattr(facts, field.lower())
         # only definitions have lines of their own; the rest of a line that is too long is indented below it
