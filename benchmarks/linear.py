@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.machine import commit, tell_commit
-from subquad.ops import linear_fused
-from subquad.ops.linear_fused import fused_linear_attention, fused_linear_attention_step
+from subquad.ops.linear import fused
+from subquad.ops.linear.operators import attend, fused_step
+from subquad.ops.linear.spec import Inputs, Spec
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu+1": lambda x: F.elu(x) + 1,
@@ -48,6 +49,11 @@ BARS = {  # milliseconds: must, goal
 WIDTHS = ((32, 32), (128, 128), (256, 64))  # besides 64 and 64
 SMALL = bool(os.environ.get("TRITON_INTERPRET"))
 DEVICE = "cpu" if SMALL else "cuda"
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    tensors = {name: options.pop(name) for name in Inputs._fields if name in options}
+    return attend(Inputs(q, k, v, **tensors), Spec(**options), "triton")
 
 
 def plain(
@@ -235,7 +241,7 @@ def check(case: Case) -> Case:
     weights[0] = weights[0].to(tensors[0].dtype)
     weights[1:] = [w * 1e-4 for w in weights[1:]]  # so that the states' share does not drown the outputs' in dk and dv
     result: Case = {"case": case}
-    ours = run(fused_linear_attention, case, tensors, options, weights)
+    ours = run(fused_attention, case, tensors, options, weights)
     exact = run(plain, case, [x.double() for x in tensors], options, weights)
     rough = run(plain, case, tensors, options, weights)
     ok = True
@@ -267,7 +273,7 @@ def special(name: str) -> Case:
     tensors, options = build(case)
 
     def loss(*x: Tensor) -> Tensor:
-        out = fused_linear_attention(*x, **options, log_gate=None, s0=None, z0=None)
+        out = fused_attention(*x, **options, log_gate=None, s0=None, z0=None)
         return out[0].float().square().sum() + out[1].square().sum() * 1e-6
 
     def grads(fn: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
@@ -281,7 +287,7 @@ def special(name: str) -> Case:
                     big = [(torch.rand_like(x, dtype=torch.float32) * 2e4 - 1e4).to(d) for x in tensors]
                     opts = options | {"causal": causal, "feature_map": kind, "signed": kind == "identity", "eps": 1e-6}
                     big = [x.requires_grad_() for x in big]
-                    out = fused_linear_attention(*big, **opts, log_gate=None, s0=None, z0=None)
+                    out = fused_attention(*big, **opts, log_gate=None, s0=None, z0=None)
                     for x in (*out, *torch.autograd.grad(out[0].float().sum(), big)):
                         assert bool(torch.isfinite(x).all()), f"{kind} {d} causal={causal}"
     if name == "gate -1e4":
@@ -290,7 +296,7 @@ def special(name: str) -> Case:
         gate[:, t // 2 :] = -1e4
         gate.requires_grad_()
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = fused_linear_attention(*leaves, **options, log_gate=gate, s0=None, z0=None)
+        out = fused_attention(*leaves, **options, log_gate=gate, s0=None, z0=None)
         for x in (*out, *torch.autograd.grad(out[0].float().square().sum(), [*leaves, gate])):
             assert bool(torch.isfinite(x).all()), name
         v = leaves[2].detach().float()
@@ -312,7 +318,7 @@ def special(name: str) -> Case:
             leaves = [x.detach().clone().requires_grad_() for x in given]
 
             def work(leaves: list[Tensor] = leaves, opts: Case = opts) -> list[Tensor]:
-                out = fused_linear_attention(*leaves, **opts, log_gate=None, s0=None, z0=None)
+                out = fused_attention(*leaves, **opts, log_gate=None, s0=None, z0=None)
                 return [*out, *torch.autograd.grad(out[0].float().square().sum(), leaves)]
 
             side = torch.cuda.Stream()
@@ -335,7 +341,7 @@ def special(name: str) -> Case:
             s = torch.randn(b, h, w, w, device=DEVICE)
             z = torch.rand(b, h, w, device=DEVICE)
             g = -torch.rand(b, h, device=DEVICE) if gated else None
-            kw: Case = {"feature_map": "elu+1", "signed": False, "normalize": True, "eps": 1e-6, "log_gate": g}
+            spec = Spec(feature_map="elu+1", signed=False, normalize=True, eps=1e-6)
             more = {x: y[:, None].double() for x, y in (("q", q), ("k", k), ("v", v))}
             exact = plain(
                 *more.values(),
@@ -344,8 +350,8 @@ def special(name: str) -> Case:
                 s0=s.double(),
                 z0=z.double(),
             )
-            o1, s1, z1 = fused_linear_attention_step(q, k, v, s, z, **kw, inplace=False)
-            o2, s2, z2 = fused_linear_attention_step(q, k, v, s, z, **kw, inplace=True)
+            o1, s1, z1 = fused_step(q, k, v, g, s, z, spec, inplace=False)
+            o2, s2, z2 = fused_step(q, k, v, g, s, z, spec, inplace=True)
             assert torch.equal(o1, o2), name
             assert torch.equal(s1, s), name
             assert torch.equal(z1, z), name
@@ -382,18 +388,19 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
     """Compile what a case needs, or one of its kernels with other launch parameters, into Triton's cache."""
     import triton
 
-    from subquad.ops import linear_triton
+    from subquad.ops.linear import launches_triton
 
     case, only, parameters = job
     triton.runtime.driver.set_active(Hopper())
 
     def compile_only(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
-        if only is None or only == name_of(kernel, key):
+        if only is None or only == name_of(key):
             grid, numbers, constants, warps, stages, registers = plan()
             options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
             kernel.warmup(*tensors, *numbers, grid=grid, **constants, **options)
 
-    linear_triton.launch_by_key = compile_only
+    starts: Any = launches_triton
+    starts.launch_by_key = compile_only
     if only is not None:
         override(case, only, parameters)
     b, t, h, k, v = (case[x] for x in ("b", "t", "h", "k", "v"))
@@ -407,27 +414,25 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
         torch.tensor(case["lengths"]) if "lengths" in case else None,
         torch.tensor(case["cu"], dtype=torch.int32) if "cu" in case else None, *init,
     )  # fmt: skip
-    how: tuple[Any, ...] = (
-        case["causal"], case["map"], case.get("signed", False), case.get("normalize", True), case.get("eps", 1e-6),
-    )  # fmt: skip
-    ahead: Callable[..., Any] = linear_fused._forward
-    back: Callable[..., Any] = linear_fused._backward
+    spec = Spec(
+        case["causal"], case["map"], case.get("signed", False), case.get("normalize", True), case.get("eps", 1e-6)
+    )
     for save in (False, True) if case.get("timed") else (True,):
-        out = ahead(*given, *how, save)
-    ends = (None, None) if case.get("timed") else (torch.empty_like(out[1]), torch.empty_like(out[2]))
-    back(torch.empty_like(out[0]), *ends, *given, *out, *how)
+        out = fused.forward(Inputs(*given), spec, save)
+    ds, dz = (None if case.get("timed") else torch.empty_like(end) for end in out[1:3])
+    fused.backward(torch.empty_like(out[0]), ds, dz, Inputs(*given), spec, out)
 
 
 def override(case: Case, kernel: str, parameters: tuple[Any, ...]) -> None:
-    from subquad.ops import linear_triton
+    from subquad.ops.linear import launches_triton
 
     for name in (kernel, f"{kernel} many"):
-        linear_triton.TUNED[(name, case["causal"], case["k"], case["v"], 2)] = linear_triton.Config(*parameters)
+        launches_triton.TUNED[(name, case["causal"], case["k"], case["v"], 2)] = launches_triton.Config(*parameters)
 
 
-def name_of(kernel: Any, key: tuple[Any, ...]) -> str:
+def name_of(key: tuple[Any, ...]) -> str:
     """backward_kv is also launched as backward_k and backward_v."""
-    return str(key[1] if kernel.__name__ == "backward_kv" else kernel.__name__)
+    return str(key[1])
 
 
 def compile_all(jobs: list[tuple[Case, str | None, tuple[Any, ...]]]) -> list[bool]:
@@ -528,7 +533,7 @@ def replay(fn: Callable[[], Any]) -> float:
 
 
 def ours(causal: bool) -> Callable[..., Tensor]:
-    return lambda q, k, v: fused_linear_attention(q, k, v, causal=causal, **OPTIONS)[0]
+    return lambda q, k, v: fused_attention(q, k, v, causal=causal, **OPTIONS)[0]
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -567,7 +572,7 @@ def peak_memory(causal: bool) -> float:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out = fused_linear_attention(*x, causal=causal, **OPTIONS)
+        out = fused_attention(*x, causal=causal, **OPTIONS)
         grads = torch.autograd.grad(out[0], x, do)
         torch.cuda.synchronize()
     held = sum(y.numel() * y.element_size() for y in (*out, *grads))
@@ -579,9 +584,9 @@ def step_bandwidth(batch: int, width: int = 64) -> tuple[float, float]:
     q, k, v = (torch.randn(batch, HEADS, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     s = torch.randn(batch, HEADS, width, width, device="cuda")
     z = torch.rand(batch, HEADS, width, device="cuda") + 1
-    options: Case = {"feature_map": "elu+1", "signed": False, "normalize": True, "eps": 1e-6, "log_gate": None}
+    spec = Spec(feature_map="elu+1", signed=False, normalize=True, eps=1e-6)
     with torch.no_grad():
-        ms = median(lambda: fused_linear_attention_step(q, k, v, s, z, **options, inplace=True))
+        ms = median(lambda: fused_step(q, k, v, None, s, z, spec, inplace=True))
     return ms, 2 * (s.numel() + z.numel()) * 4 / ms * 1e3
 
 
@@ -590,7 +595,7 @@ def sweep(candidates: list[int]) -> dict[str, Any]:
     tried: dict[int, dict[str, list[float]]] = {}
     cost: dict[int, float] = {}
     for programs in candidates:
-        linear_fused.PROGRAMS = programs
+        fused.PROGRAMS = programs
         rows = tried[programs] = {}
         cost[programs] = 0.0
         for t in LENGTHS:
@@ -598,9 +603,9 @@ def sweep(candidates: list[int]) -> dict[str, Any]:
             row = rows[str(t)] = [replay(partial(forward, x, True)), replay(partial(forward_backward, x, True))]
             cost[programs] += row[0] / BARS["causal forward"][t][0] + row[1] / BARS["causal forward+backward"][t][0]
         print(f"programs {programs:5d}: " + "  ".join(f"{a:.3f}/{b:.3f}" for a, b in rows.values()), flush=True)
-    linear_fused.PROGRAMS = min(cost, key=lambda programs: cost[programs])
-    print(f"programs: {linear_fused.PROGRAMS}", flush=True)
-    return {"tried": tried, "used": linear_fused.PROGRAMS}
+    fused.PROGRAMS = min(cost, key=lambda programs: cost[programs])
+    print(f"programs: {fused.PROGRAMS}", flush=True)
+    return {"tried": tried, "used": fused.PROGRAMS}
 
 
 def speed(candidates: list[int]) -> Case:
@@ -680,26 +685,28 @@ def forward_backward(x: list[Tensor], causal: bool) -> tuple[Tensor, ...]:
 
 def launches(x: list[Tensor], causal: bool) -> list[tuple[str, Callable[[], None]]]:
     """The kernels of one forward and backward by name, to be run again one by one."""
-    from subquad.ops import linear_triton
+    from subquad.ops.linear import launches_triton
 
     found: list[tuple[str, Callable[[], None]]] = []
-    run = linear_triton.launch_by_key
+    starts: Any = launches_triton
+    run = starts.launch_by_key
 
     def visit(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
         run(key, kernel, tensors, plan)
-        found.append((name_of(kernel, key), partial(run, key, kernel, tensors, plan)))
+        found.append((name_of(key), partial(run, key, kernel, tensors, plan)))
 
-    linear_triton.launch_by_key = visit
+    starts.launch_by_key = visit
     try:
         forward_backward(x, causal)
     finally:
-        linear_triton.launch_by_key = run
+        starts.launch_by_key = run
     return found
 
 
 def tune(widths: list[tuple[int, int]]) -> Case:
     """Milliseconds of every kernel with every set of launch parameters, at two lengths, the best first."""
-    from subquad.ops import launch, linear_triton
+    from subquad.ops import launch
+    from subquad.ops.linear import launches_triton
 
     kernels = ("states", "forward", "backward_q", "backward_kv", "backward_v", "backward_k")
     trials: list[tuple[Case, str | None, tuple[Any, ...]]] = [
@@ -712,7 +719,7 @@ def tune(widths: list[tuple[int, int]]) -> Case:
     for (case, name, values), fine in zip(trials, compile_all(trials), strict=True):
         if not fine or name is None:
             continue
-        known = dict(linear_triton.TUNED)
+        known = dict(launches_triton.TUNED)
         override(case, name, values)
         launch._READY.clear()
         try:
@@ -723,8 +730,8 @@ def tune(widths: list[tuple[int, int]]) -> Case:
                 )
         except Exception as error:  # parameters that do not fit are no candidates
             print(f"{name} {values}: {type(error).__name__} {str(error)[:80]}")
-        linear_triton.TUNED.clear()
-        linear_triton.TUNED.update(known)
+        launches_triton.TUNED.clear()
+        launches_triton.TUNED.update(known)
     for name, row in rows.items():
         row.sort()
         print(f"{name}: " + ", ".join(f"{ms:.3f} {values}" for ms, *values in row[:5]))

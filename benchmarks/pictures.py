@@ -26,6 +26,7 @@ from subquad.report.lra import averages, published
 from subquad.report.runs import read
 from subquad.studies.lra.recipes import RECIPES
 from subquad.studies.reproduce.tables import TABLES
+from subquad.studies.results import ArenaTable, load
 from subquad.tasks.write_images import image_shape, save_sheet, write_images
 
 matplotlib.use("Agg")
@@ -70,7 +71,7 @@ def write(name: str, device: str) -> None:
 def scaling() -> None:
     """Training and decoding over length, of those that have a causal form."""
     (run,) = read([SCALING])
-    causal = {row["mechanism"] for row in run.data["rows"] if row["causal"]}
+    causal = {row.mechanism for row in run.rows if row.causal}
     spec = curves(run, causal)
     if spec is None:
         raise ValueError(f"{SCALING} holds no figures")
@@ -110,7 +111,7 @@ def train() -> None:
 
 def arena() -> None:
     """Test accuracy of each mechanism on each task."""
-    found = json.loads(ARENA.read_text())
+    found = load(ARENA, ArenaTable)
     names = list(averages(found, ARENA_COLUMNS))
     figure, axes = plt.subplots(1, len(ARENA_COLUMNS), figsize=(13, 3.4), sharey=True, layout="constrained")
     for axis, column in zip(axes, ARENA_COLUMNS, strict=True):
@@ -119,7 +120,7 @@ def arena() -> None:
         bars(axis, names, values, [published(name, column) for name in names], "{:.1f}")
         axis.set_title(f"{RECIPES[column].title}, guessing {RECIPES[column].majority:.0f}", fontsize=9)
         axis.set_xlim(0, 100)
-    figure.suptitle(f"Long Range Arena, test accuracy in %, {found['machine']['device']}; line: the paper", fontsize=10)
+    figure.suptitle(f"Long Range Arena, test accuracy in %, {found.machine['device']}; line: the paper", fontsize=10)
     figure.savefig(ROOT / "results/lra/small.png", dpi=110, metadata=origin(ARENA))
     plt.close(figure)
 

@@ -15,6 +15,7 @@ from typing import Any
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
 from subquad.report.lra import averages, published
+from subquad.studies.results import ArenaTable, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "results/README.md", "guides/mechanisms.md")
@@ -207,7 +208,7 @@ def long_text() -> str:
 
 def arena() -> str:
     """Accuracy on the Long Range Arena: ours, and the paper's in brackets."""
-    file = results("lra/small")
+    file = load(ROOT / "results" / "lra" / "small.json", ArenaTable)
     rows = []
     for mechanism, (ours, paper) in averages(file, ARENA).items():
         columns = [f"{averages(file, (c,))[mechanism][0]:.1f} ({published(mechanism, c):.1f})" for c in ARENA]

@@ -25,7 +25,7 @@ from subquad.machine import commit, machine, tell_commit
 from subquad.measure.cost import Sample, once, spread
 from subquad.studies.reproduce.scaling import Iteration, iterations
 from subquad.studies.reproduce.tables import TABLES
-from subquad.studies.results import save
+from subquad.studies.results import save, to_json
 from subquad.tasks.images import SETS, Images
 from subquad.tasks.text import Text
 from subquad.training.task import Batch, Task
@@ -71,7 +71,7 @@ def rate(make: Callable[[], Iteration], count: int) -> Figures:
     found = spread([once(run, device, Sample(calls)) for _ in range(7)])
     assert found is not None
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
-    return {"iteration_ms": found, "examples_per_second": 1000 * count / found["median"], "peak_bytes": peak}
+    return {"iteration_ms": to_json(found), "examples_per_second": 1000 * count / found.median, "peak_bytes": peak}
 
 
 def attempt(label: str, run: Callable[[], Figures]) -> Figures:
@@ -123,7 +123,7 @@ def text_ratios(device: str, small: bool, modes: Sequence[str]) -> Figures:
             for row in ("dense", "fixed", "strided", "linear")
         }
         try:
-            found[name] = iterations(makers, told=partial(print, flush=True))
+            found[name] = iterations(makers, on_line=partial(print, flush=True))
             for row, timed in found[name].items():
                 print(f"text {name}, {row:10s} {timed['iteration_ms']['median']:9.2f} ms, "
                       f"{timed['ratio']['median']:.3f} of dense", flush=True)  # fmt: skip

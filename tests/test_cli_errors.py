@@ -190,8 +190,8 @@ def test_a_comparison_skips_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     settings = Settings(mechanisms=("linear",), lengths=(16,), dim=8, heads=1, batch=1000)
     monkeypatch.setattr(worker, "free_bytes", lambda _: 1_000_000)
     row = worker.Bench(settings).row("linear", 16, True)
-    assert row["error"] is None
-    assert row["skipped"].startswith("does not fit: at least 2.05 MB for input and output")
+    assert row.error is None
+    assert (row.skipped or "").startswith("does not fit: at least 2.05 MB for input and output")
 
 
 def test_memory_that_ends_is_not_an_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_memory_that_ends_is_not_an_error_of_torch(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(worker, "_build", full)
     row = worker.Bench(Settings(mechanisms=("linear",), lengths=(16,), dim=8, heads=1)).row("linear", 16, True)
-    assert (row["error"], row["skipped"]) == (None, "out of memory: 8000000000000 bytes were asked for at once")
+    assert (row.error, row.skipped) == (None, "out of memory: 8000000000000 bytes were asked for at once")
     assert measure.out_of_memory(ValueError("no")) is None
     monkeypatch.setattr("subquad.studies.generation.sweep", full)
     line = refused("bench", "generation", "--dim", "512")

@@ -22,9 +22,10 @@ import typer
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.measure.cost import Row
 from subquad.models import LSTM, LanguageModel
-from subquad.studies.compare_worker import empty_row
 from subquad.studies.reproduce.tables import TABLES
+from subquad.studies.results import EfficiencyRow
 from subquad.tasks import TASKS
 from subquad.tasks.music import START
 from tests.report import runs as made_up
@@ -176,7 +177,7 @@ def here(monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path) -> Path:
         for job in jobs:
             about = {"mechanism": job["mechanism"], "task": "x", "reason": "a stand-in"}
             yield (
-                {"row": empty_row(job["mechanism"], job["length"], job["causal"], "a stand-in")}
+                {"row": Row(**{key: job[key] for key in ("mechanism", "length", "causal")}, skipped="a stand-in")}
                 if job["kind"] == "row"
                 else {"quality": about}
             )
@@ -198,8 +199,10 @@ def here(monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path) -> Path:
     for name in ("studies.reproduce.run.measure_scaling", "tasks.lra.pack.pack", "studies.lra.arena.side_by_side"):
         monkeypatch.setattr(f"subquad.{name}", nothing)
     monkeypatch.setattr("subquad.studies.lra.arena._prepare", lambda *_: {})
-    row = dict.fromkeys(("steps_per_second", "peak_bytes", "step_ms")) | {"length": 1, "skipped": "a stand-in"}
-    monkeypatch.setattr("subquad.studies.lra.efficiency._row", lambda name, *_: {**row, "mechanism": name})
+    monkeypatch.setattr(
+        "subquad.studies.lra.efficiency._row",
+        lambda name, *_: EfficiencyRow(mechanism=name, length=1, skipped="a stand-in"),
+    )
     monkeypatch.setattr("subquad.data.files._download", failed)
     return here
 

@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import os
-import textwrap
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from subquad.checks import refuse
 from subquad.disk import check_file, check_folder
@@ -26,6 +24,14 @@ app.add_typer(bench, name="bench")
 console = Terminal()
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
 LARGEST = 2**62  # torch has no larger integers, and fails far inside on them
+
+Names = Annotated[str, typer.Option(help="Names with commas between them, or all.")]
+Lengths = Annotated[str, typer.Option(help="Lengths with commas between them.")]
+Width = Annotated[int, typer.Option(help="Width of the model.")]
+Heads = Annotated[int, typer.Option(help="Heads.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+AnyDevice = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Commit = Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")]
 
 
 def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -40,28 +46,33 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
                 if isinstance(value, int) and abs(value) > LARGEST:
                     refuse(name, value, "an integer below 2**62")
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:  # OSError: a file that is not there, a folder that cannot be written
+        except (ValueError, OSError, ImportError) as error:  # a missing file or folder, a package of an extra
             raise _failure(error) from None
         except (RuntimeError, MemoryError) as error:
             from subquad.measure.cost import out_of_memory
 
-            asked = out_of_memory(error)
-            if asked is None:
+            amount = out_of_memory(error)
+            if amount is None:
                 raise
             defaults = {name: option.default for name, option in inspect.signature(command).parameters.items()}
             given = [f"{name}={value}" for name, value in kwargs.items() if value != defaults[name]]
-            raise _failure(ValueError(f"not enough memory for {', '.join(given) or 'this'}: {asked}")) from None
+            raise _failure(ValueError(f"not enough memory for {', '.join(given) or 'this'}: {amount}")) from None
 
     return run
 
 
 def _failure(error: BaseException, code: int = 2) -> typer.Exit:
-    """Says an error in one line; the exit that follows."""
+    """Print an error in one line; returns the exit to raise."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     Terminal(stderr=True).print(f"[red]error[/red] {escape(' '.join(text.split()))}", soft_wrap=True, highlight=False)
     return typer.Exit(code)
+
+
+def _say(text: str) -> None:
+    """Print text that may hold a long path, which stays whole, to be copied."""
+    console.print(escape(text), soft_wrap=True)
 
 
 def _version(wanted: bool) -> None:
@@ -87,21 +98,9 @@ def main_options(
 @_say_errors
 def list_mechanisms() -> None:
     """Every mechanism: family, cost, traits, source."""
-    from subquad.mechanisms import MECHANISMS
-    from subquad.mechanisms.card import card
+    from subquad.report.terminal import mechanisms_table
 
-    narrow = console.width < 110  # then the family stands under the name
-    table = Table(title=f"{len(MECHANISMS)} mechanisms", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for column in ("name", "family", "cost", "causal", "bidirectional", "cross", "state", "source"):
-        if column != "family" or not narrow:
-            header = "bidir." if narrow and column == "bidirectional" else column
-            table.add_column(header, overflow="fold", no_wrap=column in ("state", "source"))
-    for name, cls in MECHANISMS.items():
-        traits, facts = cls.traits, card(cls)
-        marks = ("yes" if flag else "-" for flag in (traits.causal, traits.bidirectional, traits.cross))
-        named = [f"[bold]{name}[/bold]\n[dim]{cls.family}[/dim]"] if narrow else [f"[bold]{name}[/bold]", cls.family]
-        table.add_row(*named, facts.training_cost, *marks, traits.state or "-", facts.source)
-    console.print(table)
+    console.print(mechanisms_table(console.width))
 
 
 @app.command()
@@ -112,38 +111,18 @@ def show(
     error: Annotated[bool, typer.Option("--error", help="Measure the distance to exact softmax attention.")] = False,
 ) -> None:
     """One mechanism: equation, cost, options with defaults, source, where verified."""
-    from subquad.mechanisms import mechanism
-    from subquad.mechanisms.base import Options
-    from subquad.mechanisms.card import FIELDS, card, option_meanings
+    from subquad.report.terminal import mechanism_card, options_table
 
-    cls = mechanism(name)
     if picture is not None:
         check_file("picture", picture, PICTURES)
-    facts = card(cls)
-    console.print(f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{escape(facts.title)}\n")
-    for field in FIELDS:
-        console.print(f"[bold]{field}[/bold]")
-        text = getattr(facts, field.lower())
-        # prose has no lines of its own; what a line of a definition has too much is indented below it
-        lines = text.splitlines() if field == "Definition" else [" ".join(text.split())]
-        indent = "  " if field == "Definition" else ""
-        console.print("\n".join(escape(_wrapped(line, later=indent)) for line in lines) + "\n", soft_wrap=True)
-    table = Table(title="Options", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("option", "default", "meaning"):
-        table.add_column(column, no_wrap=column == "option")
-    shared = {field.name for field in dataclasses.fields(Options)}
-    meanings = option_meanings(cls)
-    for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
-        default = "required" if option.default is dataclasses.MISSING else repr(option.default)
-        if option.name == "max_length" and cls.traits.fixed_length:
-            default = "required"
-        table.add_row(option.name, default, escape(meanings[option.name]))
-    console.print(table)
+    for text in mechanism_card(name, console.width):
+        console.print(text, soft_wrap=True)
+    console.print(options_table(name))
     if picture is not None:
         from subquad.mechanisms.picture import draw
 
         draw(name, picture)
-        console.print(f"drawn: {escape(str(picture))}", soft_wrap=True)
+        _say(f"drawn: {picture}")
     if error:
         from subquad.mechanisms.error import error_table
 
@@ -153,12 +132,12 @@ def show(
 @app.command()
 @_say_errors
 def compare(
-    mechanisms: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all",
-    lengths: Annotated[str, typer.Option(help="Lengths with commas between them.")] = "512,1024,2048,4096,8192,16384",
-    dim: Annotated[int, typer.Option(help="Width of the model.")] = 64,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 2,
+    mechanisms: Names = "all",
+    lengths: Lengths = "512,1024,2048,4096,8192,16384",
+    dim: Width = 64,
+    heads: Heads = 2,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[
         bool | None,
@@ -196,14 +175,13 @@ def compare(
     results = run(settings, out, console)
     for table in tables(results, console.width):
         console.print(table)
-    if results["interrupted"]:
+    if results.interrupted:
         console.print("interrupted: what was measured is kept")
     if save is not None:
         write(results, save)
     how = "" if whole(results) else f" --from {out}"
-    figures = escape(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them")
-    console.print(figures, soft_wrap=True)
-    if results["interrupted"]:
+    _say(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them")
+    if results.interrupted:
         raise typer.Exit(130)
 
 
@@ -222,27 +200,14 @@ def recommend(
     ] = None,
 ) -> None:
     """The three best mechanisms for your length and device, with reasons, from measured figures."""
+    from subquad.report.terminal import advice_lines
     from subquad.studies.recommend import Request
     from subquad.studies.recommend import recommend as choose
     from subquad.studies.settings import parse_length
 
-    advice = choose(
-        Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device), source
-    )
-    console.print(f"[bold]{escape(_wrapped(advice.verdict))}[/bold]\n", soft_wrap=True, highlight=False)
-    for rank, choice in enumerate(advice.choices, start=1):
-        console.print(f"{rank}. [bold]{choice.mechanism}[/bold]", highlight=False)
-        for reason in choice.reasons:
-            console.print(escape(_wrapped(reason, "   - ")), soft_wrap=True, highlight=False)
-    console.print("\n" + escape(_wrapped(f"from {advice.figures}")), soft_wrap=True, highlight=False)
-
-
-def _wrapped(text: str, first: str = "", later: str | None = None) -> str:
-    """In lines that fit the terminal, `later` before all but the first; a long path stays whole, to be copied."""
-    return textwrap.fill(
-        text, console.width, initial_indent=first, subsequent_indent=" " * len(first) if later is None else later,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    request = Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device)
+    for line in advice_lines(choose(request, source), console.width):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -260,7 +225,7 @@ def demo(
     check_folder("out", out)
     try:
         run(out, console, Drawing, steps=steps, fresh=fresh)
-        console.print(escape(f"report: {write([out]).html}"), soft_wrap=True)
+        _say(f"report: {write([out]).html}")
     except KeyboardInterrupt:
         console.print("interrupted: the stages that were finished are kept, and the next run goes on from there")
         raise typer.Exit(130) from None
@@ -281,7 +246,7 @@ def report(
         check_file("out", out, (".html", ".htm"))
     written = write(runs, out)
     beside = ", ".join(path.name for path in written.beside) or "nothing"
-    console.print(escape(f"report: {written.html}\nbeside it: {beside}"), soft_wrap=True)
+    _say(f"report: {written.html}\nbeside it: {beside}")
 
 
 @app.command()
@@ -298,7 +263,7 @@ def atlas(
 
     check_folder("out", out)
     console.print("building the pages, whose examples are run: about half a minute")
-    console.print(escape(f"atlas: {build_atlas(out, runs or ())}"), soft_wrap=True)
+    _say(f"atlas: {build_atlas(out, runs or ())}")
 
 
 def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -338,7 +303,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
     steps: Annotated[int | None, typer.Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same output.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
     *,
     sampling: Sampling,
@@ -372,7 +337,7 @@ def train(
     ] = None,
     leg: Annotated[float | None, typer.Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    device: AnyDevice = "auto",
 ) -> None:
     """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves.
 
@@ -415,14 +380,14 @@ def reproduce(
     leg: Annotated[float | None, typer.Option(help="Minutes of a row now; the same command later goes on.")] = None,
     jobs: Annotated[int, typer.Option(help="Rows side by side, for small ones on one GPU.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of TABLE/results.json.")] = Path("runs/reproduce"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    device: AnyDevice = "auto",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeat."),
     ] = None,
     samples: Annotated[int, typer.Option(help="Images or pieces that each trained model writes.")] = 0,
     timing: Annotated[bool | None, typer.Option(help="Time iterations of whole models; by default on a GPU.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")] = None,
+    commit: Commit = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the figures to this JSON and a PNG beside it as well.")
     ] = None,
@@ -441,14 +406,14 @@ def reproduce(
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
     results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples, draw=draw)
     console.print(beside(results))
-    console.print(escape(f"figures: {out / table / 'results.json'}"), soft_wrap=True)
+    _say(f"figures: {out / table / 'results.json'}")
     if save is not None:
         copy_to(results, save)
-    if results["interrupted"]:
+    if results.interrupted:
         console.print("interrupted: what was trained is kept, and the same command goes on from there")
         raise typer.Exit(130)
-    if results["failed"]:
-        console.print(f"failed: {', '.join(results['failed'])}", highlight=False, soft_wrap=True)
+    if results.failed:
+        console.print(f"failed: {', '.join(results.failed)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -465,7 +430,7 @@ def lra(
     steps: Annotated[int | None, typer.Option(help="Of every run; by default as the task's recipe says.")] = None,
     cap: Annotated[float | None, typer.Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    device: AnyDevice = "auto",
     compile: Annotated[bool, typer.Option(help="By torch.compile, for long runs; a minute each first.")] = False,
     capture: Annotated[bool, typer.Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
     data: Annotated[
@@ -475,7 +440,7 @@ def lra(
     lengths: Annotated[str, typer.Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
     batch: Annotated[int, typer.Option(help="Of --efficiency.")] = 32,
     pack: Annotated[Path | None, typer.Option(help="Only write the real data, small, into this folder.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")] = None,
+    commit: Commit = None,
     out: Annotated[Path, typer.Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
 ) -> None:
     """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
@@ -494,18 +459,18 @@ def lra(
     if pack is not None:
         check_folder("pack", pack)
         for path in write(pack):
-            console.print(escape(f"{path}: {path.stat().st_size / 2**20:.1f} MiB"), soft_wrap=True)
+            _say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if efficiency and minutes is not None:
         raise ValueError("--efficiency has no --minutes: --lengths and --mechanisms make it shorter")
     if efficiency:
-        found = speed.efficiency(
+        speeds = speed.efficiency(
             names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch
         )
-        for shown in speed.efficiency_tables(found):
+        for shown in speed.efficiency_tables(speeds):
             console.print(shown)
-        console.print(escape(f"figures: {out / 'efficiency.json'}"), soft_wrap=True)
-        if found["interrupted"]:
+        _say(f"figures: {out / 'efficiency.json'}")
+        if speeds.interrupted:
             raise typer.Exit(130)
         return
     arena = Arena(
@@ -518,13 +483,12 @@ def lra(
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)
-    figures = escape(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}")
-    console.print(figures, soft_wrap=True)
-    if results["left"]:
-        left = "1 run is" if len(results["left"]) == 1 else f"{len(results['left'])} runs are"
+    _say(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}")
+    if results.left:
+        left = "1 run is" if len(results.left) == 1 else f"{len(results.left)} runs are"
         console.print(f"{left} left: the same command goes on from there")
-    if results["interrupted"] or results["failed"]:
-        raise typer.Exit(130 if results["interrupted"] else 1)
+    if results.interrupted or results.failed:
+        raise typer.Exit(130 if results.interrupted else 1)
 
 
 @app.command()
@@ -538,21 +502,21 @@ def release(
     from subquad.models.shipped import release as write
 
     check_folder("out", out)
-    console.print(escape(f"checkpoint: {write(run, name, out)}"), soft_wrap=True)
+    _say(f"checkpoint: {write(run, name, out)}")
 
 
 @bench.command("generation")
 @_say_errors
 def bench_generation(
-    mechanisms: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all",
-    lengths: Annotated[str, typer.Option(help="Lengths with commas between them.")] = "256,1024,4096",
+    mechanisms: Names = "all",
+    lengths: Lengths = "256,1024,4096",
     batches: Annotated[str, typer.Option(help="Streams at once, beside the largest that fits.")] = "1,16",
     most: Annotated[int, typer.Option(help="Streams at most.")] = 256,
-    dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    dim: Width = 256,
     depth: Annotated[int, typer.Option(help="Layers.")] = 4,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 8,
+    heads: Heads = 8,
     steps: Annotated[int, typer.Option(help="Steps timed at each of five positions.")] = 16,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     compile: Annotated[bool, typer.Option(help="Compile the step.")] = False,
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("runs/bench/generation.json"),

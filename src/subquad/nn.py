@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from subquad.checks import at_least, check_plain, refuse
 from subquad.mechanisms import build
+from subquad.mechanisms.checking import check_tokens
 from subquad.ops.lengths import require, shape_of
 
 # where torch.nn.MultiheadAttention keeps the weights that `Heads` keeps
@@ -124,7 +125,7 @@ class MultiheadAttention(nn.Module):
         batched = isinstance(query, Tensor) and query.ndim == 3
         x = self._rows(query, "query", batched)
         context = x if own else self._rows(key, "key", batched)
-        self.mixer._check_tokens(x, "query")
+        check_tokens(self.mixer, x, "query")
         if not own:
             self._check_cross(x, context)
         self._check_causal(attn_mask, is_causal, x, own)
@@ -156,7 +157,7 @@ class MultiheadAttention(nn.Module):
             name = type(self.mixer).__name__
             why = "was built with causal=True" if self.mixer.options.causal else "has no cross-attention"
             raise ValueError(f"key is not the tensor that query is, but {name} {why}: accepted is one tensor for both")
-        self.mixer._check_tokens(context, "key")
+        check_tokens(self.mixer, context, "key")
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"key has batch {context.shape[0]}: query has batch {x.shape[0]}")
 

@@ -1,10 +1,12 @@
-"""Commands of subquad in processes of their own, some at a time; what interrupts this one interrupts them first.
+"""Work in other processes: one way to start them, and one way for them to notice that their parent is gone.
 
-A process of its own is `python -m subquad.pool PARENT ...`: it saves and ends once its parent is gone,
-however that went.
+A process is `python -m subquad.pool PARENT MODULE ARGUMENTS`: it runs MODULE as `python -m` would, and once PARENT is
+gone it is interrupted as by Ctrl-C. `run_all` runs commands of subquad that way. A `Worker` runs a module that calls
+`serve`, and answers jobs: a line of JSON each way.
 """
 
 import contextlib
+import json
 import os
 import runpy
 import signal
@@ -15,8 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO, Any
 
 import subquad
+
+Json = dict[str, Any]
+OnLine = Callable[[str, str], None]  # (name, a line that it printed)
+PATIENCE = 20.0  # seconds that a worker has to end by itself
+
+
+class Died(Exception):
+    """A process ended before it answered."""
 
 
 def environment() -> dict[str, str]:
@@ -26,28 +37,105 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def end_with(parent: int) -> None:
-    """Once whoever started this process is gone, however it went: save and end, as at Ctrl-C."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGINT)
+def start(module: str, arguments: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
+    """Run a module in a process that ends with this one; Ctrl-C reaches it only if this process passes it on."""
+    words = [sys.executable, "-m", "subquad.pool", str(os.getpid()), module, *arguments]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
 
 
-Told = Callable[[str, str], None]  # (name, a line that it printed)
+def ending(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    why = ", often for want of memory" if -code == signal.SIGKILL else ""
+    return f"killed by signal {-code} ({signal.strsignal(-code)}{why})"
+
+
+class Worker:
+    """A process that answers jobs. It is started when there is a job, and again after one that ended."""
+
+    def __init__(self, module: str, setup: Json, defaults: Mapping[str, str]):
+        """`setup` is what `serve` in that module begins with; `defaults` are variables of its environment."""
+        self.module, self.setup, self.defaults = module, setup, defaults
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, job: Json) -> Json:
+        """The answer to a job; Died if the process ends instead."""
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self.process = start(self.module, stdin=subprocess.PIPE, env={**self.defaults, **environment()})
+            self._send(self.setup)
+        self._send(job)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise Died(ending(self.close()))
+        answer: Json = json.loads(line)
+        if answer.pop("last", False):
+            self.close()
+        return answer
+
+    def _send(self, data: Json) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone: reading its answer shows that
+            self.process.stdin.write(json.dumps(data) + "\n")
+            self.process.stdin.flush()
+
+    def interrupt(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def close(self, patience: float = PATIENCE) -> int | None:
+        """End the process, by force after `patience` seconds; returns its exit code."""
+        if self.process is None:
+            return None
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            code = self.process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self.process = None
+        return code
+
+
+def serve(begin: Callable[[Json], Callable[[Json], Json]]) -> None:
+    """What the module of a `Worker` runs: `begin` takes the setup and returns the function that answers a job.
+
+    After an answer with "last" set the process ends, and the next job gets a new one.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    try:
+        exchange(sys.stdin, answers, begin)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def exchange(jobs: IO[str], answers: IO[str], begin: Callable[[Json], Callable[[Json], Json]]) -> None:
+    answer = begin(json.loads(jobs.readline()))
+    for line in jobs:
+        reply = answer(json.loads(line))
+        try:
+            answers.write(json.dumps(reply) + "\n")
+            answers.flush()
+        except BrokenPipeError:  # the parent is gone
+            break
+        if reply.get("last"):
+            break
 
 
 class Process:
-    """`subquad ...` that tells each line it prints."""
+    """A command of subquad, whose lines are passed on as it prints them."""
 
-    def __init__(self, name: str, arguments: Sequence[str], told: Told):
-        self.name, self.said, self.told = name, "", told
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "subquad.pool", str(os.getpid()), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**environment(), "COLUMNS": "200"},
-            start_new_session=True,  # Ctrl-C is passed on, once
+    def __init__(self, name: str, arguments: Sequence[str], on_line: OnLine):
+        self.name, self.last_line, self.on_line = name, "", on_line
+        self.process = start(
+            "subquad.cli", arguments, stderr=subprocess.STDOUT, env={**environment(), "COLUMNS": "200"}
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -56,42 +144,37 @@ class Process:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.strip():
-                self.said = line.strip()
-                self.told(self.name, self.said)
+                self.last_line = line.strip()
+                self.on_line(self.name, self.last_line)
         self.process.stdout.close()
 
     def ended(self) -> int | None:
-        """The exit code, once everything it printed was told."""
+        """The exit code, after the last line was passed on; None while it runs."""
         code = self.process.poll()
         if code is not None:
             self.reader.join()
         return code
 
 
-def run_all(commands: Mapping[str, Sequence[str]], jobs: int, told: Told) -> Iterator[tuple[str, int, str]]:
+def run_all(commands: Mapping[str, Sequence[str]], jobs: int, on_line: OnLine) -> Iterator[tuple[str, int, str]]:
     """(name, exit code, the last line or what killed it) of each as it ends, in at most `jobs` processes at once."""
     waiting, running = list(commands), list[Process]()
-    with _passed_on(running):
+    with _interrupting(running):
         while waiting or running:
             while waiting and len(running) < max(1, jobs):
                 name = waiting.pop(0)
-                running.append(Process(name, commands[name], told))
+                running.append(Process(name, commands[name], on_line))
             for process in list(running):
                 code = process.ended()
                 if code is not None:
                     running.remove(process)
-                    yield process.name, code, _killed(-code) if code < 0 else process.said or f"exit code {code}"
+                    yield process.name, code, ending(code) if code < 0 else process.last_line or ending(code)
             time.sleep(0.1)
 
 
-def _killed(number: int) -> str:
-    why = ", often for want of memory" if number == signal.SIGKILL else ""
-    return f"killed by signal {number} ({signal.strsignal(number)}{why})"
-
-
 @contextlib.contextmanager
-def _passed_on(running: list[Process]) -> Iterator[None]:
-    """Ctrl-C and a request to end go to every process, which saves; only then does this one end."""
+def _interrupting(running: list[Process]) -> Iterator[None]:
+    """On Ctrl-C, or a request to end, interrupt every process and wait until it has saved."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise KeyboardInterrupt
@@ -111,11 +194,18 @@ def _passed_on(running: list[Process]) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def end_with(parent: int) -> None:
+    """Wait until the process that started this one is gone, then do as at Ctrl-C."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def main() -> None:
-    parent, *words = sys.argv[1:]
+    _, parent, module, *arguments = sys.argv
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
-    sys.argv = ["subquad", *words]
-    runpy.run_module("subquad.cli", run_name="__main__")
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__")
 
 
 if __name__ == "__main__":

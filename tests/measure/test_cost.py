@@ -5,6 +5,7 @@ from subquad.measure.cost import (
     Decode,
     Sample,
     Shape,
+    Spread,
     Subject,
     Yardstick,
     calls_for,
@@ -18,8 +19,8 @@ from subquad.measure.cost import (
 
 def test_spread_is_median_and_quartiles() -> None:
     assert spread([]) is None
-    assert spread([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0}
-    assert spread([1, 2, 3, 4, 5]) == {"median": 3, "low": 2, "high": 4}
+    assert spread([3.0]) == Spread(median=3.0, low=3.0, high=3.0)
+    assert spread([1, 2, 3, 4, 5]) == Spread(median=3, low=2, high=4)
 
 
 def test_the_peak_counts_what_is_held_at_once_and_not_what_was_freed() -> None:

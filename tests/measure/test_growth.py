@@ -1,7 +1,7 @@
 import pytest
 
-from subquad.measure.growth import between, crossover, crossovers, exponent, growths, steady_times
-from subquad.studies.compare_worker import empty_row
+from subquad.measure.cost import Row, Spread
+from subquad.measure.growth import Crossover, between, crossover, crossovers, exponent, growths, steady_times
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
@@ -34,20 +34,20 @@ def test_between_measured_lengths_on_log_axes_and_never_beyond() -> None:
 def test_growth_and_crossovers_of_rows_use_the_longest_lengths_that_were_measured() -> None:
     rows = []
     for n in (512, 1024, 2048, 4096):
-        row = empty_row("linear", n, True)
+        row = Row(mechanism="linear", length=n, causal=True)
         if n < 4096:
             time = 50.0 if n == 512 else n / 100  # the shortest is all overhead
-            row |= {"training_ms": {"median": time, "low": time, "high": time}, "peak_bytes": 1000 * n}
-            row |= {"training_ratio": {"median": 1500 / n, "low": 0, "high": 0}, "memory_ratio": 2.0}
+            row.training_ms, row.peak_bytes = Spread(time, time, time), 1000 * n
+            row.training_ratio, row.memory_ratio = Spread(1500 / n, 0, 0), 2.0
         rows.append(row)
-    rows.append(empty_row("local", 512, True, skipped="for a test"))
+    rows.append(Row(mechanism="local", length=512, causal=True, skipped="for a test"))
     linear, local = growths(rows)
-    assert linear["lengths_used"] == [512, 1024, 2048]
-    assert linear["memory"] == pytest.approx(1.0)
-    assert linear["documented_time"] == 1.0
-    assert local["time"] is None
-    assert local["lengths_used"] == []
-    assert crossovers(rows) == [{"mechanism": "linear", "training": 1500, "forward": None, "memory": None}]
+    assert linear.lengths_used == [512, 1024, 2048]
+    assert linear.memory == pytest.approx(1.0)
+    assert linear.documented_time == 1.0
+    assert local.time is None
+    assert local.lengths_used == []
+    assert crossovers(rows) == [Crossover(mechanism="linear", training=1500, forward=None, memory=None)]
 
 
 def test_a_slow_minute_of_the_machine_does_not_bend_the_curve() -> None:
@@ -57,11 +57,11 @@ def test_a_slow_minute_of_the_machine_does_not_bend_the_curve() -> None:
             softmax = 10.0 * (n / 16) ** 2
             time = softmax if name == "softmax" else at_16 * n / 16
             slow = 3.0 if (name, n) == ("linear", 32) else 1.0  # of this measurement and its softmax alike
-            row = empty_row(name, n, True)
-            row["training_ms"] = {"median": slow * time, "low": 0.0, "high": 0.0}
-            row["training_ratio"] = {"median": time / softmax, "low": 0.0, "high": 0.0}
+            row = Row(mechanism=name, length=n, causal=True)
+            row.training_ms = Spread(slow * time, 0.0, 0.0)
+            row.training_ratio = Spread(time / softmax, 0.0, 0.0)
             rows.append(row)
     lengths, times = steady_times(rows, "linear")
     assert lengths == [16, 32]
     assert times == pytest.approx([5.0, 10.0])
-    assert [found["time"] for found in growths(rows)] == pytest.approx([2.0, 1.0, 1.0])
+    assert [found.time for found in growths(rows)] == pytest.approx([2.0, 1.0, 1.0])

@@ -653,10 +653,11 @@ def far_positions_follow_the_definition(case: Case) -> None:
         want = _among_zeros(mix, x, case.length)
     elif isinstance(mix, Linear | RFA | Performer):
         q, k, v = mix.heads.split(x)
-        if isinstance(mix, RFA):
-            q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
         q, k = (turned(t, case.length) for t in (q, k))
-        weights = mix._weights(x, q, k, None) if isinstance(mix, RFA) else mix._weights(q, k, None)
+        if isinstance(mix, RFA) and mix.gate is not None:
+            weights = mix._weights(q, k, torch.sigmoid(mix.gate(x)))
+        else:
+            weights = mix._weights(q, k)
         want = mix.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
     elif isinstance(mix, Efficient):
         q, k, v = mix.heads.split(x)
@@ -695,19 +696,13 @@ def _among_zeros(mix: Any, x: Tensor, start: int) -> Tensor:
     at, stride = torch.arange(start, start + x.shape[1])[:, None], getattr(mix.options, "stride", 1)
     if isinstance(mix, Compressed):
         slots = x.shape[1] // stride
-        k, v = (
-            torch.stack([torch.stack(mix._slots(row, conv)) for row in t]) for t, conv in ((k, mix.key), (v, mix.value))
-        )
+        k, v = (torch.stack(mix._slots(t, conv), 1) for t, conv in ((k, mix.key), (v, mix.value)))
         ends = start + stride * torch.arange(1, slots + 1) - 1
         allowed = torch.cat((torch.ones(len(at), start // stride, dtype=torch.bool), ends <= at), 1)
         k = torch.cat([turned(k[:, [n]], int(end)) for n, end in enumerate(ends)], 1)
     else:
         k, j = turned(k, start), torch.arange(start + x.shape[1])
-        read = (
-            mix._allowed(at, j[None], torch.full((1, 1, 1, 1), start + x.shape[1]))
-            if isinstance(mix, Patterned)
-            else True
-        )
+        read = mix._allowed(at, j[None], start + x.shape[1]) if isinstance(mix, Patterned) else True
         allowed = (j <= at) & read
     weights = (torch.einsum("bthk,bshk->bhts", turned(q, start), k) / q.shape[-1] ** 0.5).exp()
     before, now = allowed.tensor_split([allowed.shape[-1] - k.shape[1]], -1)

@@ -31,12 +31,12 @@ def test_rows_read_window_global_and_random_blocks(n: int) -> None:
     """Rows of length n inside T, not causal: exact sets, with `random` more blocks that are none of the others."""
     mix, r = bigbird(random=2), 2
     every = torch.arange(n)
-    allowed = mix._allowed(torch.arange(T)[:, None], torch.arange(T)[None], torch.tensor(n).view(1, 1, 1, 1))
-    assert torch.equal((mix.pattern(tokens(1, n, DIM)) > 0)[0], allowed[0, :, :n, :n])
+    allowed = mix._allowed(torch.arange(T)[:, None], torch.arange(T)[None], n)
+    assert torch.equal((mix.pattern(tokens(1, n, DIM)) > 0)[0], allowed[:, :n, :n])
     is_global = (every < BLOCK) | (every >= n - BLOCK)
     for head in range(HEADS):
         for i in range(n):
-            read = allowed[0, head, i, :n]
+            read = allowed[head, i, :n]
             if is_global[i]:
                 assert read.all()
                 continue
@@ -46,7 +46,7 @@ def test_rows_read_window_global_and_random_blocks(n: int) -> None:
             drawn = {int(j) // BLOCK for j in (read & ~known).nonzero()[:, 0]}
             assert len(drawn) == min(r, sum(size > 0 for size in blocks.values()))
             assert int((read & ~known).sum()) == sum(blocks[b] for b in drawn), "a block is read whole"
-            assert torch.equal(read, allowed[0, head, i // BLOCK * BLOCK, :n] | is_global), "one draw for a block"
+            assert torch.equal(read, allowed[head, i // BLOCK * BLOCK, :n] | is_global), "one draw for a block"
 
 
 def test_causal_rows_read_the_past_and_are_not_dense() -> None:

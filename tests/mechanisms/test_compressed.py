@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from subquad import build
-from subquad.mechanisms import compressed
 from subquad.mechanisms.compressed import Compressed
 from subquad.ops import dense
 from tests.mechanisms.laws import Largest
@@ -108,7 +107,7 @@ def test_the_state_grows_by_one_slot_per_stride() -> None:
 
 
 def test_a_long_continued_prompt_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "ROWS", 4)
+    monkeypatch.setattr(dense, "ROWS", 4)
     mix, x = make(stride=3, causal=True), tokens(2, 40, 16)
     want = mix(x)
     y, state = mix.prefill(x[:, :5], torch.tensor([5, 1]))

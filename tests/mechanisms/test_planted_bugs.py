@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS, nystrom, routing
+from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
 from subquad.mechanisms.clustered import Clustered
@@ -26,9 +27,10 @@ from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
-from subquad.ops import feature_maps, linear
+from subquad.ops import feature_maps
 from subquad.ops.buckets import empty_lists, slot_attention
-from subquad.ops.dense import dense_attention
+from subquad.ops.dense import counted_attention, dense_attention
+from subquad.ops.linear import chunked
 from subquad.ops.rotary import rotate
 from subquad.ops.running import running_sum
 from subquad.ops.sparse import SparseCache, cache, tiles
@@ -41,10 +43,9 @@ from tests.planting import Slip, caught
 class MaskOffByOne(Softmax):
     """The fast path sees one token of the future."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        if causal:
-            mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(1)
-        return super()._attend(q, k, v, mask)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any, key_lengths: Any) -> Tensor:
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(1)
+        return dense_attention(q, k, v, mask, scale=self.scale)
 
 
 class LeakedScale(Linear):
@@ -64,20 +65,17 @@ class GrowsWithLength(Softmax):
 
 
 class PaddingForgotten(Softmax):
-    """Padded keys are visible, in the fast path and in the reference."""
+    """Padded keys are visible."""
 
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return super()._forward(x, None, context, context_lengths)
-
-    def _reference(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return super()._reference(x, None, context, context_lengths)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        return super()._forward(x, None)
 
 
 class ContextPaddingForgotten(Softmax):
     """Padded keys of a context are visible."""
 
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return super()._forward(x, lengths, context, None)
+    def _cross(self, x: Tensor, lengths: Any, context: Tensor, context_lengths: Any) -> Tensor:
+        return super()._cross(x, lengths, context, None)
 
 
 class StateOffByOne(Linear):
@@ -116,8 +114,8 @@ class GradientLost(Linear):
 
 
 class GradientLostInFastPath(Linear):
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return super()._forward(x.detach(), lengths, context, context_lengths)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        return super()._forward(x.detach(), lengths)
 
 
 class RowsMixed(Linear):
@@ -128,8 +126,8 @@ class RowsMixed(Linear):
 
 
 class NoisyEvaluation(Linear):
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return super()._forward(x + 1e-3 * torch.randn_like(x), lengths, context, context_lengths)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        return super()._forward(x + 1e-3 * torch.randn_like(x), lengths)
 
 
 class UnsavedDraw(Linear):
@@ -143,8 +141,8 @@ class UnsavedDraw(Linear):
 class EmptyRowsPoison(Softmax):
     """A softmax over nothing for rows of length 0."""
 
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        q, k, v = self._project(x, context)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        q, k, v = self._project(x)
         scores = torch.einsum("bthk,bshk->bhts", q, k) * self.scale
         if lengths is not None:
             hidden = torch.arange(x.shape[1]) >= lengths[:, None]
@@ -155,8 +153,8 @@ class EmptyRowsPoison(Softmax):
 class Square(Linear):
     """The fast path is the reference."""
 
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        return self._reference(x, lengths, context, context_lengths)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        return self.reference(x, lengths)
 
 
 class OrderMatters(Linear):
@@ -168,8 +166,8 @@ class OrderMatters(Linear):
 class Overflow(Softmax):
     """Exponentials of the scores themselves, in place of their distance to the largest."""
 
-    def _forward(self, x: Tensor, lengths: Any, context: Any, context_lengths: Any) -> Tensor:
-        q, k, v = self._project(x, context)
+    def _forward(self, x: Tensor, lengths: Any) -> Tensor:
+        q, k, v = self._project(x)
         weights = (torch.einsum("bthk,bshk->bhts", q, k) * self.scale).exp()
         if lengths is not None:
             weights = weights * (torch.arange(x.shape[1]) < lengths.clamp(min=1)[:, None])[:, None, None]
@@ -179,11 +177,12 @@ class Overflow(Softmax):
 class SquareDropout(Softmax):
     """All weights at once where some are dropped."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any, key_lengths: Any) -> Tensor:
         if not self.training:
-            return super()._attend(q, k, v, mask, causal)
+            return super()._attend(q, k, v, lengths, key_lengths)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, mask, self.options.dropout, causal).transpose(1, 2)
+        dropout, causal = self.options.dropout, self.options.causal
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, causal).transpose(1, 2)
 
 
 class WrongUnderAutocast(Linear):
@@ -413,7 +412,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "elu + 1": (
         (
             Slip(feature_maps._elu1, "F.elu(x) + 1", "F.elu(x) + 1.001"),
-            Slip(linear._features, ".add_(x.clamp_(min=0))", ".add_(x.clamp_(min=0)).add_(0.001)"),
+            Slip(feature_maps._elu1_, ".add_(x.clamp_(min=0))", ".add_(x.clamp_(min=0)).add_(0.001)"),
         ),
         limit("linear"),
         laws.limit_is_torch_attention,
@@ -430,9 +429,9 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         lowered("ops.sparse.cache.GATHERED", 1, in_pieces),
     ),
     "later pieces of a continued prompt": (
-        (Slip(Softmax._prefill, "torch.arange(start, start + rows.shape[1]", "torch.arange(rows.shape[1]"),),
+        (Slip(counted_attention, "counts[:, n : n + ROWS]", "counts[:, : q.shape[1] - n][:, :ROWS]"),),
         few("softmax", True),
-        lowered("mechanisms.softmax.ROWS", 4, in_pieces),
+        lowered("ops.dense.ROWS", 4, in_pieces),
     ),
     "later rows of attention with dropout": (
         (Slip(dense_attention, "torch.arange(start, start + part.shape[2]", "torch.arange(part.shape[2]"),),
@@ -474,8 +473,8 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "dropout that is not rescaled": (
         (
             Slip(
-                TransformerXL._attend,
-                "F.dropout(weights, self.options.dropout, self.training)",
+                TransformerXL._attend_behind,
+                "F.dropout(weights, self._dropout())",
                 "weights * (torch.rand_like(weights) >= self.options.dropout * self.training)",
             ),
         ),
@@ -499,7 +498,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         laws.far_positions_follow_the_definition,
     ),
     "positions in float32": (
-        (Slip(Mixer._rotate, "position[:, None] + positions", "position[:, None].float() + positions"),),
+        (Slip(Attention._rotate, "position[:, None] + positions", "position[:, None].float() + positions"),),
         far("linear"),
         laws.far_positions_follow_the_definition,
     ),
@@ -520,7 +519,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     ),
     # types of sums
     "a step rounds its sums": (
-        (Slip(linear.recurrent_linear_attention_step, "s = torch.addcmul(s, k[..., None], x[..., None, :])",
+        (Slip(chunked.step, "s = torch.addcmul(s, k[..., None], x[..., None, :])",
               "s = torch.addcmul(s, k[..., None], x[..., None, :]).to(v_t.dtype).to(s.dtype)"),),
         few("performer", True, features=12),
         laws.long_sums_keep_their_digits,

@@ -180,7 +180,7 @@ def test_a_step_drops_weights_in_training() -> None:
 def test_autocast_routes_in_single_precision() -> None:
     mix = build(clusters=4, window=5).float()
     with torch.autocast("cpu", torch.bfloat16):
-        routed = mix._project(tokens(1, 20, 16).float())
+        routed = mix._route(tokens(1, 20, 16).float())
     for near, t in zip(routed.near, routed.normed, strict=True):
         assert near.dtype == torch.float32
         want = torch.einsum("hck,bthk->bhct", mix.centroids.double(), t.double())

@@ -149,7 +149,7 @@ def test_compiles_for_hopper(places: int) -> None:
         if name in constants:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         else:
-            plain = {"T": "i32", "heard": "*fp32", "loss": "*fp32", "share": "*fp32"}
+            plain = {"T": "i32", "logp": "*fp32", "loss": "*fp32", "share": "*fp32"}
             signature[name] = plain.get(name, "*i64")
     source = ASTSource(fn=ctc_triton.both_ways, signature=signature, constexprs=constexprs)
     warps = ctc_triton.warps(constants["W"])

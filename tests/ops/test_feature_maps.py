@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from subquad.ops.feature_maps import FEATURE_MAPS, feature_map
+from subquad.ops.feature_maps import FEATURE_MAPS, FUSED, feature_map
+from tests.ops.own_process import interpreted, outside, run_again
 
 
 def test_named_maps_are_their_formulas() -> None:
@@ -25,6 +28,47 @@ def test_positive_maps_are_positive_and_the_others_signed() -> None:
         y = found.apply(x)
         negative = bool(((y @ y.T) < 0).any())
         assert negative == found.signed, name
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_row_is_one_map_in_all_its_forms(name: str) -> None:
+    row, x = FUSED[name], torch.linspace(-8, 8, 32, dtype=torch.float64, requires_grad=True)
+    f, d = FEATURE_MAPS[name].apply(x), torch.linspace(3, -2, 32, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(f, x, d)
+    torch.testing.assert_close(row.apply_(x.detach().clone()), f.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(row.pull_(d.clone(), f.detach()), wanted, rtol=1e-12, atol=1e-12)
+    assert row.apply_(torch.tensor([row.zero])).item() == 0
+
+
+@interpreted
+@pytest.mark.parametrize("name", FUSED)
+def test_the_triton_code_of_a_row_is_the_same_map(name: str) -> None:
+    global phi, phi_pull, phi_zero, tl  # a kernel sees the names of its module alone
+    import triton
+    import triton.language as tl
+
+    from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
+
+    @triton.jit
+    def both(x, d, f, pulled, zero, MAP: tl.constexpr) -> None:  # type: ignore[no-untyped-def, name-defined]
+        at = tl.arange(0, 32)
+        y = phi(tl.load(x + at), MAP)
+        tl.store(f + at, y)
+        tl.store(pulled + at, phi_pull(tl.load(d + at), y, MAP))
+        tl.store(zero + at, phi(tl.load(x + at, mask=at < 0, other=phi_zero(MAP)), MAP))
+
+    row, x, d = FUSED[name], torch.linspace(-8, 8, 32), torch.linspace(3, -2, 32)
+    f, pulled, zero = (torch.full_like(x, 7) for _ in range(3))
+    both[(1,)](x, d, f, pulled, zero, MAP=name)
+    torch.testing.assert_close(f, row.apply_(x.clone()))
+    torch.testing.assert_close(pulled, row.pull_(d.clone(), f))
+    assert not zero.any()
+
+
+@outside
+def test_in_its_own_process(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run_again(__file__, "interpret", tmp_path)
 
 
 def test_a_callable_is_taken_as_signed() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from subquad.ops import LinearState, linear, linear_attention, linear_attention_step
+from subquad.ops import LinearState, linear_attention, linear_attention_step
 from subquad.ops.feature_maps import feature_map as find_map
+from subquad.ops.linear import chunked
 
 MAPS = ("elu+1", "relu", "exp", "identity", "quadratic")
 few = settings(max_examples=8, deadline=None, derandomize=True)
@@ -110,8 +111,8 @@ def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Linea
 @pytest.fixture(params=["as it is", "short segments, small blocks"])
 def _tuning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "as it is":
-        monkeypatch.setattr(linear, "_segment", lambda _: 64)
-        monkeypatch.setattr(linear, "BLOCK", 2)
+        monkeypatch.setattr(chunked, "_segment", lambda _: 64)
+        monkeypatch.setattr(chunked, "BLOCK", 2)
 
 
 @pytest.mark.usefixtures("_tuning")
@@ -505,9 +506,9 @@ def test_compiles_without_a_graph_break(backend: str, gated: bool) -> None:
 def test_registered_operators_are_sound() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(length=40))
     for causal, lengths, cu in ((True, torch.tensor([3, 40]), None), (False, None, None)):
-        arguments = (q, k, v, None, None, None, lengths, cu, causal, "elu+1", False, True, 1e-6)
+        arguments = (q, k, v, None, lengths, cu, None, None, causal, "elu+1", False, True, 1e-6, "torch", True)
         torch.library.opcheck(
-            torch.ops.subquad.linear_chunked.default,
+            torch.ops.subquad.linear_attention.default,
             arguments,
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )

@@ -12,9 +12,8 @@ from subquad import LanguageModel
 from subquad.models.decoding import Loop, defer, settle
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves
-from subquad.ops import linear_deferred
-from subquad.ops.linear import LinearState, linear_attention_step
-from subquad.ops.linear_deferred import GROUP, deferred_linear_attention_step, make_queue
+from subquad.ops.linear import LinearState, deferred, linear_attention_step
+from subquad.ops.linear.deferred import GROUP, deferred_linear_attention_step, make_queue
 from tests.ops.own_process import compiled, interpreted, outside, run_again
 
 pytest.importorskip("triton")
@@ -50,7 +49,7 @@ def test_a_group_of_steps_is_as_many_single_ones(widths: tuple[int, int], featur
         torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(s, state.s) == (t % GROUP == GROUP - 1)
         assert torch.equal(z, state.z) == (t % GROUP == GROUP - 1)
-    linear_deferred.settle(s, z, queue, 3, feature_map)
+    deferred.settle(s, z, queue, 3, feature_map)
     torch.testing.assert_close((s, z), tuple(state))
 
 
@@ -63,7 +62,7 @@ def test_projections_are_read_where_they_lie_and_lanes_are_views() -> None:
     for rows in (slice(0, 1), slice(1, 3)):
         queue = make_queue(s, position[rows], 2, 16, 16)
         o = deferred_linear_attention_step(q[rows], k[rows], v[rows], s[rows], z[rows], queue, position[rows])
-        linear_deferred.settle(s[rows], z[rows], queue, 1)
+        deferred.settle(s[rows], z[rows], queue, 1)
         torch.testing.assert_close(o, wanted[rows])
     torch.testing.assert_close((s, z), tuple(state))
     with pytest.raises(ValueError, match="K and V contiguous"):
@@ -74,7 +73,7 @@ def test_projections_are_read_where_they_lie_and_lanes_are_views() -> None:
 def test_the_operator_is_well_formed() -> None:
     s, z, position = start(2, 2, 16, 16)
     q, k, v = torch.randn(3, 2, 2, 16).unbind(0)
-    args = (q, k, v, s, z, *make_queue(s.zero_(), position, 2, 16, 16), position, "elu+1", False, True, 1e-6)
+    args = (q, k, v, s, z, *make_queue(s.zero_(), position, 2, 16, 16), position, True, "elu+1", False, True, 1e-6)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.subquad.linear_attention_step_deferred.default, args, test_utils=tests)
 
@@ -133,13 +132,13 @@ def test_compiles_for_hopper(width: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from subquad.ops import linear_deferred_triton
+    from subquad.ops.linear import deferred_triton
 
-    fn = linear_deferred_triton.step
+    fn = deferred_triton.kernel
     half = {"q", "k", "v", "o", "keys", "values"}
     constants = {
         "K": width, "V": width, "BK": width, "BV": 4096 // width if width > 64 else width, "GROUP": GROUP,
-        "MAP": "elu+1", "SIGNED": False, "NORM": True, **dict.fromkeys(linear_deferred_triton.STRIDES, 8 * width),
+        "MAP": "elu+1", "SIGNED": False, "NORM": True, **dict.fromkeys(deferred_triton.STRIDES, 8 * width),
     }  # fmt: skip
     kinds = {"eps": "fp32", "s": "*fp32", "z": "*fp32", "start": "*i64", "position": "*i64"}
     signature, constexprs = {}, {}
@@ -149,7 +148,7 @@ def test_compiles_for_hopper(width: int) -> None:
         else:
             signature[name] = kinds.get(name, "*bf16" if name in half else "i32")
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
-    options = {"num_warps": linear_deferred_triton.warps(constants["BK"], constants["BV"]), "num_stages": 1}
+    options = {"num_warps": deferred_triton.warps(constants["BK"], constants["BV"]), "num_stages": 1}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert built.asm["cubin"]
     assert built.metadata.shared <= 227 * 1024

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.ops import linear_fused
-from subquad.ops.linear import linear_attention
-from subquad.ops.linear_fused import fused_linear_attention, fused_linear_attention_step
+from subquad.ops.linear import fused, linear_attention
+from subquad.ops.linear.operators import attend, fused_step
+from subquad.ops.linear.spec import Inputs, Spec
 from tests.ops.own_process import compiled, interpreted, outside, run_again
 
 pytest.importorskip("triton")
@@ -31,6 +31,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **opt: Any) -> tuple[Tensor, ...]:
+    tensors = {name: opt.pop(name) for name in Inputs._fields if name in opt}
+    return attend(Inputs(q, k, v, **tensors), Spec(**opt), "triton")
+
+
 @outside
 @pytest.mark.parametrize("mode", ["interpret", "compile"])
 def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
@@ -38,21 +43,21 @@ def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
 
 
 def test_registering_the_operators_does_not_import_triton() -> None:
-    code = f"import runpy, sys; runpy.run_path({linear_fused.__file__!r}); sys.exit('triton' in sys.modules)"
+    code = "import subquad.ops.linear.operators, sys; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fused, "MIN_SEGMENT", 32)
-    monkeypatch.setattr(linear_fused, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(fused, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
 
 
 def test_segments_are_longer_where_many_programs_walk_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fused, "PROGRAMS", 64)
-    monkeypatch.setattr(linear_fused, "WALKS", 8)
+    monkeypatch.setattr(fused, "PROGRAMS", 64)
+    monkeypatch.setattr(fused, "WALKS", 8)
     few, many = (torch.empty(1, 512, heads, 1) for heads in (7, 8))
-    segments = [linear_fused._segment(x, x, None, causal) for x in (few, many) for causal in (True, False)]
+    segments = [fused.segment_of(x, x, None, causal) for x in (few, many) for causal in (True, False)]
     assert segments == [64, 32, 512, 32]
 
 
@@ -133,7 +138,7 @@ def compare(
     q, key, val, g, s0, z0 = tensors
     opt = BASE | more | {"log_gate": g, "s0": s0, "z0": z0}
     leaves = [x for x in tensors if x is not None]
-    ours, exact = fused_linear_attention(q, key, val, **opt), dense(q, key, val, **opt)
+    ours, exact = fused_attention(q, key, val, **opt), dense(q, key, val, **opt)
     weights = [torch.randn_like(x) for x in exact]
     grads = [torch.autograd.grad(x, leaves, weights) for x in (ours, exact)]
     for x, y in zip((*ours, *grads[0]), (*exact, *grads[1]), strict=True):
@@ -178,7 +183,7 @@ def test_equals_the_definition(case: dict[str, Any]) -> None:
     ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items()),
 )
 def test_sequences_of_one_segment(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fused, "MIN_SEGMENT", 64)
+    monkeypatch.setattr(fused, "MIN_SEGMENT", 64)
     compare(**({"b": 1, "h": 1, "k": 16, "v": 16} | case))
 
 
@@ -207,7 +212,7 @@ def test_gradcheck() -> None:
     leaves = [x for x in draw(1, 9, 9, 1, 4, 3, 1, True, True) if x is not None]
 
     def fn(*x: Tensor) -> tuple[Tensor, ...]:
-        return fused_linear_attention(*x[:3], **BASE | {"log_gate": x[3], "s0": x[4], "z0": x[5]})
+        return fused_attention(*x[:3], **BASE | {"log_gate": x[3], "s0": x[4], "z0": x[5]})
 
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
 
@@ -215,11 +220,11 @@ def test_gradcheck() -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_error_at_most_twice_that_of_the_plain_expression(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_fused, "MIN_SEGMENT", 64)  # a chunk of two bytes a number is that long
+    monkeypatch.setattr(fused, "MIN_SEGMENT", 64)  # a chunk of two bytes a number is that long
     torch.manual_seed(0)
     leaves = [torch.randn(1, 70, 1, 16).to(dtype).requires_grad_() for _ in range(3)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    ours, rough, true = fused_linear_attention(*leaves, **BASE), dense(*leaves, **BASE), dense(*exact, **BASE)
+    ours, rough, true = fused_attention(*leaves, **BASE), dense(*leaves, **BASE), dense(*exact, **BASE)
     assert [x.dtype for x in ours] == [dtype, torch.float32, torch.float32]
     w = torch.randn_like(ours[0])
     grads = [
@@ -236,7 +241,7 @@ def test_large_inputs_stay_finite(dtype: torch.dtype, feature_map: str) -> None:
     torch.manual_seed(0)
     x = [((torch.rand(1, 40, 1, 16) * 2 - 1) * 1e4).to(dtype).requires_grad_() for _ in range(3)]
     signed = feature_map == "identity"
-    out = fused_linear_attention(*x, **BASE | {"feature_map": feature_map, "signed": signed})
+    out = fused_attention(*x, **BASE | {"feature_map": feature_map, "signed": signed})
     for y in (*out, *torch.autograd.grad(out[0].float().sum(), x)):
         assert torch.isfinite(y).all()
 
@@ -249,8 +254,8 @@ def test_closed_gates_forget_exactly() -> None:
     gate[:, 20] = -1e4
     gate[:, 50:] = -1e4
     gate.requires_grad_()
-    out = fused_linear_attention(*x, **BASE | {"log_gate": gate})
-    fresh = fused_linear_attention(*(y[:, 20:50] for y in x), **BASE)
+    out = fused_attention(*x, **BASE | {"log_gate": gate})
+    fresh = fused_attention(*(y[:, 20:50] for y in x), **BASE)
     torch.testing.assert_close(out[0][:, 20:50], fresh[0], rtol=2e-4, atol=1e-5)
     torch.testing.assert_close(out[0][:, 50:], x[2][:, 50:], rtol=1e-4, atol=1e-5)
     for y in torch.autograd.grad(out[0].square().sum(), [*x, gate]):
@@ -261,7 +266,7 @@ def test_closed_gates_forget_exactly() -> None:
 def test_views_of_one_projection_are_read_in_place() -> None:
     qkv = torch.randn(2, 40, 3, 2, 16, dtype=torch.float64, requires_grad=True)
     views, copies = qkv.unbind(2), [x.contiguous() for x in qkv.unbind(2)]
-    for x, y in zip(fused_linear_attention(*views, **BASE), fused_linear_attention(*copies, **BASE), strict=True):
+    for x, y in zip(fused_attention(*views, **BASE), fused_attention(*copies, **BASE), strict=True):
         assert torch.equal(x, y)
 
 
@@ -275,21 +280,19 @@ def test_step_continues_the_sequence(gated: bool) -> None:
     assert s0 is not None
     assert z0 is not None
     whole = dense(q, k, v, **BASE | {"log_gate": g, "s0": s0, "z0": z0})
-    opt: dict[str, Any] = {"feature_map": "elu+1", "signed": False, "normalize": True, "eps": 1e-6}
+    spec = Spec(feature_map="elu+1", signed=False, normalize=True, eps=1e-6)
     s, z = s0.clone(), z0.clone()
     for t in range(3):
         args = (q[:, t], k[:, t], v[:, t])
         gate = None if g is None else g[:, t]
         kept = s.clone()
-        o, s1, z1 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=False)
+        o, s1, z1 = fused_step(*args, gate, s, z, spec, inplace=False)
         assert torch.equal(s, kept), "step is pure unless asked"
         leaves = [x.clone().requires_grad_() for x in args]
-        o2, s2, _ = fused_linear_attention_step(
-            leaves[0], leaves[1], leaves[2], s, z, **opt, log_gate=gate, inplace=False
-        )
+        o2, s2, _ = fused_step(leaves[0], leaves[1], leaves[2], gate, s, z, spec, inplace=False)
         assert o2.grad_fn is not None
         torch.testing.assert_close((o2, s2), (o, s1))
-        o3, s3, z3 = fused_linear_attention_step(*args, s, z, **opt, log_gate=gate, inplace=True)
+        o3, s3, z3 = fused_step(*args, gate, s, z, spec, inplace=True)
         assert s3 is s
         assert z3 is z
         torch.testing.assert_close((o3, s, z), (o, s1, z1))
@@ -301,13 +304,14 @@ def test_step_continues_the_sequence(gated: bool) -> None:
 def test_the_operators_are_well_formed() -> None:
     q, k, v, g, s0, z0 = draw(1, 9, 9, 1, 16, 16, 1, True, True)
     options = ("elu+1", False, True, 1e-6)
+    last = (*options, "triton", True)
     ops = torch.ops.subquad
-    torch.library.opcheck(ops.linear_attention.default, (q, k, v, g, None, None, s0, z0, True, *options, True))
-    torch.library.opcheck(ops.linear_attention.default, (q, k, v, None, None, None, None, None, False, *options, True))
+    torch.library.opcheck(ops.linear_attention.default, (q, k, v, g, None, None, s0, z0, True, *last))
+    torch.library.opcheck(ops.linear_attention.default, (q, k, v, None, None, None, None, None, False, *last))
     row = [None if x is None else x.detach()[:, 0] for x in (q, k, v, g)]
     state = [x.detach() for x in (s0, z0) if x is not None]
-    torch.library.opcheck(ops.linear_attention_step.default, (*row, *state, *options))
-    torch.library.opcheck(ops.linear_attention_step_.default, (*row, *state, *options))
+    torch.library.opcheck(ops.linear_attention_step.default, (*row, *state, True, *options))
+    torch.library.opcheck(ops.linear_attention_step_.default, (*row, *state, True, *options))
 
 
 @interpreted
@@ -317,7 +321,7 @@ def test_compiles_without_a_graph_break_and_recomputes_under_checkpointing() -> 
     q, k, v, *_ = draw(1, 20, 20, 1, 16, 16, 1, False, False)
 
     def loss(*x: Tensor) -> Tensor:
-        o, s, z = fused_linear_attention(*x, **BASE)
+        o, s, z = fused_attention(*x, **BASE)
         return o.square().sum() + s.sum() + z.square().sum()
 
     leaves = [x for x in (q, k, v) if x is not None]
@@ -333,7 +337,7 @@ def test_compiles_without_a_graph_break_and_recomputes_under_checkpointing() -> 
 def test_unknown_feature_map_is_refused() -> None:
     x = torch.randn(1, 4, 1, 16)
     with pytest.raises(ValueError, match="feature_map='tanh'"):
-        fused_linear_attention(x, x, x, **BASE | {"feature_map": "tanh"})
+        fused_attention(x, x, x, **BASE | {"feature_map": "tanh"})
 
 
 @compiled
@@ -357,10 +361,10 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from subquad.ops import linear_triton
+    from subquad.ops.linear import kernels_triton, launches_triton
 
-    fn = getattr(linear_triton, kernel)
-    cfg = linear_triton.config(kernel, True, 64, 64, 2)
+    fn = getattr(kernels_triton, kernel)
+    cfg = launches_triton.config(kernel, True, 64, 64, 2)
     half = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
     numbers = {"eps": "fp32"} | dict.fromkeys(("cu", "owner", "lengths"), "*i32")
     constants = {

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from subquad.measure.cost import Row
 from subquad.measure.growth import between, crossovers
 from subquad.mechanisms import MECHANISMS
 from subquad.report import charts
 from subquad.report.report import make
 from subquad.report.runs import Run, read
+from subquad.studies.results import from_json, to_json
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 
@@ -34,7 +36,8 @@ def unsteady() -> Run:
         row["training_ms"] = runs.spread(ratio * usual / speed)
         row["training_ratio"] = runs.spread(ratio)
         rows.append(row)
-    return Run("unsteady", Path("results.json"), {"kind": "compare", "rows": rows, "crossovers": crossovers(rows)})
+    crossed = to_json(crossovers(from_json(list[Row], rows, "rows")))
+    return Run("unsteady", Path("results.json"), {"kind": "compare", "rows": rows, "crossovers": crossed})
 
 
 def lines(view: dict[str, Any]) -> dict[str, tuple[list[int], list[float]]]:

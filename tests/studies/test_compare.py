@@ -8,10 +8,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.measure.cost import Row, Spread
+from subquad.pool import Died
 from subquad.studies import compare as module
 from subquad.studies import compare_worker as worker
-from subquad.studies.compare import Died, compare, plan, tables
-from subquad.studies.compare_worker import Job, Row, empty_row
+from subquad.studies.compare import compare, plan, tables
+from subquad.studies.compare_worker import Job
+from subquad.studies.results import to_json
 from subquad.studies.settings import Settings
 
 TINY: dict[str, Any] = {"dim": 8, "heads": 2, "repeats": 1, "threads": 1}
@@ -29,17 +32,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def spread(value: float) -> dict[str, float]:
-    return {"median": value, "low": value, "high": value}
+def spread(value: float) -> Spread:
+    return Spread(value, value, value)
 
 
 def timed(name: str, length: int, milliseconds: float = 1.0) -> Row:
-    return empty_row(name, length, True) | {
-        "training_ms": spread(milliseconds),
-        "forward_ms": spread(milliseconds / 3),
-        "training_ratio": spread(milliseconds / length),
-        "peak_bytes": 10 * length,
-    }
+    return Row(
+        mechanism=name,
+        length=length,
+        causal=True,
+        training_ms=spread(milliseconds),
+        forward_ms=spread(milliseconds / 3),
+        training_ratio=spread(milliseconds / length),
+        peak_bytes=10 * length,
+    )
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -49,26 +55,27 @@ def read(folder: Path) -> dict[str, Any]:
 def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear", "fnet"), lengths=(16, 32), task="digits", steps=1, **TINY)
     results = compare(settings, tmp_path, QUIET, isolated=False)
-    assert read(tmp_path) == json.loads(json.dumps(results))
-    assert results.keys() == KEYS
-    assert results["kind"] == "compare"
-    assert not results["interrupted"]
-    assert {(row["mechanism"], row["length"], row["causal"]) for row in results["rows"]} == {
+    written = read(tmp_path)
+    assert written == to_json(results)
+    assert written.keys() == KEYS
+    assert results.kind == "compare"
+    assert not results.interrupted
+    assert {(row.mechanism, row.length, row.causal) for row in results.rows} == {
         (name, n, name != "fnet") for name in ("softmax", "linear", "fnet") for n in (16, 32)
     }
-    assert all(row["error"] is None and row["training_ms"]["median"] > 0 for row in results["rows"])
-    for found in results["growth"]:
+    assert all(row.error is None and row.training_ms.median > 0 for row in results.rows)
+    for found in written["growth"]:
         assert found.keys() == {
             "mechanism", "time", "memory", "documented_time", "documented_memory", "lengths_used"
         }  # fmt: skip
         assert found["lengths_used"] == [16, 32]
-    assert {found["mechanism"] for found in results["crossovers"]} == {"softmax", "linear", "fnet"}
-    for found in results["quality"]:
+    assert {found.mechanism for found in results.crossovers} == {"softmax", "linear", "fnet"}
+    for found in written["quality"]:
         assert found.keys() == {
             "mechanism", "task", "metric", "value", "lower_is_better", "steps", "seconds", "curve"
         }  # fmt: skip
-    assert [found["metric"] for found in results["quality"]] == ["bits/dim", "bits/dim", "accuracy"]
-    assert {"device", "cpu", "threads", "python", "torch", "triton", "memory_bytes"} <= results["machine"].keys()
+    assert [found.metric for found in results.quality] == ["bits/dim", "bits/dim", "accuracy"]
+    assert {"device", "cpu", "threads", "python", "torch", "triton", "memory_bytes"} <= results.machine.keys()
 
 
 def test_only_a_whole_comparison_is_kept_for_advice(tmp_path: Path, cache: Path) -> None:
@@ -101,10 +108,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
     settings = Settings(mechanisms=("linear",), lengths=(16, 32), **TINY)
     results = compare(settings, tmp_path, QUIET, work=work)
-    assert results["interrupted"]
+    assert results.interrupted
     assert read(tmp_path)["interrupted"]
     assert [row["mechanism"] for row in read(tmp_path)["rows"]] == ["softmax"]
-    assert [row["mechanism"] for row in results["rows"]] == ["softmax"]
+    assert [row.mechanism for row in results.rows] == ["softmax"]
     assert tables(results)[0].row_count == 1
 
 
@@ -138,11 +145,11 @@ def test_a_process_that_dies_loses_only_what_it_was_at(tmp_path: Path) -> None:
         [(name, n) for n in (16, 32) for name in ("softmax", "linear", "local")],
         [("local", 16), ("softmax", 32), ("local", 32)],
     ]
-    found = {(row["mechanism"], row["length"]): row for row in results["rows"]}
+    found = {(row.mechanism, row.length): row for row in results.rows}
     assert len(found) == 6
-    assert found["linear", 16]["error"] == "the measuring process died: Killed"
-    assert found["linear", 32]["skipped"] == "not tried: the process died at T = 16"
-    assert all(found[name, n]["training_ms"] for name in ("softmax", "local") for n in (16, 32))
+    assert found["linear", 16].error == "the measuring process died: Killed"
+    assert found["linear", 32].skipped == "not tried: the process died at T = 16"
+    assert all(found[name, n].training_ms for name in ("softmax", "local") for n in (16, 32))
 
 
 def test_a_process_that_leaves_early_is_followed_by_another(tmp_path: Path) -> None:
@@ -151,14 +158,14 @@ def test_a_process_that_leaves_early_is_followed_by_another(tmp_path: Path) -> N
         yield {"row": timed(jobs[0]["mechanism"], jobs[0]["length"])}
 
     results = compare(Settings(mechanisms=("linear", "local"), lengths=(16,), **TINY), tmp_path, QUIET, work=work)
-    assert [row["mechanism"] for row in results["rows"]] == ["softmax", "linear", "local"]
+    assert [row.mechanism for row in results.rows] == ["softmax", "linear", "local"]
 
 
 def test_a_real_process_measures_and_one_that_is_killed_is_noticed(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear",), lengths=(16,), **TINY)
     jobs = plan(settings)
     events = list(module._elsewhere(settings, jobs, []))
-    assert [event["row"]["error"] for event in events if "row" in event] == [None, None]
+    assert [event["row"].error for event in events if "row" in event] == [None, None]
     broken = [{"kind": "row", "mechanism": "linear"}]  # not a job: the process ends in a traceback
     with pytest.raises(Died, match="exit code 1"):
         list(module._elsewhere(settings, broken, []))
@@ -178,7 +185,7 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
             yield {"begin": job}
             row = timed(job["mechanism"], job["length"], milliseconds=job["length"] / 10)
             if job["mechanism"] == "additive" and job["length"] == 32:
-                row = empty_row("additive", 32, True, skipped="too slow [for a test]")
+                row = Row(mechanism="additive", length=32, causal=True, skipped="too slow [for a test]")
             yield {"row": row}
 
     settings = Settings(mechanisms=("additive", "linear"), lengths=(16, 32), **TINY)
@@ -202,7 +209,7 @@ def test_quality_is_shown_at_every_width(width: int, tmp_path: Path) -> None:
         console.print(table)
     text = console.export_text()
     assert "bits/dim" in text
-    assert all(f"{found['value']:.3f}" in text for found in results["quality"])
+    assert all(f"{found.value:.3f}" in text for found in results.quality)
 
 
 def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

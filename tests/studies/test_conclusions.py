@@ -3,7 +3,9 @@ from typing import Any
 import pytest
 
 from subquad.measure import growth
+from subquad.measure.cost import Row
 from subquad.studies.conclusions import conclusions
+from subquad.studies.results import from_json, to_json
 
 Rows = list[dict[str, Any]]
 
@@ -17,7 +19,7 @@ def row(name: str, length: int, ratio: float | None, state: int | None = None, t
         "forward_ratio": None,
         "memory_ratio": None,
         "state_bytes": state,
-        "decode_ms": None if token is None else {"median": token},
+        "decode_ms": None if token is None else {"median": token, "low": token, "high": token},
     }
 
 
@@ -27,7 +29,8 @@ def learned(error: float = 0.01, **values: float) -> Rows:
 
 
 def say(rows: Rows, quality: Rows | None = None) -> list[str]:
-    found = {"rows": rows, "crossovers": growth.crossovers(rows), "quality": quality or learned(linear=2.0)}
+    crossovers = to_json(growth.crossovers(from_json(list[Row], rows, "rows")))
+    found = {"rows": rows, "crossovers": crossovers, "quality": quality or learned(linear=2.0)}
     sentences = conclusions(found)
     assert len(sentences) == 3
     for sentence in sentences:

@@ -6,11 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.measure.cost import Row, Spread
 from subquad.measure.growth import crossovers, growths
 from subquad.report.visible import Terminal
 from subquad.studies import recommend as module
-from subquad.studies.compare_worker import empty_row
 from subquad.studies.recommend import Request, find, recommend
+from subquad.studies.results import Comparison, load, to_json
 
 SHIPPED = module._shipped
 LENGTHS = (1024, 4096, 16384)
@@ -32,8 +33,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def spread(value: float) -> dict[str, float]:
-    return {"median": value, "low": value, "high": value}
+def spread(value: float) -> Spread:
+    return Spread(value, value, value)
 
 
 def figures(path: Path, device: str = "cpu", quality: dict[str, float] | None = None, causal: bool = True) -> Path:
@@ -41,14 +42,17 @@ def figures(path: Path, device: str = "cpu", quality: dict[str, float] | None = 
     for name, (training, decode) in CAUSAL.items():
         for n, (length, ratio) in enumerate(zip(LENGTHS, training, strict=True)):
             softmax = length**2 / 1e5
-            row = empty_row(name, length, causal) | {
-                "training_ms": spread(ratio * softmax),
-                "training_ratio": spread(ratio),
-                "peak_bytes": 1000 * length,
-                "memory_ratio": 1.0,
-            }
+            row = Row(
+                mechanism=name,
+                length=length,
+                causal=causal,
+                training_ms=spread(ratio * softmax),
+                training_ratio=spread(ratio),
+                peak_bytes=1000 * length,
+                memory_ratio=1.0,
+            )
             if decode is not None:
-                row |= {"decode_ms": spread(decode[n]), "decode_ratio": spread(decode[n]), "state_bytes": 8192}
+                row.decode_ms, row.decode_ratio, row.state_bytes = spread(decode[n]), spread(decode[n]), 8192
             rows.append(row)
     results: dict[str, Any] = {
         "kind": "compare",
@@ -64,7 +68,7 @@ def figures(path: Path, device: str = "cpu", quality: dict[str, float] | None = 
             for name, value in (quality or {}).items()
         ],
     }  # fmt: skip
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps(to_json(results)))
     return path
 
 
@@ -144,7 +148,7 @@ def test_quality_of_shipped_figures_serves_where_there_is_no_other(
     source = figures(tmp_path / "a.json")
     request = Request(length=16384, causal=True)
     assert "They hold no quality: this ranking is by speed alone" in recommend(request, source).figures
-    other = json.loads(figures(tmp_path / "b.json", quality={"softmax": 2.0, "sinkhorn": 2.4}).read_text())
+    other = load(figures(tmp_path / "b.json", quality={"softmax": 2.0, "sinkhorn": 2.4}), Comparison)
     monkeypatch.setattr(module, "_shipped", lambda: [other])
     advice = recommend(request, source)
     assert "They hold no quality: it is taken from the figures that ship" in advice.figures
@@ -169,14 +173,14 @@ def test_this_machine_before_shipped_ones(cache: Path, monkeypatch: pytest.Monke
     figures(cache / "compare_cpu.json")
     own = find(request)
     assert "this machine" in own.origin
-    assert own.results["machine"]["cpu"] == "Some CPU"
+    assert own.results.machine["cpu"] == "Some CPU"
     assert "Some CPU, 2 threads, float32, batch 1, width 64, 2 heads, 2026-01-02" in recommend(request).figures
 
 
 def test_shipped_figures_that_come_nearer_to_the_length_before_this_machine_s(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longer = json.loads(figures(tmp_path / "a.json").read_text())
+    longer = load(figures(tmp_path / "a.json"), Comparison)
     monkeypatch.setattr(module, "_shipped", lambda: [longer])
     short = json.loads(figures(cache / "compare_cpu.json").read_text())
     short["rows"] = [row for row in short["rows"] if row["length"] < 16384]

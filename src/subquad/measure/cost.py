@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from subquad.checks import ALLOCATION
 from subquad.machine import allocation_peak
 from subquad.mechanisms import build, mechanism
 
-Spread = dict[str, float]  # median, low and high (the quartiles)
 YARDSTICK = "softmax"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORTEST_SAMPLE = 2.0  # milliseconds; quicker calls are repeated within one sample
@@ -29,6 +28,51 @@ ISSUED = 4  # calls while the GPU waits: its queue holds about a thousand launch
 LONGEST_WAIT = 100.0  # milliseconds
 CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 PILOT = 256  # tokens of the run from which memory at a first length is estimated
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several samples: their median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _check_amounts(self)
+
+
+@dataclass(kw_only=True)
+class Row:
+    """The figures of one mechanism at one length; None: not measured. A new figure is a field here, and a column of
+    studies/columns.py where it is to be seen."""
+
+    mechanism: str
+    length: int
+    causal: bool = False
+    forward_ms: Spread | None = None
+    training_ms: Spread | None = None
+    decode_ms: Spread | None = None
+    forward_ratio: Spread | None = None  # to exact softmax, measured just before and after
+    training_ratio: Spread | None = None
+    decode_ratio: Spread | None = None
+    peak_bytes: int | None = None
+    memory_ratio: float | None = None
+    state_bytes: int | None = None
+    skipped: str | None = None  # why it was not tried
+    error: str | None = None  # why it failed
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"length={self.length} cannot work: accepted is an integer of at least 1")
+        _check_amounts(self)
+
+
+def _check_amounts(record: Spread | Row) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ValueError(f"{field.name}={value} cannot work: accepted is a finite number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +146,14 @@ def tensor_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """Median and quartiles, or None of nothing."""
+    """Median and quartiles; None if there are no samples."""
     if not samples:
         return None
     if len(samples) == 1:
         low = high = samples[0]
     else:
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median": statistics.median(samples), "low": low, "high": high}
+    return Spread(statistics.median(samples), low, high)
 
 
 class Sample(NamedTuple):

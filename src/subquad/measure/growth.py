@@ -2,25 +2,44 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from subquad.measure.cost import Row, Spread
 from subquad.mechanisms import mechanism
 
-Row = dict[str, Any]
 FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
 FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
+
+
+@dataclass(kw_only=True)
+class Growth:
+    """Exponents e of T^e of training time and memory, measured and documented."""
+
+    mechanism: str
+    time: float | None = None
+    memory: float | None = None
+    documented_time: float | None = None
+    documented_memory: float | None = None
+    lengths_used: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Crossover:
+    """The length from which a mechanism is cheaper than exact softmax; None: not at the longest one measured."""
+
+    mechanism: str
+    training: int | None = None
+    forward: int | None = None
+    memory: int | None = None
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     """Least squares of log(value) over log(length); None of fewer than two points."""
     if len(lengths) < 2:
         return None
-    x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    top = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return top / sum((a - mean_x) ** 2 for a in x)
+    return statistics.linear_regression([math.log(n) for n in lengths], [math.log(v) for v in values]).slope
 
 
 def crossover(lengths: Sequence[int], ratios: Sequence[float]) -> int | None:
@@ -54,27 +73,27 @@ def between(lengths: Sequence[int], values: Sequence[float], length: int) -> flo
 
 
 def series(rows: Sequence[Row], name: str, field: str) -> tuple[list[int], list[float]]:
-    """(lengths, values) of a mechanism: medians where the field has a spread."""
-    found = [(row["length"], row[field]) for row in rows if row["mechanism"] == name and row.get(field) is not None]
-    found.sort(key=lambda pair: pair[0])
-    return [n for n, _ in found], [_median(v) for _, v in found]
+    """(lengths, values) of a mechanism where the field was measured."""
+    points = sorted((row.length, v) for row in rows if row.mechanism == name and (v := amount(row, field)) is not None)
+    return [length for length, _ in points], [v for _, v in points]
 
 
-def _median(value: Any) -> float:
-    median: float = value["median"] if isinstance(value, dict) else value
-    return median
+def amount(row: Row, field: str) -> float | None:
+    """A figure as one number: the median of a spread."""
+    figure: Spread | float | None = getattr(row, field)
+    return figure.median if isinstance(figure, Spread) else figure
 
 
 def usual_softmax(
     rows: Sequence[Row], cost: str = "training_ms", ratio: str = "training_ratio"
 ) -> dict[tuple[int, bool], float]:
     """(length, causal) -> what softmax of that form cost: the median over all mechanisms it was measured beside."""
-    found: dict[tuple[int, bool], list[float]] = {}
+    costs: dict[tuple[int, bool], list[float]] = {}
     for row in rows:
-        if row.get(ratio) is not None and row.get(cost) is not None:
-            softmax = _median(row[cost]) / _median(row[ratio])
-            found.setdefault((row["length"], bool(row.get("causal"))), []).append(softmax)
-    return {at: statistics.median(costs) for at, costs in found.items()}
+        ours, times_softmax = amount(row, cost), amount(row, ratio)
+        if ours is not None and times_softmax is not None:
+            costs.setdefault((row.length, row.causal), []).append(ours / times_softmax)
+    return {shape: statistics.median(measured) for shape, measured in costs.items()}
 
 
 def steady_times(
@@ -87,57 +106,55 @@ def steady_times(
     fields that come in such a pair.
     """
     usual = usual_softmax(rows, cost, ratio)
-    found = []
+    points = []
     for row in rows:
-        if row["mechanism"] == name and row.get(cost) is not None:
-            value = _median(row[cost])
-            if row.get(ratio) is not None:
-                value = _median(row[ratio]) * usual[row["length"], bool(row.get("causal"))]
-            found.append((row["length"], value))
-    found.sort()
-    return [length for length, _ in found], [value for _, value in found]
+        ours, times_softmax = amount(row, cost), amount(row, ratio)
+        if row.mechanism == name and ours is not None:
+            steady = ours if times_softmax is None else times_softmax * usual[row.length, row.causal]
+            points.append((row.length, steady))
+    points.sort()
+    return [length for length, _ in points], [v for _, v in points]
 
 
 def names(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["mechanism"] for row in rows))
+    return list(dict.fromkeys(row.mechanism for row in rows))
 
 
-def growths(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def growths(rows: Sequence[Row]) -> list[Growth]:
     """Measured exponents of training time and memory beside the documented ones."""
-    found = []
+    growths = []
     for name in names(rows):
         cls = mechanism(name)
         lengths, times = steady_times(rows, name)
         sizes, peaks = series(rows, name, "peak_bytes")
-        found.append(
-            {
-                "mechanism": name,
-                "time": exponent(lengths[-LONGEST:], times[-LONGEST:]),
-                "memory": exponent(sizes[-LONGEST:], peaks[-LONGEST:]),
-                "documented_time": cls.exponent,
-                "documented_memory": cls.memory,
-                "lengths_used": lengths[-LONGEST:],
-            }
+        growth = Growth(
+            mechanism=name,
+            time=exponent(lengths[-LONGEST:], times[-LONGEST:]),
+            memory=exponent(sizes[-LONGEST:], peaks[-LONGEST:]),
+            documented_time=cls.exponent,
+            documented_memory=cls.memory,
+            lengths_used=lengths[-LONGEST:],
         )
-    return found
+        growths.append(growth)
+    return growths
 
 
-def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """From which length on a mechanism is cheaper than exact softmax, in each respect."""
+def crossovers(rows: Sequence[Row]) -> list[Crossover]:
+    """Where each mechanism that was measured beside softmax becomes cheaper, in each respect."""
     fields = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
     return [
-        {"mechanism": name, **{what: crossover(*series(rows, name, field)) for what, field in fields.items()}}
+        Crossover(mechanism=name, **{what: crossover(*series(rows, name, ratio)) for what, ratio in fields.items()})
         for name in names(rows)
-        if any(series(rows, name, field)[0] for field in fields.values())
+        if any(series(rows, name, ratio)[0] for ratio in fields.values())
     ]
 
 
-def growth_of_time(growth: Mapping[str, Any]) -> list[str]:
+def growth_of_time(growth: Growth) -> list[str]:
     """A sentence where the measured growth is far from the documented one, which a reader would not expect."""
-    measured, documented = growth["time"], growth["documented_time"]
-    if abs(measured - documented) < FAR:
+    measured, documented = growth.time, growth.documented_time
+    if measured is None or documented is None or abs(measured - documented) < FAR:
         return []
-    longest = max(growth.get("lengths_used") or [0])
+    longest = max(growth.lengths_used, default=0)
     until = f" up to T = {longest:,}" if longest else ""
     grew = "hardly grew" if measured < FLAT else f"grew about as T^{measured:.2g}"
     why = (

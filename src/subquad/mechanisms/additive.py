@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import Traits
 from subquad.ops.cache import append
+from subquad.ops.dense import hide_future
 from subquad.ops.lengths import symbolic
 from subquad.ops.opaque import attention_operator
 
@@ -50,7 +52,7 @@ class Options(base.Options):
             at_least(self, hidden=1)
 
 
-class Additive(Mixer):
+class Additive(Attention):
     options_type = Options
     state_type = State
     memory_type = Memory
@@ -58,7 +60,7 @@ class Additive(Mixer):
     family = "exact"
     exponent = 2.0
     equivariant = True
-    unused = Mixer.unused | {"rotary"}
+    unused = Attention.unused | {"rotary"}
     small = ({}, {"hidden": 3})
     options: Options
 
@@ -71,84 +73,59 @@ class Additive(Mixer):
         self.score = nn.Parameter(torch.empty(options.heads, self.hidden).uniform_(-1, 1) / self.hidden**0.5)  # v
         self.out = nn.Linear(options.dim, options.dim)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        counts = self._key_counts(q, k, lengths if context is None else context_lengths)
-        return self.out(self._attend(q, k, v, counts).flatten(-2))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        (batch, size), device = q.shape[:2], q.device
+        if self.options.causal:
+            counts = torch.arange(1, size + 1, device=device).expand(batch, size)
+        elif key_lengths is None:
+            counts = torch.full((batch, size), k.shape[1], device=device)
+        else:  # at least one key, so that no softmax is over nothing
+            counts = key_lengths.clamp(min=1)[:, None].expand(batch, size)
+        return self._attend_first(q, k, v, counts)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        weights = self._weights(q, k, lengths if context is None else context_lengths)
-        return self.out(torch.einsum("bhts,bshv->bthv", weights, v).flatten(-2))
+    def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
+        """Each query sees the first counts [B, T] keys."""
+        k, v, dropout = k.to(q.dtype), v.to(q.dtype), self._dropout()
+        if symbolic(*q.shape[:2], k.shape[1]):
+            return _operator([q, k, v, counts, self.score], str(dropout), dropout > 0)
+        return attend(q, k, v, counts, self.score, dropout)
 
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None)
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
+        return (hide_future(scores) if self.options.causal else scores).softmax(-1)
+
+    def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._by_head(self.query(x)), *self._keys(x if context is None else context)
+
+    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        return self._by_head(self.key(context)), self._by_head(self.value(context))
+
+    def _by_head(self, t: Tensor) -> Tensor:
+        return t.unflatten(-1, (self.options.heads, -1))
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.out(o.flatten(-2))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads, size = self.options.heads, capacity or 64
-        return State(
-            self._like.new_zeros(batch, size, heads, self.hidden),
-            self._like.new_zeros(batch, size, heads, self.options.dim // heads),
-            torch.zeros(batch, dtype=torch.int64, device=self._like.device),
-        )
+        k, v = (self._zeros(batch, size, heads, width) for width in (self.hidden, self.options.dim // heads))
+        return State(k, v, self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(*x.shape[:2])
         q, k, v = self._project(x)
-        new = State(
-            append(state.k, k, state.position),
-            append(state.v, v, state.position),
-            self._advance(state.position, x, lengths),
-        )
-        counts = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
-        return self.out(self._attend(q, new.k.to(q.dtype), new.v.to(q.dtype), counts).flatten(-2)), new
+        start = state.position
+        new = State(append(state.k, k, start), append(state.v, v, start), self._advance(start, x, lengths))
+        counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
+        return self._merge(self._attend_first(q, new.k, new.v, counts)), new
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._keys(context), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        q = self._queries(x)
-        k, v = memory.k.to(q.dtype), memory.v.to(q.dtype)
-        return self.out(self._attend(q, k, v, self._key_counts(q, k, memory.lengths)).flatten(-2))
-
-    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._queries(x), *self._keys(x if context is None else context)
-
-    def _queries(self, x: Tensor) -> Tensor:
-        return self.query(x).unflatten(-1, (self.options.heads, -1))
-
-    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (project(context).unflatten(-1, (self.options.heads, -1)) for project in (self.key, self.value))
-        return k, v
-
-    def _key_counts(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        """How many keys, from the first, each query sees: [B, T]; at least one, so that no softmax is over nothing."""
-        (batch, size), device = q.shape[:2], q.device
-        if self.options.causal:
-            return torch.arange(1, size + 1, device=device).expand(batch, size)
-        if lengths is None:
-            return torch.full((batch, size), k.shape[1], device=device)
-        return lengths.clamp(min=1)[:, None].expand(batch, size)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-        dropout = self.options.dropout if self.training else 0.0
-        if symbolic(*q.shape[:2], k.shape[1]):
-            return _operator([q, k, v, counts, self.score], str(dropout), dropout > 0)
-        return attend(q, k, v, counts, self.score, dropout)
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
-        if self.options.causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        mask = None if lengths is None else keep(lengths.clamp(min=1), k.shape[1])
-        if mask is not None:
-            scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-        return scores.softmax(-1)
+        return self._merge(self._attend(self._by_head(self.query(x)), memory.k, memory.v, lengths, memory.lengths))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:

@@ -4,41 +4,32 @@ Legend for shapes, here and in every mechanism:
     B batch, T queries, S keys, H heads, K key width, V value width, D model width, M features, C chunk or capacity,
     N blocks. Tensors for heads are [B, T, H, ·].
 
-A mechanism is a token mixer with its own projections. It subclasses `Mixer` and writes the underscored methods, which
-receive checked arguments with padding already set to zero; `Mixer` holds everything that is the same for all of them.
+A mechanism is a token mixer with its own projections. It subclasses `Mixer`, or `Attention` (attention.py) if it
+multiplies values by weights, and writes methods with an underscore: they get checked arguments whose padding is zero.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import (
-    FLOATS,
-    at_least,
-    check_count,
-    check_methods,
-    check_plain,
-    check_strided,
-    check_tensor,
-    refuse,
-)
-from subquad.ops.autocast import autocasts
-from subquad.ops.lengths import check_lengths, shape_of
-from subquad.ops.rotary import rotate
+from subquad.checks import check_count, check_methods, check_plain, refuse
+from subquad.mechanisms import checking
+from subquad.ops.lengths import shape_of, zero_padding
 
 StateKind = Literal["constant", "window", "growing"]
 State = Any  # a NamedTuple of tensors, batch first, one of them `position` [B]; each mechanism has its own
+AtLeast0 = Annotated[int, 0]  # an option that is an integer of at least 0
+AtLeast1 = Annotated[int, 1]
 
 
 class Memory(NamedTuple):
-    """A context as it came. Mechanisms that can prepare something of it have a memory of their own, `lengths` last."""
+    """A context as it came. A mechanism that can prepare some of the work has a memory of its own, `lengths` last."""
 
     context: Tensor  # [B, S, D]
     lengths: Tensor  # [B]
@@ -56,72 +47,37 @@ class Traits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The base options; a mechanism adds its own in a frozen subclass."""
+    """The base options; a mechanism adds its own in a frozen subclass. Types and least values are checked."""
 
-    dim: int  # width of the model
-    heads: int = 1  # of the attention; dim is split over them
+    dim: AtLeast1  # width of the model
+    heads: AtLeast1 = 1  # of the attention; dim is split over them
     causal: bool = False  # a position sees itself and what came before
     dropout: float = 0.0  # of attention weights, in training
     rotary: bool = False  # rotate queries and keys by their position
-    layer: int = 0  # index in the stack, for interleaving and sharing
-    seed: int = 0  # of everything drawn at random when the module is made
+    layer: AtLeast0 = 0  # index in the stack, for interleaving and sharing
+    seed: AtLeast0 = 0  # of everything drawn at random when the module is made
     max_length: int | None = None  # the longest sequence, where something learned has that size
 
     def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self)).items():
-            check_plain(name, getattr(self, name), hint)
-        at_least(self, dim=1, heads=1, layer=0, seed=0)
+        plain = typing.get_type_hints(type(self))
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            check_plain(name, value, plain[name])
+            if typing.get_origin(hint) is Annotated:
+                check_count(name, value, *hint.__metadata__)
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
         if self.max_length is not None:
-            at_least(self, max_length=1)
+            check_count("max_length", self.max_length)
         if not 0 <= self.dropout < 1:
             refuse("dropout", self.dropout, "a probability in [0, 1)")
 
 
-def keep(lengths: Tensor | None, size: int) -> Tensor | None:
-    """True where a right-padded row has a token: [B] -> [B, size]."""
-    if lengths is None:
-        return None
-    return torch.arange(size, device=lengths.device) < lengths[:, None]
-
-
-class Heads(nn.Module):
-    """The projections of multi-head attention: x -> q, k, v per head, and back."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.dim, self.heads = dim, heads
-        self.qkv = nn.Linear(dim, 3 * dim)  # one product instead of three
-        self.out = nn.Linear(dim, dim)
-
-    def split(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, D/H]."""
-        if context is not None:
-            return self.queries(x), *self.keys(context)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).chunk(3, dim=-1))
-        return q, k, v
-
-    def queries(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> q [B, T, H, D/H]"""
-        q = nn.functional.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
-        return q.unflatten(-1, (self.heads, -1))
-
-    def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D] -> k and v [B, S, H, D/H]"""
-        both = nn.functional.linear(context, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.chunk(2, dim=-1))
-        return k, v
-
-    def merge(self, o: Tensor) -> Tensor:
-        """[B, T, H, D/H] -> [B, T, D]"""
-        return self.out(o.flatten(-2))
-
-
 @check_methods
 class Mixer(nn.Module):
-    """Base of all mechanisms: `forward`, `prefill`, `step`, `reference`, `pattern` over checked input."""
+    """Base of all mechanisms. Public methods check their arguments (checking.py) and call what a mechanism writes."""
 
+    # What a mechanism says about itself
     options_type: ClassVar[type[Options]] = Options
     state_type: type | None = None
     memory_type: type[Any] = Memory
@@ -133,73 +89,21 @@ class Mixer(nn.Module):
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options without meaning here
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options at which forty tokens already show it at work
-
-    _like: Tensor
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_methods(cls)
-
-    def __init__(self, options: Options):
-        super().__init__()
-        self.options = options
-        self._refuse_impossible()
-        possible = type(self).traits
-        causal = options.causal
-        self.traits = possible._replace(
-            causal=causal,
-            bidirectional=not causal,
-            cross=possible.cross and not causal,
-            state=possible.state if causal else None,
-        )
-        self._shape_memo: tuple[torch.dtype, list[tuple[torch.dtype, tuple[int | None, ...]]]] | None = None
-        self._memory_memo: list[tuple[int | None, ...]] | None = None
-        # parameter-free mechanisms follow .to() as well, and their states are made where they are
-        self.register_buffer("_like", torch.empty(0), persistent=False)
-
-    def _refuse_impossible(self) -> None:
-        options, cls = self.options, type(self)
-        name = cls.__name__
-        for field in dataclasses.fields(Options):
-            if field.name in cls.unused - {"heads", "dim"} and getattr(options, field.name) != field.default:
-                value = getattr(options, field.name)
-                raise ValueError(f"{field.name}={value!r} has no meaning for {name}: leave it at {field.default!r}")
-        if options.causal and not cls.traits.causal:
-            raise ValueError(f"causal=True cannot work: {name} has no causal form ({cls._why_not_causal})")
-        if not options.causal and not cls.traits.bidirectional:
-            raise ValueError(f"causal=False cannot work: {name} is causal only; pass causal=True")
-        if cls.traits.fixed_length and options.max_length is None:
-            raise ValueError(
-                f"max_length=None cannot work: {name} has parameters for each position; pass the longest T you need"
-            )
-        if "heads" not in cls.unused and options.dim % options.heads:
-            raise ValueError(f"heads={options.heads} cannot work: it must divide dim={options.dim}")
-        if options.rotary and (options.dim // options.heads) % 2:
-            raise ValueError(f"rotary=True cannot work: dim/heads={options.dim // options.heads} must be even")
-
     _why_not_causal: ClassVar[str] = "its paper defines none"
 
-    # What a mechanism writes
+    # What a mechanism writes: the first three, the next three if traits.state, the next one if traits.cross
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        """The fast path. Rows beyond `lengths` may hold anything: `forward` sets them to zero."""
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The fast path. Outputs beyond `lengths` may be anything: `forward` sets them to zero."""
         raise NotImplementedError
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        """The definition, dense; shares parameters and projections with the fast path and nothing else."""
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The definition, dense, of rows without padding; shares only parameters and projections with the fast path."""
         raise NotImplementedError
 
     def _pattern(self, x: Tensor) -> Tensor:
         """Who attends to whom, [B, H, T, T]."""
         raise NotImplementedError
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates, if there is one."""
-        return None
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         raise NotImplementedError
@@ -209,28 +113,38 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token, [B, D]. A prompt of length 1, unless the mechanism knows better."""
+        """One token, [B, D]: a prompt of length 1, unless the mechanism has a faster way."""
         y, state = self._prefill(x[:, None], None, state)
         return y[:, 0], state
 
+    def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
+        """The fast path with keys and values from a context."""
+        raise NotImplementedError
+
+    # What a mechanism may write as well
+
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """`_step` that writes the new state over the old one; by a copy, unless the mechanism knows better."""
+        """`_step` that writes the new state over the old one."""
         y, new = self._step(x, state)
         return y, type(state)(*(o.copy_(n) if o.shape == n.shape else n for o, n in zip(state, new, strict=True)))
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
-        """The memory of a context: what of cross-attention to it needs no query. `lengths` is its last field."""
+        """The part of cross-attention to a context that needs no query, with `lengths` as its last field."""
         return Memory(context, lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Any) -> Tensor:
-        """`_forward` with a memory in place of the context it was made of."""
-        return self._forward(x, lengths, memory.context, memory.lengths)
+        """`_cross` with a memory in place of the context."""
+        return self._cross(x, lengths, memory.context, memory.lengths)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates, if there is one."""
+        return None
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
 
-    def share_with(self, first: Mixer) -> None:
-        """Take what all layers of a stack share from the first layer of this kind; here nothing is shared."""
+    def share_with(self, first: "Mixer") -> None:
+        """Use what the layers of a stack share, from the first layer of this kind; here nothing is shared."""
 
     # What everybody calls
 
@@ -245,22 +159,17 @@ class Mixer(nn.Module):
 
         `context` may also be what `remember` made of one.
         """
+        x, lengths = checking.check_padded(self, x, lengths)
         if isinstance(context, tuple):
-            return self._recalled(x, lengths, context, context_lengths)
-        return self._padded(self._forward, x, lengths, context, context_lengths)
-
-    def remember(self, context: Tensor, context_lengths: Tensor | None = None) -> Any:
-        """A context [B, S, D] prepared for many calls, such as a decoder's steps: mix(x, context=memory).
-
-        A NamedTuple of tensors, batch first, to be saved, stacked and indexed like a state. It holds for the parameters
-        and random draws that it was made with, and gradients go through it.
-        """
-        context, lengths = self._check_context(context, context_lengths)
-        if lengths is None:
-            lengths = torch.full(context.shape[:1], context.shape[1], device=context.device)
-        if not torch.compiler.is_compiling():
-            self._memory_shape()  # so that no step has to find it out
-        return self._remember(context, lengths)
+            memory: Any = context
+            checking.check_memory(self, memory, context_lengths, x.shape[0])
+            y, context_lengths = self._recall(x, lengths, memory), memory.lengths
+        else:
+            context, context_lengths = checking.check_context(self, x, context, context_lengths)
+            y = self._forward(x, lengths) if context is None else self._cross(x, lengths, context, context_lengths)
+        y = zero_padding(y, lengths)
+        # without anything to attend to a row is zero, like a row of length 0
+        return y if context_lengths is None else y.masked_fill((context_lengths == 0)[:, None, None], 0)
 
     def reference(
         self,
@@ -269,17 +178,42 @@ class Mixer(nn.Module):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        """What `forward` must equal: the paper's definition, dense and slow."""
-        return self._padded(self._reference, x, lengths, context, context_lengths)
+        """What `forward` must equal: the paper's definition, dense and slow, of each row without its padding."""
+        x, lengths = checking.check_padded(self, x, lengths)
+        context, context_lengths = checking.check_context(self, x, context, context_lengths)
+        if lengths is None and context_lengths is None:
+            return self._reference(x, context)
+        rows = []
+        for b, row in enumerate(x.split(1)):
+            row = row if lengths is None else row[:, : lengths[b]]
+            other = None if context is None else context[b : b + 1]
+            other = other if other is None or context_lengths is None else other[:, : context_lengths[b]]
+            empty = row.shape[1] == 0 or (other is not None and other.shape[1] == 0)
+            y = row[:, :0] if empty else self._reference(row, other)
+            rows.append(F.pad(y, (0, 0, 0, x.shape[1] - y.shape[1])))
+        return torch.cat(rows)
 
     def pattern(self, x: Tensor) -> Tensor:
         """Weights of who attends to whom, [B, H, T, T], for pictures."""
-        self._check_tokens(x, "x")
+        checking.check_tokens(self, x)
         return self._pattern(x)
+
+    def remember(self, context: Tensor, context_lengths: Tensor | None = None) -> Any:
+        """A context [B, S, D] prepared for many calls, such as a decoder's steps: mix(x, context=memory).
+
+        A NamedTuple of tensors, batch first, to be saved, stacked and indexed like a state. It holds for the parameters
+        and random draws that it was made with, and gradients go through it.
+        """
+        context, lengths = checking.check_keys(self, context, context_lengths)
+        if lengths is None:
+            lengths = torch.full(context.shape[:1], context.shape[1], device=context.device)
+        if not torch.compiler.is_compiling():
+            checking.memory_shapes(self)  # now, so that no step has to find them out
+        return self._remember(context, lengths)
 
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         """The state before the first token. `capacity`: positions a growing state holds without reallocating."""
-        self._check_stateful("init_state")
+        checking.check_stateful(self, "init_state")
         check_count("batch", batch)
         if capacity is not None:
             check_count("capacity", capacity)
@@ -287,192 +221,62 @@ class Mixer(nn.Module):
 
     def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
         """A prompt in parallel, ragged or not, from nothing or from a state: y, and the state after each row's end."""
-        self._check_stateful("prefill")
-        self._check_tokens(x, "x")
-        lengths = check_lengths(lengths, x, "lengths")
+        checking.check_stateful(self, "prefill")
+        x, lengths = checking.check_padded(self, x, lengths)
         if state is not None:
-            self._check_state(state, x.shape[0])
-        mask = keep(lengths, x.shape[1])
-        y, state = self._prefill(_zero_padding(x, mask), lengths, state)
-        return _zero_padding(y, mask), state
+            checking.check_state(self, state, x.shape[0])
+        y, state = self._prefill(x, lengths, state)
+        return zero_padding(y, lengths), state
 
     def step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`.
 
         In place a state that must grow is replaced all the same: use what is returned.
         """
-        self._check_stateful("step")
+        checking.check_stateful(self, "step")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [B, {self.options.dim}]")
-        self._check_tokens(x[:, None], "x")
-        self._check_state(state, x.shape[0])
+        checking.check_tokens(self, x[:, None])
+        checking.check_state(self, state, x.shape[0])
         return self._step_inplace(x, state) if inplace else self._step(x, state)
 
-    # Shared by mechanisms
-
-    def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rotary positions on q and k if asked for; rows start at `position` [B] (0 if None)."""
-        if not self.options.rotary:
-            return q, k
-        positions = torch.arange(q.shape[1], device=q.device)
-        if position is not None:
-            positions = position[:, None] + positions
-        return rotate(q, positions), rotate(k, positions)
-
-    def _generator(self) -> torch.Generator:
-        """The generator of this layer's draws: reproducible from `seed`, different in each layer."""
-        return torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.options.layer)
+    # What a mechanism may use
 
     def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The positions after a prompt x [B, T, D]."""
         return position + (x.shape[1] if lengths is None else lengths)
 
-    def extra_repr(self) -> str:
-        changed = (
-            f"{field.name}={getattr(self.options, field.name)!r}"
-            for field in dataclasses.fields(self.options)
-            if getattr(self.options, field.name) != field.default
+    def _generator(self) -> torch.Generator:
+        """The generator of this layer's draws: reproducible from `seed`, different in each layer."""
+        return torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.options.layer)
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros on this module's device, of its type unless told otherwise."""
+        return self._like.new_zeros(shape, dtype=dtype)
+
+    # What is the same for all
+
+    _like: Tensor  # of this module's type and on its device, even without parameters
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
+
+    def __init__(self, options: Options):
+        super().__init__()
+        checking.check_options(type(self), options)
+        self.options = options
+        possible, causal = type(self).traits, options.causal
+        self.traits = possible._replace(
+            causal=causal,
+            bidirectional=not causal,
+            cross=possible.cross and not causal,
+            state=possible.state if causal else None,
         )
-        return ", ".join(changed)
+        self._state_shapes: tuple[torch.dtype, list[tuple[torch.dtype, checking.Shape]]] | None = None
+        self._memory_shapes: list[checking.Shape] | None = None
+        self.register_buffer("_like", torch.empty(0), persistent=False)
 
-    # Checks
-
-    def _padded(
-        self, mix: Any, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        self._check_tokens(x, "x")
-        lengths = check_lengths(lengths, x, "lengths")
-        if context is None:
-            if context_lengths is not None:
-                raise ValueError("context_lengths came without context: pass both or neither")
-        else:
-            context, context_lengths = self._check_context(context, context_lengths)
-            if context.shape[0] != x.shape[0]:
-                raise ValueError(f"context has batch {context.shape[0]}: x has batch {x.shape[0]}")
-        mask = keep(lengths, x.shape[1])
-        y = _zero_padding(mix(_zero_padding(x, mask), lengths, context, context_lengths), mask)
-        if context_lengths is not None:  # nothing to attend to: zeros, as for a row of length 0
-            y = y.masked_fill((context_lengths == 0)[:, None, None], 0)
-        return y
-
-    def _check_tokens(self, x: Tensor, name: str) -> None:
-        dim = self.options.dim
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != dim:
-            raise ValueError(f"{name} has shape {shape_of(x)}: accepted is [batch, T, {dim}]")
-        if x.shape[0] == 0 or x.shape[1] == 0:
-            raise ValueError(f"{name} has shape {shape_of(x)}: at least one row and one token are needed")
-        check_strided(name, x)
-        if x.device != self._like.device:
-            raise ValueError(f"{name} is on {x.device}: this module is on {self._like.device}")
-        cast = autocasts(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if x.dtype != self._like.dtype and not cast:
-            raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {self._like.dtype}")
-        limit = self.options.max_length
-        if limit is not None and self.traits.fixed_length and x.shape[1] > limit:
-            raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
-
-    def _recalled(self, x: Tensor, lengths: Tensor | None, memory: Any, context_lengths: Tensor | None) -> Tensor:
-        self._check_tokens(x, "x")
-        lengths = check_lengths(lengths, x, "lengths")
-        if context_lengths is not None:
-            raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
-        self._check_memory(memory, x.shape[0])
-        mask = keep(lengths, x.shape[1])
-        y = _zero_padding(self._recall(_zero_padding(x, mask), lengths, memory), mask)
-        return y.masked_fill((memory.lengths == 0)[:, None, None], 0)
-
-    def _check_context(self, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self.options.causal:
-            raise ValueError("context was given to a causal module: cross-attention needs causal=False")
-        if not self.traits.cross:
-            raise ValueError(f"context was given, but {type(self).__name__} has no cross-attention")
-        if self.options.rotary:
-            raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
-        self._check_tokens(context, "context")
-        lengths = check_lengths(lengths, context, "context_lengths")
-        return _zero_padding(context, keep(lengths, context.shape[1])), lengths
-
-    def _check_memory(self, memory: Any, batch: int) -> None:
-        name = type(self).__name__
-        if not isinstance(memory, self.memory_type):
-            came = f"{type(memory).__module__}.{type(memory).__name__}"
-            raise ValueError(
-                f"context is a {came}: accepted is a tensor, or the memory that this {name}'s remember made"
-            )
-        if torch.compiler.is_compiling():
-            return
-        for field, t, shape in zip(memory._fields, memory, self._memory_shape(), strict=True):
-            check_tensor(f"context.{field}", t)
-            double = torch.float64  # autocast makes the others
-            if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (self._like.dtype == double)):
-                raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {self._like.dtype}")
-            if field == "lengths" and t.dtype != torch.int64:
-                raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
-            if t.shape[:1] != (batch,):
-                raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
-            if t.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True)):
-                wanted = ["batch", *("any" if n is None else n for n in shape[1:])]
-                raise ValueError(f"context.{field} has shape {list(t.shape)}: this {name} remembers {wanted}")
-            if t.device != self._like.device:
-                raise ValueError(f"context.{field} is on {t.device}: this module is on {self._like.device}")
-
-    def _memory_shape(self) -> list[tuple[int | None, ...]]:
-        """The shape of each field of a memory; None where it follows the context's length."""
-        if self._memory_memo is None:
-            made = []
-            for size in (1, self.options.max_length or 1000):
-                context = self._like.new_zeros(1, size, self.options.dim)
-                with torch.no_grad():
-                    made.append(self._remember(context, torch.full((1,), size, device=context.device)))
-            self._memory_memo = [
-                tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True))
-                for a, b in zip(*made, strict=True)
-            ]
-        return self._memory_memo
-
-    def _check_stateful(self, method: str) -> None:
-        if self.traits.state is None:
-            name = type(self).__name__
-            why = (
-                "built with causal=False"
-                if type(self).traits.state and not self.options.causal
-                else "without a recurrent form"
-            )
-            raise NotImplementedError(f"{method}: {name} is {why}, so there is no state; recompute with forward")
-
-    def _check_state(self, state: State, batch: int) -> None:
-        name = type(self).__name__
-        if self.state_type is not None and not isinstance(state, self.state_type):
-            raise ValueError(
-                f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill"
-            )
-        if torch.compiler.is_compiling():
-            return
-        for field, t, (dtype, shape) in zip(state._fields, state, self._state_shape(), strict=True):
-            check_tensor(f"state.{field}", t)
-            if t.shape[:1] != (batch,):
-                raise ValueError(f"state has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
-            fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True))
-            if not fits or t.dtype != dtype:
-                wanted = ["batch", *("any" if n is None else n for n in shape[1:])]
-                raise ValueError(
-                    f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {wanted}; "
-                    "a state goes with the module, or the options, it came from"
-                )
-            if t.device != self._like.device:
-                raise ValueError(f"state.{field} is on {t.device}: this module is on {self._like.device}")
-
-    def _state_shape(self) -> list[tuple[torch.dtype, tuple[int | None, ...]]]:
-        """Type and shape of each field of a state; None where it follows the capacity."""
-        if self._shape_memo is None or self._shape_memo[0] != self._like.dtype:
-            small, large = (self._init_state(1, capacity) for capacity in (1, 1000))
-            shapes = [
-                (a.dtype, tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True)))
-                for a, b in zip(small, large, strict=True)
-            ]
-            self._shape_memo = (self._like.dtype, shapes)
-        return self._shape_memo[1]
-
-
-def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+    def extra_repr(self) -> str:
+        fields = ((field, getattr(self.options, field.name)) for field in dataclasses.fields(self.options))
+        return ", ".join(f"{field.name}={value!r}" for field, value in fields if value != field.default)

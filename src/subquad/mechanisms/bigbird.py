@@ -24,9 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits, keep
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
@@ -40,14 +39,9 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    block: int = 64  # tokens of a block
-    random: int = 3  # random blocks per block of queries and head
+    block: AtLeast1 = 64  # tokens of a block
+    random: AtLeast0 = 3  # random blocks per block of queries and head
     construction: Literal["itc", "etc"] = "itc"  # global are the ends, or extra learned tokens
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, block=1, random=0)
-        one_of(self, construction=("itc", "etc"))
 
 
 class Bigbird(Patterned):
@@ -85,50 +79,45 @@ class Bigbird(Patterned):
         drawn = Random(self.options.random, block, self._seed if seed is None else seed, apart=2, first=in_front)
         return [pattern | replace(drawn, head=head) for head in range(self.options.heads)]
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         block = self.options.block
         row, column = i // block, j // block
-        read = (row - column).abs() <= 1
-        read = read | (j < block)
+        read = ((row - column).abs() <= 1) | (j < block)
         if self.options.construction == "itc" and not self.options.causal:
-            read = read | (i < block) | (i >= lengths - block) | (j >= lengths - block)
+            read = read | (i < block) | (i >= size - block) | (j >= size - block)
             row, column = row + 1, column + 1  # draws are counted from the last block, which goes first
-        heads = [read.expand(len(lengths), 1, *read.shape[-2:]) for _ in range(self.options.heads)]
-        for head, pattern in enumerate(self.patterns):
+        heads = []
+        for pattern in self.patterns:
+            heads.append(read)
             for drawn in pattern.atoms:
                 if isinstance(drawn, Random):
-                    table = drawn.table(row, causal=self.options.causal, length=lengths)  # [..., T, 1, random]
-                    heads[head] = heads[head] | (table == column[..., None]).any(-1)
-        return torch.cat(heads, 1)
+                    table = drawn.table(row, causal=self.options.causal, length=size)  # [T, 1, random]
+                    heads[-1] = heads[-1] | (table == column[..., None]).any(-1)
+        return torch.stack(heads)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         if self.options.construction == "etc":
             tokens = self._read(x, lengths)
-            return super()._forward(torch.cat((tokens, x), 1), self._longer(lengths), None, None)[:, len(self.tokens) :]
+            return super()._forward(torch.cat((tokens, x), 1), self._longer(lengths))[:, len(self.tokens) :]
         if self.options.causal:
-            return super()._forward(x, lengths, None, None)
+            return super()._forward(x, lengths)
         there, back = self._last_block_first(x, lengths)
         q, k, v = self.heads.split(_take(x, there))
         if self.options.rotary:
             q, k = rotate(q, there), rotate(k, there)
-        return _take(self.heads.merge(self._attend(q, k, v, lengths)), back)
+        return _take(self._merge(self._attend(q, k, v, lengths, lengths)), back)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         if self.options.construction == "itc":
-            return super()._reference(x, lengths, None, None)
-        tokens = self._read_dense(x, lengths)
-        return super()._reference(torch.cat((tokens, x), 1), self._longer(lengths), None, None)[:, len(self.tokens) :]
+            return super()._reference(x)
+        return super()._reference(torch.cat((self._read_dense(x), x), 1))[:, len(self.tokens) :]
 
     def _pattern(self, x: Tensor) -> Tensor:
         """Of etc the tokens of x alone: what a row lacks to 1 is on the learned tokens."""
         if self.options.construction == "itc":
             return super()._pattern(x)
         size = len(self.tokens)
-        return super()._pattern(torch.cat((self._read_dense(x, None), x), 1))[:, :, size:, size:]
+        return super()._pattern(torch.cat((self._read_dense(x), x), 1))[:, :, size:, size:]
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
         if self.options.construction == "itc":
@@ -156,25 +145,20 @@ class Bigbird(Patterned):
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """g': what the learned tokens are after reading themselves and the sequence, [B, block, D]."""
-        tokens = self.tokens.expand(x.shape[0], -1, -1)
+        tokens, n = self.tokens.expand(x.shape[0], -1, -1), self._longer(lengths)
         if self.options.causal:
             return tokens
         q, k, v = self._project_read(tokens, x)
-        o = sparse_attention(
-            q, k, v, Dense(), key_lengths=self._longer(lengths), scale=self.scale, impl=self.options.impl
-        )
-        return tokens + self.heads.merge(o)
+        o = sparse_attention(q, k, v, Dense(), key_lengths=n, scale=self.scale, impl=self.options.impl)
+        return tokens + self._merge(o)
 
-    def _read_dense(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+    def _read_dense(self, x: Tensor) -> Tensor:
         tokens = self.tokens.expand(x.shape[0], -1, -1)
         if self.options.causal:
             return tokens
         q, k, v = self._project_read(tokens, x)
-        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-        visible = keep(self._longer(lengths), k.shape[1])
-        if visible is not None:
-            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-        return tokens + self.heads.merge(torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v))
+        weights = (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
+        return tokens + self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
 
     def _project_read(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads.split(tokens, torch.cat((tokens, x), 1))

@@ -31,13 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
-from subquad.ops.lengths import at_most, symbolic
+from subquad.ops.lengths import at_most, keep, symbolic, visible_keys
 from subquad.ops.opaque import attention_operator
+from subquad.ops.precision import wide
 from subquad.ops.prefix import join_softmax, join_top, prefix
 
 CHUNK = 32  # queries of a cluster that sit together, where an even share of them is not known
@@ -46,21 +48,15 @@ PAIRS_A_KEY = 16  # to fetch a key for a cluster takes as long as so many pairs 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 64  # of queries
-    topk: int = 32  # keys of a cluster that each query attends to exactly
+    clusters: AtLeast1 = 64  # of queries
+    topk: AtLeast1 = 32  # keys of a cluster that each query attends to exactly
     improved: bool = True  # False: every query takes its cluster's output
-    bits: int = 63  # of the sign hash that is clustered
-    iterations: int = 10  # of Lloyd's algorithm on the hashes
-    block: int = 64  # causal: attended to exactly
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, clusters=1, topk=1, bits=1, iterations=0, block=1)
-        if self.improved not in (True, False):
-            refuse("improved", self.improved, "True or False")
+    bits: AtLeast1 = 63  # of the sign hash that is clustered
+    iterations: AtLeast0 = 10  # of Lloyd's algorithm on the hashes
+    block: AtLeast1 = 64  # causal: attended to exactly
 
 
-class Clustered(Mixer):
+class Clustered(Attention):
     options_type = Options
     traits = Traits(causal=True, bidirectional=True, cross=True)
     family = "clustering"
@@ -89,21 +85,14 @@ class Clustered(Mixer):
     def redraw(self, generator: torch.Generator | None = None) -> None:
         self.planes.copy_(torch.randn(self.planes.shape, generator=generator or self._generator()))
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        if self.options.causal:
-            bits = self._bits(q)
-            if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # which takes minutes over the loop
-                settings = self.settings if self._dropout() else self.settings_without_dropout
-                return self.heads.merge(_operator([q, k, v, bits], settings, self._dropout() > 0))
-            return self.heads.merge(self._causal(q, k, v, bits))
-        return self.heads.merge(self._bidirectional(q, k, v, lengths, lengths if context is None else context_lengths))
-
-    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k), v
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if not self.options.causal:
+            return self._bidirectional(q, k, v, lengths, key_lengths)
+        bits = self._bits(q)
+        if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # which takes minutes over the loop
+            settings = self.settings if self._dropout() else self.settings_without_dropout
+            return _operator([q, k, v, bits], settings, self._dropout() > 0)
+        return self._causal(q, k, v, bits)
 
     def _bidirectional(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
@@ -113,15 +102,15 @@ class Clustered(Mixer):
         _, label = hamming_clusters(self._bits(q), clusters, self.options.iterations, counts)  # [B, H, T]
         if lengths is not None:
             label = label.masked_fill(~keep(lengths, size)[:, None], -1)  # type: ignore[index]
-        centroids, _ = cluster_means(_wide(q).transpose(1, 2), label, clusters)  # [B, H, N, K]
-        scores = torch.einsum("bhnk,bshk->bhns", centroids, _wide(k)) * self.scale
-        if key_lengths is not None:
-            hidden = ~keep(key_lengths.clamp(min=1), k.shape[1])[:, None, None]  # type: ignore[index]
-            scores = scores.masked_fill(hidden, -torch.inf)
+        centroids, _ = cluster_means(wide(q).transpose(1, 2), label, clusters)  # [B, H, N, K]
+        scores = torch.einsum("bhnk,bshk->bhns", centroids, wide(k)) * self.scale
+        visible = visible_keys(key_lengths, k.shape[1])
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(-1)
         own = label.clamp(min=0)[..., None]  # [B, H, T, 1]
         if not self.options.improved:
-            o = torch.einsum("bhns,bshv->bhnv", self._dropped(weights), _wide(v))
+            o = torch.einsum("bhns,bshv->bhnv", self._dropped(weights), wide(v))
             return _pick(o, own).to(v.dtype).transpose(1, 2)
 
         if symbolic(k.shape[1]):  # there may be fewer keys than topk
@@ -129,7 +118,7 @@ class Clustered(Mixer):
             v = F.pad(v, (0, 0, 0, 0, 0, topk))
         found, top = scores.topk(at_most(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
         mass = weights.gather(-1, top).sum(-1, keepdim=True)
-        rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), _wide(v))
+        rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), wide(v))
         exact = self._over(top.masked_fill(found == -torch.inf, -1), q * self.scale, k, v, label)
         return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
 
@@ -150,7 +139,7 @@ class Clustered(Mixer):
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor) -> Tensor:
         size, block, dtype = q.shape[1], self.options.block, v.dtype
-        q, k, v = (_wide(F.pad(t, (0, 0, 0, 0, 0, -size % block))) for t in (q * self.scale, k, v))
+        q, k, v = (wide(F.pad(t, (0, 0, 0, 0, 0, -size % block))) for t in (q * self.scale, k, v))
         own, mass = self._own_block(q, k, v)  # [B, H, T, V] and [B, H, T]
         parts, start = [own[:, :, :block]], block
         while start < size:  # twice as far each time
@@ -167,10 +156,10 @@ class Clustered(Mixer):
         """Exact causal attention inside each block, and the log of its exp-mass."""
         block = self.options.block
         q, k, v = (t.unflatten(1, (-1, block)) for t in (q, k, v))  # [B, N, C, H, ·]
-        scores = _wide(torch.einsum("bnchk,bndhk->bhncd", q, k))  # autocast makes sixteen bits of any product
+        scores = wide(torch.einsum("bnchk,bndhk->bhncd", q, k))  # autocast makes sixteen bits of any product
         future = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-        o = _wide(torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v))
+        o = wide(torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v))
         return o.flatten(2, 3), scores.logsumexp(-1).flatten(2, 3)
 
     def _blocks_before(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -183,9 +172,9 @@ class Clustered(Mixer):
         centroids, count = cluster_means(q[:, :start].transpose(1, 2), label, clusters)  # [B, H, N, K]
         label = nearest_bits(bits[:, :, start : q.shape[1]], codes, count > 0)  # [B, H, T]
         label = F.pad(label, (0, q.shape[1] - start - label.shape[-1]))  # the rest of the last block
-        scores = _wide(torch.einsum("bhnk,bshk->bhns", centroids, k))
+        scores = wide(torch.einsum("bhnk,bshk->bhns", centroids, k))
         in_blocks = scores.unflatten(-1, (-1, block))  # [B, H, N, blocks, C]
-        o = _wide(torch.einsum("bhnmc,bmchv->bhnmv", in_blocks.softmax(-1), v.unflatten(1, (-1, block))))
+        o = wide(torch.einsum("bhnmc,bmchv->bhnmv", in_blocks.softmax(-1), v.unflatten(1, (-1, block))))
         mass, o = prefix((in_blocks.logsumexp(-1, keepdim=True), o), join_softmax)  # over the blocks up to each
         upto = torch.arange(start, q.shape[1], device=q.device) // block - 1
         at = (label * mass.shape[-2] + upto)[..., None]  # [B, H, T, 1]: its cluster, up to the block before its own
@@ -214,40 +203,19 @@ class Clustered(Mixer):
     def _bits(self, q: Tensor) -> Tensor:
         return sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
 
-    def _dropout(self) -> float:
-        return self.options.dropout if self.training else 0.0
-
     def _dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self._dropout())
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._project(x)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        weights = self._weights(q, k, lengths, lengths if context is None else context_lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None, None)
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The definition, one row and head after the other: [B, H, T, S]."""
-        (batch, size, heads, _), keys = q.shape, k.shape[1]
-        define = self._define_causal if self.options.causal else self._define
-        rows = []
-        for b in range(batch):
-            n = size if lengths is None else int(lengths[b])
-            m = keys if key_lengths is None else int(key_lengths[b])
-            for h in range(heads):
-                w = define(q[b, :n, h], k[b, :m, h]) if n and m else q.new_zeros(n, m)
-                rows.append(F.pad(w, (0, keys - m, 0, size - n)))
-        return torch.stack(rows).view(batch, heads, size, keys)
+        define = self._define_causal if self.options.causal else self._define_bidirectional
+        rows = [torch.stack([define(q[b, :, h], k[b, :, h]) for h in range(q.shape[2])]) for b in range(len(q))]
+        return torch.stack(rows)
 
-    def _define(self, q: Tensor, k: Tensor) -> Tensor:
+    def _define_bidirectional(self, q: Tensor, k: Tensor) -> Tensor:
         _, label = self._lloyd(q)
         weights = q.new_zeros(len(q), len(k))
         for cluster in label.unique():
@@ -301,10 +269,6 @@ class Clustered(Mixer):
                 ones, number = bits[label == c].sum(0), (label == c).sum()
                 codes[c] = torch.where(2 * ones == number, codes[c], 2 * ones > number)
         return codes, (bits[:, None] != codes).sum(-1).argmin(-1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

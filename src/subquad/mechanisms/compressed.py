@@ -23,15 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.cache import append
-from subquad.ops.dense import dense_attention
-from subquad.ops.lengths import padding, symbolic
+from subquad.ops.dense import counted_attention, dense_attention
+from subquad.ops.lengths import padding, symbolic, zero_padding
 from subquad.ops.rotary import rotate
-
-ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
 
 
 class State(NamedTuple):
@@ -50,14 +49,10 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    stride: int = 3  # tokens that become one key and one value
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, stride=1)
+    stride: AtLeast1 = 3  # tokens that become one key and one value
 
 
-class Compressed(Mixer):
+class Compressed(Attention):
     options_type = Options
     state_type = State
     memory_type = Memory
@@ -75,22 +70,23 @@ class Compressed(Mixer):
         self.value = nn.Conv1d(dim, dim, stride, stride, groups=heads)
         self.nothing = nn.Parameter(torch.zeros(heads, dim // heads)) if options.causal and stride > 1 else None
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self.heads.split(x, context)
-        q, stride = self._turn(q, torch.arange(x.shape[1], device=x.device)), self.options.stride
+    def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.heads.split(x, context)  # not rotated: keys turn when they are slots
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        at, counts, stride = torch.arange(q.shape[1], device=q.device), key_lengths, self.options.stride
+        q = self._turn(q, at)
+        if self.options.causal and symbolic(q.shape[1]):
+            return self._attend_first(q, *self._compress_all(k, v, None), (at[None] + 1) // stride)
         if self.options.causal:
-            if symbolic(x.shape[1]):
-                seen = (torch.arange(x.shape[1], device=x.device)[None] + 1) // stride  # [1, T]
-                return self.heads.merge(self._attend_first(q, *self._compress_all(k, v, None), seen))
             whole = k.shape[1] // stride * stride
-            return self.heads.merge(self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole])))
-        counts = lengths if context is None else context_lengths
+            return self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole]))
         if counts is None and symbolic(k.shape[1]):
-            counts = torch.full(k.shape[:1], k.shape[1], device=x.device)  # there are more slots than needed
+            counts = torch.full(k.shape[:1], k.shape[1], device=q.device)  # there are more slots than needed
         k, v = self._compress_all(k, v, counts)
-        return self.heads.merge(self._attend(q, k, v, self._visible(counts, k.shape[1])))
+        return self._attend_slots(q, k, v, self._visible(counts, k.shape[1]))
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._compress_all(*self.heads.keys(context), lengths), lengths)
@@ -98,15 +94,12 @@ class Compressed(Mixer):
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
         visible = self._visible(memory.lengths, memory.k.shape[1])
-        return self.heads.merge(self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype), visible))
+        return self._merge(self._attend_slots(q, memory.k.to(q.dtype), memory.v.to(q.dtype), visible))
 
     def _compress_all(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """The slots of whole sequences, the last one completed with zeros: [B, N, H, K]"""
-        present = keep(lengths, k.shape[1])
-        if present is not None:
-            k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
         missing = padding(k.shape[1], self.options.stride)
-        return self._compress(*(F.pad(t, (0, 0, 0, 0, 0, missing)) for t in (k, v)))
+        return self._compress(*(F.pad(zero_padding(t, lengths), (0, 0, 0, 0, 0, missing)) for t in (k, v)))
 
     def _visible(self, lengths: Tensor | None, slots: int) -> Tensor | None:
         """Slots a query may see, [B, 1, 1, N]; an empty row sees one, so that no softmax is over nothing."""
@@ -115,78 +108,52 @@ class Compressed(Mixer):
         starts = torch.arange(slots, device=lengths.device) * self.options.stride
         return (starts < lengths.clamp(min=1)[:, None])[:, None, None]
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights of nothing and of each slot, [B, H, T, 1+N], and their values, [B, 1+N, H, V]."""
         q, k, v = self.heads.split(x, context)
-        if context is not None:
-            lengths = context_lengths
-        counts = [k.shape[1]] * len(x) if lengths is None else lengths.tolist()
-        nothing = torch.zeros_like(q[0, 0]) if self.nothing is None else self.nothing  # [H, V]
-        rows = []
-        for b, n in enumerate(counts):
-            values = torch.stack([nothing, *self._slots(v[b, :n], self.value)])  # [1+N, H, V]
-            rows.append(torch.einsum("htn,nhv->thv", self._weights(q[b], k[b, :n]), values))
-        return self.heads.merge(torch.stack(rows))
+        nothing = torch.zeros_like(v[:, 0]) if self.nothing is None else self.nothing.expand_as(v[:, 0])
+        return self._weights(q, k), torch.stack([nothing, *self._slots(v, self.value)], 1)
 
     def _pattern(self, x: Tensor) -> Tensor:
         """The weight of a slot, in equal parts for each of its tokens."""
-        q, k, _ = self.heads.split(x)
-        weights = torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])[..., 1:]  # [B, H, T, N]
+        weights = self._define(x)[0][..., 1:]  # [B, H, T, N]
         tokens = torch.arange(x.shape[1], device=x.device) // self.options.stride
         member = (tokens == torch.arange(weights.shape[-1], device=x.device)[:, None]).to(x.dtype)  # [N, T]
         return weights @ (member / member.sum(-1, keepdim=True))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, stride = self.options.heads, self.options.stride
-        width = self.options.dim // heads
-        k = self._like.new_zeros(batch, -(-(capacity or 64) // stride), heads, width)
-        last = self._like.new_zeros(batch, stride - 1, heads, width)
-        return State(k, k.clone(), last, last.clone(), torch.zeros(batch, dtype=torch.int64, device=k.device))
+        (heads, stride), width = (self.options.heads, self.options.stride), self.options.dim // self.options.heads
+        k = self._zeros(batch, -(-(capacity or 64) // stride), heads, width)
+        last = self._zeros(batch, stride - 1, heads, width)
+        return State(k, k.clone(), last, last.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        fresh = state is None
-        state = state if state is not None else self._init_state(*x.shape[:2])
+        before = state if state is not None else self._init_state(*x.shape[:2])
         (size, stride), device = (x.shape[1], self.options.stride), x.device
         q, k, v = self.heads.split(x)
-        at = state.position[:, None] + torch.arange(size, device=device)  # [B, T]
+        at = before.position[:, None] + torch.arange(size, device=device)  # [B, T]
         q = self._turn(q, at)
-        first, rest = (
-            state.position // stride,
-            state.position % stride,
-        )  # [B], the slot to be finished and its tokens so far
-        k, v = (
-            append(
-                F.pad(last, (0, 0, 0, 0, 0, size)).to(new.dtype), new, rest
-            )  # [B, stride-1+T, H, K], from slot `first` on
-            for last, new in ((state.last_k, k), (state.last_v, v))
+        first, rest = before.position // stride, before.position % stride  # [B], the open slot, and its tokens so far
+        k, v = (  # [B, stride-1+T, H, K], from slot `first` on
+            append(F.pad(last, (0, 0, 0, 0, 0, size)).to(new.dtype), new, rest)
+            for last, new in ((before.last_k, k), (before.last_v, v))
         )
-        position = self._advance(state.position, x, lengths)
-        kept = ((position // stride - first) * stride)[:, None] + torch.arange(
-            stride - 1, device=device
-        )  # [B, stride-1]
-        kept = kept.clamp(max=k.shape[1] - 1)  # beyond the row's tokens anything may stand
+        position = self._advance(before.position, x, lengths)
+        kept = ((position // stride - first) * stride)[:, None] + torch.arange(stride - 1, device=device)
+        kept = kept.clamp(max=k.shape[1] - 1)  # [B, stride-1]; beyond the row's tokens anything may stand
         rows = torch.arange(x.shape[0], device=device)[:, None]
         slots_k, slots_v = self._compress(k, v, first)
         new = State(
-            append(state.k, slots_k, first),
-            append(state.v, slots_v, first),
-            k[rows, kept].to(state.last_k.dtype),
-            v[rows, kept].to(state.last_v.dtype),
+            append(before.k, slots_k, first),
+            append(before.v, slots_v, first),
+            k[rows, kept].to(before.last_k.dtype),
+            v[rows, kept].to(before.last_v.dtype),
             position,
         )
-        seen = (at + 1) // stride  # [B, T]
-        if fresh and not symbolic(size):
+        if state is None and not symbolic(size):
             whole = size // stride
-            return self.heads.merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
-        slots_k, slots_v = new.k.to(q.dtype), new.v.to(q.dtype)
-        if symbolic(size):
-            return self.heads.merge(self._attend_first(q, slots_k, slots_v, seen)), new
-        parts = [
-            self._attend_first(q[:, start : start + ROWS], slots_k, slots_v, seen[:, start : start + ROWS])
-            for start in range(0, size, ROWS)
-        ]
-        return self.heads.merge(torch.cat(parts, dim=1)), new
+            return self._merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
+        return self._merge(self._attend_first(q, new.k, new.v, (at + 1) // stride)), new
 
     def _compress(self, k: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[B, N·stride, H, K] -> [B, N, H, K]; the first slot of a row has index `first` [B] (0 if None)."""
@@ -206,13 +173,12 @@ class Compressed(Mixer):
     def _turn(self, t: Tensor, positions: Tensor) -> Tensor:
         return rotate(t, positions) if self.options.rotary else t
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return dense_attention(q, k, v, mask, dropout=self.options.dropout if self.training else 0.0)
+    def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return dense_attention(q, k, v, mask, dropout=self._dropout())
 
     def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Queries that see the first `seen` [B or 1, T] slots."""
-        visible = torch.arange(k.shape[1], device=k.device) < seen[:, None, :, None].clamp(min=1)  # [B or 1, 1, T, N]
-        o = self._attend(q, k, v, visible)
+        o = counted_attention(q, k, v, seen.clamp(min=1), dropout=self._dropout())
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -227,34 +193,30 @@ class Compressed(Mixer):
         q = F.pad(q[:, stride - 1 :], (0, 0, 0, 0, 0, (slots + 1) * stride - 1 - size))  # [B, N·stride, H, K]
         q = q.unflatten(1, (slots, stride)).transpose(2, 3).flatten(2, 3)  # [B, N, H·stride, K]
         k, v = (t.repeat_interleave(stride, dim=2) for t in (k, v))
-        o = dense_attention(q, k, v, causal=True, dropout=self.options.dropout if self.training else 0.0)
+        o = dense_attention(q, k, v, causal=True, dropout=self._dropout())
         o = o.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)  # [B, N·stride, H, V]
         return torch.cat((early, o[:, : size - stride + 1]), dim=1)
 
     def _slots(self, t: Tensor, conv: nn.Conv1d) -> list[Tensor]:
-        """The convolution of one row by its definition: [n, H, K] -> N x [H, K]"""
-        (size, heads, _), stride = t.shape, self.options.stride
+        """The convolution by its definition: [B, T, H, K] -> N x [B, H, K]"""
+        (_, size, heads, _), stride = t.shape, self.options.stride
         weight, bias = conv.weight.unflatten(0, (heads, -1)), conv.bias
         assert bias is not None
-        count = size // stride if self.options.causal else -(-size // stride)
-        return [
-            sum(
-                (
-                    torch.einsum("hok,hk->ho", weight[..., i], t[j * stride + i])
-                    for i in range(min(stride, size - j * stride))
-                ),
-                bias.unflatten(0, (heads, -1)),
-            )
-            for j in range(count)
-        ]
+        slots = []
+        for start in range(0, size - stride + 1 if self.options.causal else size, stride):
+            slot = bias.unflatten(0, (heads, -1)).expand(len(t), -1, -1)
+            for i in range(min(stride, size - start)):
+                slot = slot + torch.einsum("hok,bhk->bho", weight[..., i], t[:, start + i])
+            slots.append(slot)
+        return slots
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """Weights of one row: of nothing, visible only where no slot is, and of its slots: [H, T, 1+N]"""
-        keys = torch.stack([torch.zeros_like(q[0]), *self._slots(k, self.key)])
-        ends = torch.arange(len(keys), device=q.device) * self.options.stride - 1
-        at = torch.arange(len(q), device=q.device)
-        q, keys = self._turn(q[None], at)[0], self._turn(keys[None], ends)[0]
-        scores = torch.einsum("thk,nhk->htn", q, keys) / math.sqrt(q.shape[-1])
+        """Of nothing, visible only where no slot is, and of the slots: [B, H, T, 1+N]"""
+        keys = torch.stack([torch.zeros_like(k[:, 0]), *self._slots(k, self.key)], 1)
+        ends = torch.arange(keys.shape[1], device=q.device) * self.options.stride - 1
+        at = torch.arange(q.shape[1], device=q.device)
+        q, keys = self._turn(q, at), self._turn(keys, ends)
+        scores = torch.einsum("bthk,bnhk->bhtn", q, keys) / math.sqrt(q.shape[-1])
         visible = (ends <= at[:, None]) | (not self.options.causal)  # [T, 1+N]
         visible[:, 0] = ~visible[:, 1:].any(-1)
         return scores.masked_fill(~visible, -math.inf).softmax(-1)

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.checks import one_of
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.heads import Heads
+from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.autocast import uncast
 from subquad.ops.impl import Impl
-from subquad.ops.lengths import first, padding, symbolic
+from subquad.ops.lengths import first, keep, padding, symbolic
 from subquad.ops.linear import (
     LinearState,
     linear_attention,
@@ -32,6 +32,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
+from subquad.ops.precision import wide, wide_type
 from subquad.ops.running import running_sum
 
 BLOCK = 64
@@ -57,20 +58,12 @@ class Options(base.Options):
     normalize: Literal["softmax", "scaling"] = "softmax"  # see the definition
     impl: Impl = "auto"  # "auto", "torch" or "triton"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, normalize=("softmax", "scaling"))
 
-
-class Efficient(Mixer):
+class Efficient(Kernelised):
     options_type = Options
     state_type = State
     memory_type = Memory
-    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
-    family = "kernels"
-    exponent = 1.0
-    equivariant = True
-    unused = Mixer.unused | {"dropout", "rotary"}
+    unused = Kernelised.unused | {"rotary"}
     small = ({}, {"normalize": "scaling"})
     options: Options
 
@@ -78,24 +71,19 @@ class Efficient(Mixer):
         super().__init__(options)
         self.heads = Heads(options.dim, options.heads)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        if self.options.causal:
-            return self._prefill(x, lengths, None)[0]
-        q, k, v = self.heads.split(x, context)
-        count = lengths if context is None else context_lengths
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._prefill(x, lengths, None)[0] if self.options.causal else super()._forward(x, lengths)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         if self.options.normalize == "softmax":
-            with uncast(x):
-                weight, z = _exponentials(_mask(_roomy(k), count))
+            with uncast(v):
+                weight, z = _exponentials(_mask(_roomy(k), key_lengths))
                 # a feature's normaliser divides its queries, so that no softmax runs along positions
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
-            o = linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
-            return self.heads.merge(o)
-        wide = torch.promote_types(k.dtype, torch.float32)
-        n = k.shape[1] if count is None else count.clamp(min=1).to(wide)[:, None, None, None]
+            return linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
+        n = k.shape[1] if key_lengths is None else key_lengths.clamp(min=1).to(wide_type(k))[:, None, None, None]
         q, k = (q / n**0.5).to(v.dtype), (k / n**0.5).to(v.dtype)
-        return self.heads.merge(linear_attention(q, k, v, causal=False, key_lengths=count, **self._how()))
+        return linear_attention(q, k, v, causal=False, key_lengths=key_lengths, **self._how())
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
@@ -106,26 +94,24 @@ class Efficient(Mixer):
                 if _moderate(k, state.max):
                     sums = self._plain_sums(_roomy(q), _mask(_roomy(k), lengths), _roomy(v), state)
                 else:
-                    sums = self._running_softmax(_wide(q), _mask(_wide(k), lengths), _wide(v), state)
+                    sums = self._running_softmax(wide(q), _mask(wide(k), lengths), wide(v), state)
             return self.heads.merge(sums[0].to(v.dtype)), State(*sums[1:], position)
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
-        before, q = LinearState(state.s, state.z), (q / root).to(v.dtype)
-        o, sums = linear_attention(q, k, v, lengths=lengths, initial_state=before, return_state=True, **self._how())
-        return self.heads.merge((o / root).to(v.dtype)), State(sums.s, sums.z, state.max, position)
+        o, added = self._add((q / root).to(v.dtype), k, v, state, lengths)
+        return self.heads.merge((o / root).to(v.dtype)), State(*added, state.max, position)
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        q, k, v = self.heads.split(x[:, None])  # [B, 1, H, K]
         if self.options.normalize == "scaling":
             root = (state.position + 1).to(state.s.dtype).sqrt()[:, None, None]
-            before = LinearState(state.s, state.z)
-            o, sums = linear_attention_step((q / root).to(v.dtype), k, v, before, **self._how())
-            return self.heads.merge((o / root).to(v.dtype)), State(sums.s, sums.z, state.max, state.position + 1)
-        q, k = _wide(q), _wide(k)
+            o, added = self._add_one((q / root[:, None]).to(v.dtype), k, v, state)
+            return self.heads.merge((o / root).to(v.dtype)), State(*added, state.max, state.position + 1)
+        q, k, v = wide(q[:, 0]), wide(k[:, 0]), v[:, 0]
         largest = torch.maximum(state.max, k.detach())
         gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
-        values = _wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
+        values = wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
         before = LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
         with uncast(x):
             _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
@@ -136,31 +122,28 @@ class Efficient(Mixer):
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
         if self.options.normalize == "softmax":
-            weight, z = _exponentials(_mask(_wide(k), lengths))
+            weight, z = _exponentials(_mask(wide(k), lengths))
             sums = linear_attention_sums(weight, v, feature_map="identity")
             return Memory(sums.s / z[..., None], lengths)
-        k = _wide(k) / lengths.clamp(min=1)[:, None, None, None]
+        k = wide(k) / lengths.clamp(min=1)[:, None, None, None]
         return Memory(linear_attention_sums(k, v, feature_map="identity", lengths=lengths).s, lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
-        rho = _wide(q).softmax(-1) if self.options.normalize == "softmax" else _wide(q)
+        rho = wide(q).softmax(-1) if self.options.normalize == "softmax" else wide(q)
         sums = LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
         o = linear_attention_read(rho, sums, feature_map="identity", normalize=False)
         return self.heads.merge(o.to(q.dtype))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, width = self.options.heads, self.options.dim // self.options.heads
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        s = self._like.new_zeros(batch, heads, width, width, dtype=wide)
-        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
-        return State(s, s.new_zeros(batch, heads, width), s.new_full((batch, heads, width), NOTHING), position)
+        s, z, position = self._empty(batch, self.options.dim // self.options.heads)
+        return State(s, z, torch.full_like(z, NOTHING), position)
 
     def _plain_sums(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`_running_softmax` for logits up to LIMIT: their exponentials are summed as they are, in one unit."""
         weight, unit = k.exp(), state.max.clamp(-LIMIT, LIMIT).exp()
         before = LinearState(state.s * unit[..., None], state.z * unit)
-        z = running_sum(_wide(weight).flatten(2), before.z.flatten(1)).unflatten(2, weight.shape[2:])
+        z = running_sum(wide(weight).flatten(2), before.z.flatten(1)).unflatten(2, weight.shape[2:])
         z = z.clamp(min=math.exp(-LIMIT) / 2)  # less there is only where no key is
         q = (q.softmax(-1, z.dtype) / z).to(weight.dtype)
         o, sums = linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
@@ -212,33 +195,16 @@ class Efficient(Mixer):
     def _how(self) -> dict[str, Any]:
         return {"feature_map": "identity", "normalize": False, "impl": self.options.impl}
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self.heads.split(x, context)
-        weights = self._weights(q, k, lengths if context is None else context_lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self.heads.split(x)
-        return self._weights(q, k, None)
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """ρq(Q) ρk(K)ᵀ, [B, H, T, S], one query at a time over the keys that it sees."""
-        mask = keep(None if lengths is None else lengths.clamp(min=1), k.shape[1])  # an empty row sees one key
         rows = []
         for t in range(q.shape[1]):
-            q_t, seen = _wide(q[:, t]), torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-            if self.options.causal:
-                seen[:, t + 1 :] = False
-            if mask is not None:
-                seen = seen & mask
-            seen = seen[..., None, None]  # [B, S, 1, 1]
+            q_t, seen = wide(q[:, t]), wide(k[:, : t + 1] if self.options.causal else k)
             if self.options.normalize == "softmax":
-                key = _wide(k).masked_fill(~seen, -torch.inf).softmax(1)
-                rows.append(torch.einsum("bhk,bshk->bhs", q_t.softmax(-1), key))
+                row = torch.einsum("bhk,bshk->bhs", q_t.softmax(-1), seen.softmax(1))
             else:
-                rows.append(torch.einsum("bhk,bshk->bhs", q_t, _wide(k) * seen) / seen.sum(1))
+                row = torch.einsum("bhk,bshk->bhs", q_t, seen) / seen.shape[1]
+            rows.append(F.pad(row, (0, k.shape[1] - row.shape[-1])))
         return torch.stack(rows, dim=2).to(q.dtype)
 
 
@@ -266,7 +232,7 @@ def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = k.detach().amax(1, keepdim=True)
     weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp_()
-    return weight, weight.sum(1, dtype=torch.promote_types(k.dtype, torch.float32))
+    return weight, weight.sum(1, dtype=wide_type(k))
 
 
 def _moderate(k: Tensor, largest: Tensor) -> bool:
@@ -276,10 +242,6 @@ def _moderate(k: Tensor, largest: Tensor) -> bool:
     low, high = torch.aminmax(k.detach())
     past = (largest.abs() <= LIMIT) | (largest == NOTHING)
     return bool((low >= -LIMIT) & (high <= LIMIT) & past.all())
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _mask(k: Tensor, lengths: Tensor | None) -> Tensor:

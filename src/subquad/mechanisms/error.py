@@ -11,6 +11,8 @@ from torch import Tensor
 from subquad.checks import checked
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
+from subquad.mechanisms.checking import check_tokens
+from subquad.ops.dense import hide_future
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,14 +25,14 @@ def approximation_error(mix: Mixer, x: Tensor) -> Tensor:
 
     Dense on both sides, so for T of a few thousand at most. ValueError for mechanisms that do not approximate softmax.
     """
-    mix._check_tokens(x, "x")
+    check_tokens(mix, x)
     projected = mix._qkv(x)
     if projected is None:
         raise ValueError(f"{type(mix).__name__} approximates no softmax attention of queries, keys and values")
     q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in projected)
     scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
     if mix.options.causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        scores = hide_future(scores)
     exact = torch.einsum("bhts,bshv->bhtv", scores.softmax(-1), v)
     ours = torch.einsum("bhts,bshv->bhtv", mix.pattern(x).to(v.dtype), v)
     over = (0, 2, 3)

@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, one_of, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Block, Pattern, Summary
@@ -34,14 +34,12 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    block: int = 128  # l
-    summary: int = 32  # c
+    block: AtLeast1 = 128  # l
+    summary: AtLeast1 = 32  # c
     combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, block=1, summary=1)
-        one_of(self, combine=("merge", "interleave", "heads"))
         if self.summary > self.block:
             refuse("summary", self.summary, f"at most block={self.block}")
         if self.combine == "heads" and self.heads < 2:
@@ -67,7 +65,7 @@ class Fixed(Patterned):
         ]
         return combine(self.options.combine, factors, self.options.layer)
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         block, summary = self.options.block, self.options.summary
         factors = []
         for shift in self._shifts():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.ops.lengths import symbolic
+from subquad.ops.precision import wide, wide_type
 
 
 class FNet(Mixer):
@@ -24,23 +25,14 @@ class FNet(Mixer):
     unused = Mixer.unused | {"heads", "dropout", "rotary"}
     _why_not_causal = "every output of a Fourier transform depends on every input"
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        channels = torch.fft.fft(wide, dim=2)
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        channels = torch.fft.fft(wide(x), dim=2)
         mixed = torch.fft.fft(channels, dim=1) if lengths is None else chirp_z(channels, lengths)
         return mixed.real.to(x.dtype)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        size, dim = x.shape[1:]
-        rows = []
-        for row, n in zip(x, [size] * len(x) if lengths is None else lengths.tolist(), strict=True):
-            y = dft(n, x) @ row[:n].to(dft(n, x).dtype) @ dft(dim, x)
-            rows.append(torch.nn.functional.pad(y.real, (0, 0, 0, size - n)))
-        return torch.stack(rows).to(x.dtype)
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        tokens, channels = (dft(size, x) for size in x.shape[1:])
+        return (tokens @ x.to(tokens.dtype) @ channels).real.to(x.dtype)
 
     def _pattern(self, x: Tensor) -> Tensor:
         """The cosine part of the token transform; one head, since channels are mixed alike."""
@@ -50,8 +42,8 @@ class FNet(Mixer):
 def dft(size: int, like: Tensor) -> Tensor:
     """The DFT matrix of that size, complex."""
     index = torch.arange(size, device=like.device)
-    angle = -2 * math.pi * (index[:, None] * index % max(size, 1)).to(torch.promote_types(like.dtype, torch.float32))
-    return torch.polar(torch.ones_like(angle), angle / max(size, 1))
+    angle = -2 * math.pi * (index[:, None] * index % size).to(wide_type(like))
+    return torch.polar(torch.ones_like(angle), angle / size)
 
 
 def chirp_z(x: Tensor, lengths: Tensor) -> Tensor:

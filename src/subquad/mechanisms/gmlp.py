@@ -15,21 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Mixer, Traits
 from subquad.ops.layer_norm import LayerNorm
-from subquad.ops.lengths import first
+from subquad.ops.lengths import first, visible_keys, zero_padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    expansion: int = 4  # width of [u, v] over dim
-    attention: int = 0  # width of the tiny attention; 0: none
+    expansion: AtLeast1 = 4  # width of [u, v] over dim
+    attention: AtLeast0 = 0  # width of the tiny attention; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, expansion=1, attention=0)
         if self.expansion * self.dim % 2:
             refuse("expansion", self.expansion, f"one that makes expansion·dim even, with dim={self.dim}")
 
@@ -55,43 +54,29 @@ class GMLP(Mixer):
         self.qkv = nn.Linear(options.dim, 3 * options.attention) if options.attention else None
         self.spread = nn.Linear(options.attention, half) if options.attention else None
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         u, v = F.gelu(self.into(x)).chunk(2, dim=-1)
-        v = self.norm(v)
-        mask = keep(lengths, x.shape[1])
-        if mask is not None:
-            v = v * mask[..., None]
+        v = zero_padding(self.norm(v), lengths)
         gate = torch.einsum("ts,bsd->btd", self._square(x.shape[1]), v) + first(self.bias, x.shape[1], 0)[:, None]
         if self.qkv is not None and self.spread is not None:
             q, k, w = (t[:, None] for t in self.qkv(x).chunk(3, dim=-1))  # [B, 1, T, a]
-            visible = None if lengths is None else keep(lengths.clamp(min=1), x.shape[1])
-            hidden = None if visible is None or self.options.causal else visible[:, None, None]
-            o = F.scaled_dot_product_attention(q, k, w, hidden, is_causal=self.options.causal)
+            visible = None if self.options.causal else visible_keys(lengths, x.shape[1])
+            o = F.scaled_dot_product_attention(q, k, w, visible, is_causal=self.options.causal)
             gate = gate + self.spread(o[:, 0])
         return self.out(u * gate)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        size = x.shape[1]
-        rows = []
-        for row, n in zip(x, [size] * len(x) if lengths is None else lengths.tolist(), strict=True):
-            u, v = F.gelu(self.into(row[:n])).chunk(2, dim=-1)
-            v = self.norm(v)
-            gates = []
-            for t in range(n):
-                seen = t + 1 if self.options.causal else n
-                gate = self.weight[t, :seen] @ v[:seen] + self.bias[t]
-                if self.qkv is not None and self.spread is not None:
-                    q, k, w = self.qkv(row[:n]).chunk(3, dim=-1)
-                    scores = k[:seen] @ q[t] / math.sqrt(self.options.attention)
-                    gate = gate + self.spread(scores.softmax(-1) @ w[:seen])
-                gates.append(gate)
-            y = self.out(u * torch.stack(gates)) if n else row[:0]
-            rows.append(F.pad(y, (0, 0, 0, size - n)))
-        return torch.stack(rows)
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        u, v = F.gelu(self.into(x)).chunk(2, dim=-1)
+        v, gates = self.norm(v), []
+        for t in range(x.shape[1]):
+            seen = t + 1 if self.options.causal else x.shape[1]
+            gate = self.weight[t, :seen] @ v[:, :seen] + self.bias[t]  # [B, D']
+            if self.qkv is not None and self.spread is not None:
+                q, k, w = self.qkv(x).chunk(3, dim=-1)
+                scores = torch.einsum("bsa,ba->bs", k[:, :seen], q[:, t]) / math.sqrt(self.options.attention)
+                gate = gate + self.spread(torch.einsum("bs,bsa->ba", scores.softmax(-1), w[:, :seen]))
+            gates.append(gate)
+        return self.out(u * torch.stack(gates, 1))
 
     def _pattern(self, x: Tensor) -> Tensor:
         """The matrix over positions, the same for every input and channel."""

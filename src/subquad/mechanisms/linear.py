@@ -16,18 +16,13 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_eps
-from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms import base, kernelised
+from subquad.mechanisms.heads import Heads
+from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
-from subquad.ops.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_read,
-    linear_attention_step,
-    linear_attention_sums,
-)
-from subquad.ops.linear_deferred import (
+from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
+from subquad.ops.linear.deferred import (
     GROUP,
     Queue,
     can_defer,
@@ -35,6 +30,7 @@ from subquad.ops.linear_deferred import (
     make_queue,
     settle,
 )
+from subquad.ops.precision import wide
 
 
 class State(NamedTuple):
@@ -52,10 +48,8 @@ class Deferred(NamedTuple):
     queue: Queue
 
 
-class Memory(NamedTuple):
-    s: Tensor  # [B, H, M, V], sums over the context, at least float32
-    z: Tensor  # [B, H, M]
-    lengths: Tensor  # [B]
+class Memory(kernelised.Memory):
+    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +63,10 @@ class Options(base.Options):
         check_eps(self.eps)
 
 
-class Linear(Mixer):
+class Linear(Kernelised):
     options_type = Options
     state_type = State
     memory_type = Memory
-    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
-    family = "kernels"
-    exponent = 1.0
-    equivariant = True
-    unused = Mixer.unused | {"dropout"}
     small = ({}, {"feature_map": "relu"})
     options: Options
 
@@ -86,53 +75,36 @@ class Linear(Mixer):
         self.map = feature_map(options.feature_map)
         self.heads = Heads(options.dim, options.heads)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        own, other = (lengths, None) if context is None else (None, context_lengths)
-        o = linear_attention(q, k, v, causal=self.options.causal, lengths=own, key_lengths=other, **self._how())
-        return self.heads.merge(o)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        return self._sum(q, k, v, lengths, key_lengths)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        weights = self._weights(q, k, lengths if context is None else context_lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None)
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.einsum("bthm,bshm->bhts", wide(self.map.apply(q)), wide(self.map.apply(k)))
+        if self.options.causal:
+            scores = scores.tril()
+        d, eps = scores.sum(-1, keepdim=True), self.options.eps
+        d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps)) if self.map.signed else d + eps
+        return (scores / d).to(q.dtype)  # [B, H, T, S]
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._project(x)
 
+    def _how(self) -> dict[str, Any]:
+        options = self.options
+        return {"feature_map": options.feature_map, "eps": options.eps, "impl": options.impl}
+
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, width = self.options.heads, self.options.dim // self.options.heads
-        features = self.map.apply(self._like.new_zeros(1, width)).shape[-1]
-        s = self._like.new_zeros(
-            batch, heads, features, width, dtype=torch.promote_types(self._like.dtype, torch.float32)
-        )
-        return State(s, s.new_zeros(batch, heads, features), torch.zeros(batch, dtype=torch.int64, device=s.device))
+        features = self.map.apply(self._zeros(1, self.options.dim // self.options.heads)).shape[-1]
+        return State(*self._empty(batch, features))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
-        o, sums = linear_attention(
-            *self._project(x, position=state.position),
-            causal=True,
-            lengths=lengths,
-            initial_state=LinearState(state.s, state.z),
-            return_state=True,
-            **self._how(),
-        )
-        return self.heads.merge(o), State(sums.s, sums.z, self._advance(state.position, x, lengths))
+        o, sums = self._add(*self._project(x, position=state.position), state, lengths)
+        return self._merge(o), State(*sums, self._advance(state.position, x, lengths))
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), inplace=inplace, **self._how())
-        position = state.position.add_(1) if inplace else state.position + 1
-        return self.heads.merge(o), State(sums.s, sums.z, position)
+        o, sums = self._add_one(*self._project(x[:, None], position=state.position), state, inplace=inplace)
+        return self._merge(o), State(*sums, state.position.add_(1) if inplace else state.position + 1)
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
@@ -166,25 +138,3 @@ class Linear(Mixer):
         sums, o = LinearState(memory.s, memory.z), self.options
         q = self.heads.queries(x)
         return self.heads.merge(linear_attention_read(q, sums, feature_map=o.feature_map, eps=o.eps))
-
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k, position), v
-
-    def _how(self) -> dict[str, Any]:
-        options = self.options
-        return {"feature_map": options.feature_map, "eps": options.eps, "impl": options.impl}
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.einsum("bthm,bshm->bhts", self.map.apply(q).to(wide), self.map.apply(k).to(wide))
-        if self.options.causal:
-            scores = scores.tril()
-        mask = keep(lengths, k.shape[1])
-        if mask is not None:
-            scores = scores * mask[:, None, None]
-        d, eps = scores.sum(-1, keepdim=True), self.options.eps
-        d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps)) if self.map.signed else d + eps
-        return (scores / d).to(q.dtype)  # [B, H, T, S]

@@ -12,16 +12,17 @@ Verified    tests/mechanisms/test_linformer.py: E = F = I is full attention, 1e-
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, one_of
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
-from subquad.ops.lengths import first
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Mixer, Traits
+from subquad.mechanisms.heads import Heads
+from subquad.ops.lengths import first, zero_padding
 
 Share = Literal["none", "heads", "keyvalue", "layer"]
 
@@ -34,22 +35,17 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rank: int = 128  # rows that keys and values are projected to
+    rank: AtLeast1 = 128  # rows that keys and values are projected to
     share: Share = "heads"  # what the projections E and F are shared over
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, rank=1)
-        one_of(self, share=get_args(Share))
 
-
-class Linformer(Mixer):
+class Linformer(Attention):
     options_type = Options
     memory_type = Memory
     traits = Traits(cross=True, fixed_length=True)
     family = "fewer queries or keys"
     exponent = 1.0
-    unused = Mixer.unused - {"max_length"}
+    unused = Attention.unused - {"max_length"}
     small = (
         {"rank": 7},
         {"rank": 7, "share": "none"},
@@ -79,60 +75,36 @@ class Linformer(Mixer):
             )
         self.key_rows = first.key_rows
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._qkv(x, context)
-        return self._attend(q, *self._few(k, v, lengths if context is None else context_lengths))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        return self._attend_few(q, *self._few(k, v, key_lengths))
+
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """softmax(Q (E K)ᵀ / √K) F, [B, H, T, S]"""
+        size = k.shape[1]
+        few = torch.einsum("hrs,bshk->bhrk", self.key_rows[..., :size].expand(k.shape[2], -1, -1), k)
+        scores = torch.einsum("bthk,bhrk->bhtr", q, few) / math.sqrt(q.shape[-1])
+        return scores.softmax(-1) @ self._value_rows[..., :size]
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._project(x)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._few(*self.heads.keys(context), lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
-        return self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype))
+        return self._merge(self._attend_few(q, memory.k.to(q.dtype), memory.v.to(q.dtype)))
 
     def _few(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """E k and F v, [B, H, rank, K]"""
-        present = keep(lengths, k.shape[1])
-        if present is not None:  # a zero row adds nothing to E k: the same as fewer columns of E
-            k, v = (t.masked_fill(~present[..., None, None], 0) for t in (k, v))
-        return self._compress(self.key_rows, k), self._compress(self._value_rows, v)
+        """E k and F v, [B, S, H, K] -> [B, H, rank, K]; a zero row adds nothing, the same as fewer columns of E."""
+        k, v = (zero_padding(t, lengths).transpose(1, 2) for t in (k, v))
+        size = k.shape[2]
+        return first(self.key_rows, size, -1) @ k, first(self._value_rows, size, -1) @ v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dropout = self.options.dropout if self.training else 0.0
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, dropout_p=dropout)  # [B, H, T, V]
-        return self.heads.merge(o.transpose(1, 2))
-
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._qkv(x, context)
-        if context is not None:
-            lengths = context_lengths
-        counts = [k.shape[1]] * len(x) if lengths is None else lengths.tolist()
-        rows = [self._weights(q[b], k[b], n) @ v[b, :n].movedim(1, 0) for b, n in enumerate(counts)]  # [H, T, V]
-        return self.heads.merge(torch.stack(rows).movedim(1, 2))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._qkv(x)
-        return torch.stack([self._weights(q[b], k[b], x.shape[1]) for b in range(len(x))])
+    def _attend_few(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, dropout_p=self._dropout())  # [B, H, T, V]
+        return o.transpose(1, 2)
 
     @property
     def _value_rows(self) -> Tensor:
         return self.key_rows if self.value_rows is None else self.value_rows
-
-    def _qkv(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k), v
-
-    def _compress(self, rows: Tensor, t: Tensor) -> Tensor:
-        """E k: [B, S, H, K] -> [B, H, rank, K]"""
-        return first(rows, t.shape[1], -1) @ t.transpose(1, 2)
-
-    def _weights(self, q: Tensor, k: Tensor, n: int) -> Tensor:
-        """softmax(Q (E K)ᵀ / √K) F of one row with n keys, the matrix that multiplies V: [H, T, n]"""
-        queries, keys = q.movedim(1, 0), k[:n].movedim(1, 0)  # [H, T, K]
-        few = self.key_rows[..., :n] @ keys  # [H, rank, K]
-        scores = torch.einsum("htk,hrk->htr", queries, few) / math.sqrt(q.shape[-1])
-        return scores.softmax(-1) @ self._value_rows[..., :n]

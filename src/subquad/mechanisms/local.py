@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from subquad.checks import at_least
 from subquad.mechanisms import patterned
+from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Local as Window
@@ -27,11 +27,7 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    window: int = 128  # tokens on each side; when causal, before
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, window=0)
+    window: AtLeast0 = 128  # tokens on each side; when causal, before
 
 
 class Local(Patterned):
@@ -45,5 +41,5 @@ class Local(Patterned):
         window = self.options.window
         return [Window(window, 0 if self.options.causal else window)] * self.options.heads
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         return (i - j).abs() <= self.options.window

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import keep
+from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
 from subquad.ops.rotary import rotate
@@ -37,13 +37,12 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    window: int = 256  # keys on each side; when causal, before
+    window: AtLeast0 = 256  # keys on each side; when causal, before
     dilation: int | Sequence[int] = 1  # the gap between keys of the window, for all heads or one for each
-    global_tokens: int = 1  # the first so many positions; 0 for none
+    global_tokens: AtLeast0 = 1  # the first so many positions; 0 for none
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, window=0, global_tokens=0)
         if isinstance(self.dilation, Sequence):  # a list, as a configuration file has it
             object.__setattr__(self, "dilation", tuple(self.dilation))
         gaps = self.gaps
@@ -84,15 +83,13 @@ class Longformer(Patterned):
             patterns.append(sliding | Global(tokens) if tokens else sliding)
         return patterns
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         gap = torch.tensor(self.options.gaps, device=i.device)[:, None, None]  # [H, 1, 1]
         sliding = ((i - j) % gap == 0) & ((i - j).abs() <= gap * self.options.window)
         return sliding | (j < self.options.global_tokens)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        o = self._attend(*self._project(x), lengths)
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        o = self._attend(*self._project(x), lengths, lengths)
         if self.global_rows:
             q, k, v = self._project_global(x)
             rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
@@ -103,32 +100,23 @@ class Longformer(Patterned):
                 o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
         return self.heads.merge(o)
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x)
-        o = torch.einsum("bhts,bshv->bthv", self._weights(q, k, lengths), v)
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        weights, v = self._define(x)
+        o = torch.einsum("bhts,bshv->bthv", weights, v)
         if self.global_rows:
-            v = self._project_global(x)[2]
-            rows = torch.einsum("bhts,bshv->bthv", self._global_weights(x, lengths), v)
-            o = torch.cat((rows, o[:, rows.shape[1] :]), 1)
-        return self.heads.merge(o)
+            rows, v = self._define_global(x)
+            o = torch.cat((torch.einsum("bhts,bshv->bthv", rows, v), o[:, rows.shape[2] :]), 1)
+        return self._merge(o)
 
     def _pattern(self, x: Tensor) -> Tensor:
         weights = super()._pattern(x)
-        if not self.global_rows:
-            return weights
-        rows = self._global_weights(x, None)
+        rows = self._define_global(x)[0] if self.global_rows else weights[:, :, :0]
         return torch.cat((rows, weights[:, :, rows.shape[2] :]), 2)
 
-    def _global_weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """[B, H, global_tokens, T]"""
-        q, k, _ = self._project_global(x)
-        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-        visible = None if lengths is None else keep(lengths.clamp(min=1), x.shape[1])
-        if visible is not None:
-            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-        return scores.softmax(-1)
+    def _define_global(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the global rows, [B, H, global_tokens, T], and v'."""
+        q, k, v = self._project_global(x)
+        return (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1), v
 
     def _project_global(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q' of the global tokens, k' and v' of all."""

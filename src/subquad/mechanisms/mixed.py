@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits
+from subquad.ops.lengths import zero_padding
 
 Part = tuple[Any, ...]  # (mechanism, heads) or (mechanism, heads, options)
 ORDER = ("constant", "window", "growing")
@@ -96,33 +98,26 @@ class Mixed(Mixer):
     def memory_type(self) -> type[Any]:  # type: ignore[override]
         return state_class(*_numbered(self.memory_fields), "lengths")
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        slices = self._slices(x)
-        contexts = [None] * len(slices) if context is None else self._slices(context)
-        outputs = (
-            mix(part, lengths, other, context_lengths)
-            for mix, part, other in zip(self.parts, slices, contexts, strict=True)
-        )
-        return self.out(torch.cat(list(outputs), dim=-1))
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._join_outputs(mix(part, lengths) for mix, part in self._slices(x))
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
+        contexts = [part for _, part in self._slices(context)]
+        pairs = zip(self._slices(x), contexts, strict=True)
+        return self._join_outputs(mix(part, lengths, other, context_lengths) for (mix, part), other in pairs)
+
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         start, outputs = 0, []
         for mix in self.parts:
             own = slice(start, start + mix.options.dim)
-            part = nn.functional.linear(x, self.into.weight[own], self.into.bias[own])
-            other = (
-                None if context is None else nn.functional.linear(context, self.into.weight[own], self.into.bias[own])
-            )
-            outputs.append(mix.reference(part, lengths, other, context_lengths))
+            weight, bias = self.into.weight[own], self.into.bias[own]
+            other = None if context is None else F.linear(context, weight, bias)
+            outputs.append(mix.reference(F.linear(x, weight, bias), None, other))
             start = own.stop
         return self.out(torch.cat(outputs, dim=-1))
 
     def _pattern(self, x: Tensor) -> Tensor:
-        return torch.cat([mix.pattern(part) for mix, part in zip(self.parts, self._slices(x), strict=True)], dim=1)
+        return torch.cat([mix.pattern(part) for mix, part in self._slices(x)], dim=1)
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         for mix in self.parts:
@@ -133,33 +128,32 @@ class Mixed(Mixer):
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         states = [None] * len(self.widths) if state is None else self._split(state)
-        done = [
-            mix.prefill(part, lengths, own) for mix, part, own in zip(self.parts, self._slices(x), states, strict=True)
-        ]
-        return self.out(torch.cat([y for y, _ in done], dim=-1)), self._join([new for _, new in done])
+        done = [mix.prefill(part, lengths, own) for (mix, part), own in zip(self._slices(x), states, strict=True)]
+        return self._join_outputs(y for y, _ in done), self._join([new for _, new in done])
 
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        parts = zip(self.parts, self._slices(x), self._split(state), strict=True)
-        done = [mix.step(part, own) for mix, part, own in parts]
-        return self.out(torch.cat([y for y, _ in done], dim=-1)), self._join([new for _, new in done])
+        done = [mix.step(part, own) for (mix, part), own in zip(self._slices(x), self._split(state), strict=True)]
+        return self._join_outputs(y for y, _ in done), self._join([new for _, new in done])
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
-        padded = torch.arange(context.shape[1], device=context.device) >= lengths[:, None]  # [B, S]
-        slices = self.into(context).masked_fill(padded[..., None], 0).split(self.widths, dim=-1)
+        slices = zero_padding(self.into(context), lengths).split(self.widths, dim=-1)
         memories = [mix._remember(part, lengths) for mix, part in zip(self.parts, slices, strict=True)]
         flat = [getattr(m, f) for m, fields in zip(memories, self.memory_fields, strict=True) for f in fields]
         return self.memory_type(*flat, lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Any) -> Tensor:
         outputs = []
-        for n, (mix, part) in enumerate(zip(self.parts, self._slices(x), strict=True)):
+        for n, (mix, part) in enumerate(self._slices(x)):
             fields = {f: getattr(memory, f"part{n}_{f}") for f in self.memory_fields[n]}
-            make: Any = mix.memory_type
-            outputs.append(mix(part, lengths, make(**fields, lengths=memory.lengths)))
-        return self.out(torch.cat(outputs, dim=-1))
+            outputs.append(mix(part, lengths, mix.memory_type(**fields, lengths=memory.lengths)))
+        return self._join_outputs(outputs)
 
-    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.into(x).split(self.widths, dim=-1)
+    def _slices(self, x: Tensor) -> list[tuple[Mixer, Tensor]]:
+        """Each part with its heads' share of x W_in."""
+        return list(zip(self.parts, self.into(x).split(self.widths, dim=-1), strict=True))
+
+    def _join_outputs(self, outputs: Iterable[Tensor]) -> Tensor:
+        return self.out(torch.cat(list(outputs), dim=-1))
 
     def _join(self, states: list[Any]) -> Any:
         flat = [getattr(state, f) for state, fields in zip(states, self.fields, strict=True) for f in fields]

@@ -15,19 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import AtLeast1, Mixer, Traits
 from subquad.ops.lengths import first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    hidden: int = 256  # width of the network over positions
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, hidden=1)
+    hidden: AtLeast1 = 256  # width of the network over positions
 
 
 class MLPMixer(Mixer):
@@ -48,23 +43,15 @@ class MLPMixer(Mixer):
         self.w2 = nn.Parameter(torch.empty(length, hidden).uniform_(-1, 1) / math.sqrt(hidden))
         self.b2 = nn.Parameter(torch.zeros(length))
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         size = x.shape[1]  # padded tokens are zero, so they add nothing to the hidden units
         hidden = F.gelu(torch.einsum("nt,btd->bnd", first(self.w1, size), x) + self.b1[:, None])
         return torch.einsum("tn,bnd->btd", first(self.w2, size, 0), hidden) + first(self.b2, size, 0)[:, None]
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        size = x.shape[1]
-        rows = []
-        for row, n in zip(x, [size] * len(x) if lengths is None else lengths.tolist(), strict=True):
-            channels = [F.gelu(self.w1[:, :n] @ row[:n, c] + self.b1) for c in range(x.shape[2])]
-            y = torch.stack([self.w2[:n] @ hidden + self.b2[:n] for hidden in channels], dim=1)
-            rows.append(F.pad(y, (0, 0, 0, size - n)))
-        return torch.stack(rows)
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        n = x.shape[1]
+        hidden = [F.gelu(x[..., c] @ self.w1[:, :n].T + self.b1) for c in range(x.shape[2])]
+        return torch.stack([h @ self.w2[:n].T + self.b2[:n] for h in hidden], dim=-1)
 
     def _pattern(self, x: Tensor) -> Tensor:
         """How strongly each position can move each other: |W₂| |W₁|, the same for every input and channel."""

@@ -23,11 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
-from subquad.ops.lengths import first, padding, symbolic
+from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
+from subquad.ops.precision import wide, wide_type
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so many pieces, the most that divide it
@@ -35,18 +38,17 @@ PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so man
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    landmarks: int = 64  # segment means that stand for all queries and keys
-    conv: int = 33  # width of the convolution over values, odd; 0: none
-    iterations: int = 6  # of the inverse
+    landmarks: AtLeast1 = 64  # segment means that stand for all queries and keys
+    conv: AtLeast0 = 33  # width of the convolution over values, odd; 0: none
+    iterations: AtLeast0 = 6  # of the inverse
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, landmarks=1, conv=0, iterations=0)
         if self.conv and self.conv % 2 == 0:
             refuse("conv", self.conv, "0 or an odd width, which leaves the length as it is")
 
 
-class Nystrom(Mixer):
+class Nystrom(Attention):
     options_type = Options
     traits = Traits(cross=True)
     family = "fewer queries or keys"
@@ -64,52 +66,46 @@ class Nystrom(Mixer):
             nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False) if width else None
         )
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._qkv(x, context)
-        with uncast(x):
-            o = self._attend(q, k, v, lengths, lengths if context is None else context_lengths).to(v.dtype)
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        q, k, v = self._project(x)
+        o = self._attend(q, k, v, lengths, lengths)
+        if self.conv is not None:
+            o = o + convolve(zero_padding(v, lengths), self.conv.weight[:, 0, :, 0].to(v.dtype))
+        return self._merge(o)
+
+    def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        weights, v = self._define(x, context)
         if self.conv is not None and context is None:
-            present = keep(lengths, x.shape[1])
-            v = v if present is None else v.masked_fill(~present[..., None, None], 0)
-            o = o + convolve(v, self.conv.weight[:, 0, :, 0].to(v.dtype))
-        return self.heads.merge(o)
+            weights = weights + self._convolution(x.shape[1])
+        return self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in self._qkv(x, context))  # [B, H, T, K]
-        keys = lengths if context is None else context_lengths
-        o = torch.zeros_like(q)
-        for b in range(len(x)):
-            t, s = (size if n is None else int(n[b]) for n, size in ((lengths, q.shape[2]), (keys, k.shape[2])))
-            if t and s:
-                o[b, :, :t] = self._weights(q[b, :, :t], k[b, :, :s]) @ v[b, :, :s]
-            if self.conv is not None and context is None:
-                kernel, half = self.conv.weight[:, 0, :, 0], self.options.conv // 2  # [H, conv]
-                for i in range(t):
-                    for j in range(max(0, i - half), min(t, i + half + 1)):
-                        o[b, :, i] += kernel[:, j - i + half, None] * v[b, :, j]
-        return self.heads.merge(o.transpose(1, 2))
+    def _convolution(self, size: int) -> Tensor:
+        """The convolution as a matrix over positions, [H, T, T]."""
+        assert self.conv is not None
+        kernel, half = self.conv.weight[:, 0, :, 0], self.options.conv // 2  # [H, conv]
+        square = kernel.new_zeros(len(kernel), size, size)
+        for i in range(size):
+            for j in range(max(0, i - half), min(size, i + half + 1)):
+                square[:, i, j] = kernel[:, j - i + half]
+        return square
 
-    def _pattern(self, x: Tensor) -> Tensor:
-        """The attention alone, without the convolution; entries may be negative."""
-        q, k, _ = (t.transpose(1, 2) for t in self._qkv(x))
-        return torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])
-
-    def _qkv(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k), v
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._project(x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        with uncast(q):
+            return self._attend_exactly(q, k, v, lengths, key_lengths).to(v.dtype)
+
+    def _attend_exactly(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
+    ) -> Tensor:
         few = self.options.landmarks
         if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
             q, k, v = q.float(), k.float(), v.float()
         if symbolic(q.shape[1], k.shape[1]):
             return self._attend_any(q, k, v, lengths, key_lengths)
         if q.shape[1] <= few or k.shape[1] <= few:
-            q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), _visible(key_lengths, k.shape[1])
+            q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), visible_keys(key_lengths, k.shape[1])
             return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout()).transpose(1, 2)
         return self._attend_long(q, k, v, lengths, key_lengths)
 
@@ -129,18 +125,17 @@ class Nystrom(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
     ) -> Tensor:
         """Of rows of more tokens than landmarks, padding included."""
-        few, visible = self.options.landmarks, _visible(key_lengths, k.shape[1])
+        few, visible = self.options.landmarks, visible_keys(key_lengths, k.shape[1])
         dropout = self._dropout()
         few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        few_visible = _visible(key_lengths, few)
-        exact = torch.promote_types(q.dtype, torch.float32)
-        scores = few_q.to(exact) @ few_k.to(exact).mT / math.sqrt(q.shape[-1])
+        few_visible = visible_keys(key_lengths, few)
+        scores = wide(few_q) @ wide(few_k).mT / math.sqrt(q.shape[-1])
         if few_visible is not None:
             scores = scores.masked_fill(~few_visible, -math.inf)
         inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
         summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
-        values = (inverse @ summary.to(exact)).to(v.dtype)  # [B, H, M, V]
+        values = (inverse @ wide(summary)).to(v.dtype)  # [B, H, M, V]
         if key_lengths is not None:  # where every key is its own landmark, its own value is exact
             own_key = (key_lengths <= few)[:, None, None, None]
             values = torch.where(own_key, v[:, :, :few], values)
@@ -151,16 +146,13 @@ class Nystrom(Mixer):
             o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
         return o.transpose(1, 2)
 
-    def _dropout(self) -> float:
-        return self.options.dropout if self.training else 0.0
-
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
         """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]
 
         In t's own type, so that A and both long factors are made of the same landmarks.
         """
         length, size = t.shape[1], self.options.landmarks
-        exact = torch.promote_types(t.dtype, torch.float32)
+        exact = wide_type(t)
         if lengths is None and length % size == 0:
             return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
@@ -175,10 +167,10 @@ class Nystrom(Mixer):
         return means.to(t.dtype).unflatten(-1, t.shape[2:]).transpose(1, 2)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """The matrix that multiplies the values of one row: q [H, n, K] -> [H, n, S]"""
+        """softmax(Q K̃ᵀ) Z softmax(Q̃ Kᵀ), [B, H, T, S]"""
 
         def softmax(q: Tensor, k: Tensor) -> Tensor:
-            return torch.softmax(torch.einsum("htk,hsk->hts", q, k) / math.sqrt(q.shape[-1]), -1)
+            return torch.softmax(torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1]), -1)
 
         m = self.options.landmarks
         if q.shape[1] <= m or k.shape[1] <= m:
@@ -187,9 +179,9 @@ class Nystrom(Mixer):
             torch.stack([t[:, t.shape[1] * i // m : t.shape[1] * (i + 1) // m].mean(1) for i in range(m)], 1)
             for t in (q, k)
         )
-        a = softmax(few_q, few_k)
+        a = softmax(few_q, few_k)  # [B, H, M, M]
         one = torch.eye(m, dtype=a.dtype, device=a.device)
-        z = torch.stack([h.T / (h.sum(0).max() * h.sum(1).max()) for h in a])
+        z = a.mT / (a.sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
         for _ in range(self.options.iterations):
             az = a @ z
             z = z @ (13 * one - 15 * az + 7 * az @ az - az @ az @ az) / 4
@@ -236,9 +228,3 @@ def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, drop
     visible = None if visible is None else visible.repeat_interleave(pieces, 0)
     o = F.scaled_dot_product_attention(q, few_k, values, visible, dropout_p=dropout)
     return o.unflatten(0, (-1, pieces)).transpose(1, 2).flatten(2, 3)
-
-
-def _visible(lengths: Tensor | None, size: int) -> Tensor | None:
-    """Keys a query may see, [B, 1, 1, S]; at least one."""
-    mask = None if lengths is None else keep(lengths.clamp(min=1), size)
-    return None if mask is None else mask[:, None, None]

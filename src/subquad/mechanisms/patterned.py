@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.impl import Impl
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
@@ -29,13 +31,13 @@ class Options(base.Options):
     impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
-class Patterned(Mixer):
+class Patterned(Attention):
     """Exact softmax over one pattern per head."""
 
     state_type: type[SparseState]
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "human patterns"
-    unused = Mixer.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
+    unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
     options: Options
 
     def __init__(self, options: Options):
@@ -54,30 +56,37 @@ class Patterned(Mixer):
         """One pattern per head."""
         raise NotImplementedError
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
-        """The definition: whether position i [T, 1] reads j [1, T], up to [B, H, T, T]; rows have lengths [B, 1, 1, 1].
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
+        """The definition: whether position i [T, 1] reads j [1, T] in a sequence of that size, [T, T] or [H, T, T].
 
-        Causality and padding are taken care of.
+        Causality is taken care of.
         """
         raise NotImplementedError
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        return self.heads.merge(self._attend(*self._project(x), lengths))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        return sparse_attention(
+            q,
+            k,
+            v,
+            self.patterns,
+            causal=self.options.causal,
+            lengths=lengths,
+            scale=self.scale,
+            impl=self.options.impl,
+        )
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", self._weights(q, k, lengths), v))
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        size = q.shape[1]
+        i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)[None]
+        allowed = self._allowed(i, j, size)
+        if self.options.causal:
+            allowed = allowed & (j <= i)
+        some = allowed.any(-1, keepdim=True)  # a query with nothing to read gives zeros
+        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
+        return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, S]
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._project(x)
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None)
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
         heads = self.options.heads
@@ -86,35 +95,12 @@ class Patterned(Mixer):
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         if state is not None:
-            q, k, v = self._project(x, state.position)
-            o, state = self.cache._attend(q, k, v, state, lengths, self.scale)
+            o, state = self.cache._attend(*self._project(x, position=state.position), state, lengths, self.scale)
         else:
             q, k, v = self._project(x)
-            o, state = self._attend(q, k, v), Patterned._init_state(self, *x.shape[:2])
+            o, state = self._attend(q, k, v, None, None), Patterned._init_state(self, *x.shape[:2])
             state = self.cache._extend(state, k, v, lengths)
-        return self.heads.merge(o), state
-
-    def _project(self, x: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x)
-        return *self._rotate(q, k, position), v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
-        patterns, options = self.patterns, self.options
-        return sparse_attention(
-            q, k, v, patterns, causal=options.causal, lengths=lengths, scale=self.scale, impl=options.impl
-        )
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        size = q.shape[1]
-        i, j = torch.arange(size, device=q.device)[:, None], torch.arange(size, device=q.device)[None]
-        rows = torch.full((1,), size, device=q.device) if lengths is None else lengths
-        rows = rows[:, None, None, None]
-        allowed = self._allowed(i, j, rows) & (j < rows)
-        if self.options.causal:
-            allowed = allowed & (j <= i)
-        some = allowed.any(-1, keepdim=True)  # a query with nothing to read gives zeros
-        scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
-        return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, T]
+        return self._merge(o), state
 
 
 def combine(how: str, factors: Sequence[Sequence[Factor]], layer: int) -> list[Factor]:

@@ -28,17 +28,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, check_eps, one_of, refuse
-from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.checks import at_least, check_eps, refuse
+from subquad.mechanisms import base, kernelised
+from subquad.mechanisms.heads import Heads
+from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.impl import Impl
-from subquad.ops.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_read,
-    linear_attention_step,
-    linear_attention_sums,
-)
+from subquad.ops.lengths import keep
+from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
+from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
 from subquad.ops.running import running_max
 
@@ -54,10 +51,8 @@ class State(NamedTuple):
     position: Tensor  # [B]
 
 
-class Memory(NamedTuple):
-    s: Tensor  # [B, H, M, V], sums over the context, at least float32
-    z: Tensor  # [B, H, M]
-    lengths: Tensor  # [B]
+class Memory(kernelised.Memory):
+    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,6 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, kernel=KERNELS, norms=("chi", "sqrt"))
         at_least(self, features=0 if self.kernel == "relu" else 1)
         if self.eps is not None and not self.eps >= 0:
             refuse("eps", self.eps, "None or a number of at least 0")
@@ -79,15 +73,10 @@ class Options(base.Options):
             check_eps(self.eps)
 
 
-class Performer(Mixer):
+class Performer(Kernelised):
     options_type = Options
     state_type = State
     memory_type = Memory
-    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
-    family = "kernels"
-    exponent = 1.0
-    equivariant = True
-    unused = Mixer.unused | {"dropout"}
     small = (
         {"features": 12},
         {"features": 8, "kernel": "hyperbolic", "norms": "sqrt"},
@@ -112,40 +101,26 @@ class Performer(Mixer):
         o = self.options
         return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal, norms=o.norms)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        own, other = (lengths, None) if context is None else (None, context_lengths)
-        q, k, v, gate, _ = self._prepare(q, k, v, own if context is None else other, None)
-        causal = self.options.causal
-        o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
-        return self._merge(o)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        q, k, v, gate, _ = self._prepare(q, k, v, key_lengths, None)
+        return self._sum(q, k, v, lengths, key_lengths, gate)
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
         q, k, v, gate, largest = self._prepare(*self._project(x, position=state.position), lengths, state.max)
-        before = LinearState(state.s, state.z)
-        o, sums = linear_attention(
-            q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
-        )
-        return self._merge(o), State(sums.s, sums.z, largest, self._advance(state.position, x, lengths))
+        o, sums = self._add(q, k, v, state, lengths, gate)
+        return self._merge(o), State(*sums, largest, self._advance(state.position, x, lengths))
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         projected = self._project(x[:, None], position=state.position)
         q, k, v, gate, largest = self._prepare(*projected, None, state.max)
-        gate = None if gate is None else gate[:, 0]
-        before = LinearState(state.s, state.z)
-        o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
-        return self._merge(o), State(sums.s, sums.z, largest, state.position + 1)
+        o, sums = self._add_one(q, k, v, state, gate)
+        return self._merge(o), State(*sums, largest, state.position + 1)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, kernel = self.options.heads, self.options.kernel
-        count = (self.options.features or self.width) * (2 if kernel in ("trig", "hyperbolic") else 1)
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
-        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
-        return State(s, s.new_zeros(batch, heads, count), s.new_full((batch, heads), NOTHING), position)
+        twice = self.options.kernel in ("trig", "hyperbolic")
+        s, z, position = self._empty(batch, (self.options.features or self.width) * (2 if twice else 1))
+        return State(s, z, torch.full_like(z[..., 0], NOTHING), position)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
@@ -154,14 +129,8 @@ class Performer(Mixer):
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self._query_features(self.heads.queries(x), memory.s.dtype)
-        sums, eps = LinearState(memory.s, memory.z), self._how()["eps"]
-        return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=eps))
-
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k, position), v
+        o = linear_attention_read(q, LinearState(memory.s, memory.z), feature_map="identity", eps=self._how()["eps"])
+        return self._merge(o)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return None if self.options.kernel == "relu" else self._project(x)
@@ -183,7 +152,7 @@ class Performer(Mixer):
         decays to the new one."""
         # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
         narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
-        dtype = v.dtype if narrow else torch.promote_types(v.dtype, torch.float32)
+        dtype = v.dtype if narrow else wide_type(v)
         v = v.to(dtype)
         if self.options.kernel == "relu":
             largest = largest if largest is not None else _nothing(k)
@@ -239,7 +208,7 @@ class Performer(Mixer):
         return torch.relu(project(x, self.directions) if self.options.features else x) + self.eps
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return x.to(torch.promote_types(x.dtype, torch.float32)) * self.width**-0.25
+        return wide(x) * self.width**-0.25
 
     def _how(self) -> dict[str, Any]:
         # only the trigonometric denominator can come near zero; 1e-30 is for rows without any key
@@ -249,30 +218,17 @@ class Performer(Mixer):
     def _merge(self, o: Tensor) -> Tensor:
         return self.heads.merge(o.to(self.heads.out.weight.dtype))
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        weights = self._weights(q, k, lengths if context is None else context_lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None)
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) over its sum, [B, H, T, S], in units of the largest exponent among the keys that a query sees."""
-        kernel, wide = self.options.kernel, torch.promote_types(q.dtype, torch.float32)
+        kernel = self.options.kernel
         least = 0.3 / math.sqrt(2 * self.options.features) if kernel == "trig" else {"relu": 1e-3}.get(kernel, 1e-9)
         eps = least if self.options.eps is None else self.options.eps
         seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         seen = seen.tril() if self.options.causal else seen
-        mask = keep(None if lengths is None else lengths.clamp(min=1), k.shape[1])  # an empty row sees one key
-        seen = seen if mask is None else seen & mask[:, None, None]
         phi, exponents = [], []
         for t in (q, k):
-            t = t.to(wide).transpose(1, 2) / math.sqrt(math.sqrt(t.shape[-1]))  # [B, H, T, K]
-            p = t @ self.directions.to(wide).mT if self.options.features else t
+            t = wide(t).transpose(1, 2) / math.sqrt(math.sqrt(t.shape[-1]))  # [B, H, T, K]
+            p = t @ self.directions.to(t.dtype).mT if self.options.features else t
             p = torch.cat((p, -p), dim=-1) if kernel == "hyperbolic" else p
             half = (t * t).sum(-1) / 2
             if kernel == "relu":
@@ -297,4 +253,4 @@ class Performer(Mixer):
 
 def _nothing(k: Tensor) -> Tensor:
     """The largest exponent before the first key of k [B, S, H, K]: [B, H]"""
-    return k.new_full((k.shape[0], k.shape[2]), NOTHING, dtype=torch.promote_types(k.dtype, torch.float32))
+    return k.new_full((k.shape[0], k.shape[2]), NOTHING, dtype=wide_type(k))

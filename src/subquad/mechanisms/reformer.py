@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
@@ -53,7 +54,8 @@ from subquad.ops.buckets import (
     sorted_slots,
 )
 from subquad.ops.cache import append
-from subquad.ops.lengths import at_most, symbolic
+from subquad.ops.lengths import at_most, keep, symbolic
+from subquad.ops.precision import wide, wide_type
 
 SELF = 1e5  # finite: what a token loses by attending to itself
 
@@ -68,14 +70,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    rounds: int = 4  # of hashing, whose results are combined by their log-sum-exp
-    chunk: int = 64  # tokens that attend together, and to the chunk before
+    rounds: AtLeast1 = 4  # of hashing, whose results are combined by their log-sum-exp
+    chunk: AtLeast1 = 64  # tokens that attend together, and to the chunk before
     buckets: int | tuple[int, ...] = 32  # a tuple hashes by factors: their product many buckets, their sum the cost
     strict_causal: bool = True  # False: chunks of the whole sorted sequence, as in the paper
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rounds=1, chunk=1)
         odd = [f for f in self.factors if isinstance(f, bool) or not isinstance(f, int) or f < 2 or f % 2]
         if odd or self.buckets == ():
             refuse("buckets", self.buckets, "1, an even integer, or a tuple of even integers")
@@ -87,7 +88,7 @@ class Options(base.Options):
         return self.buckets if isinstance(self.buckets, tuple) else (self.buckets,)
 
 
-class Reformer(Mixer):
+class Reformer(Attention):
     options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
@@ -119,28 +120,32 @@ class Reformer(Mixer):
         drawn = torch.randn(self.rotation.shape, generator=generator or self._generator())
         self.rotation.copy_(drawn)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v, bucket = self._project(x, lengths)
-        return self._attend(q, k, v, bucket)
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._merge(self._attend_near(*self._route(x, lengths)))
 
     def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._route(x, None, position)[:3]
+
+    def _route(
         self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v [B, T, H, ·] and the bucket of each token in each round [B, H, R, T], -1 for padding."""
         q, v = (t.unflatten(-1, (self.options.heads, -1)) for t in (self.query(x), self.value(x)))
-        bucket = self._hash(q)
-        if lengths is not None:
-            bucket = bucket.masked_fill(~keep(lengths, x.shape[1])[:, None, None], -1)  # type: ignore[index]
+        bucket, present = self._hash(q), keep(lengths, x.shape[1])
+        if present is not None:
+            bucket = bucket.masked_fill(~present[:, None, None], -1)
         q, _ = self._rotate(q, q, position)
         return q, F.normalize(q, dim=-1, eps=1e-6), v, bucket
 
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.out(o.flatten(-2))
+
     @torch.no_grad()
     def _hash(self, q: Tensor) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
         with uncast(q):  # sixteen bits would move tokens to other buckets
-            turned = torch.einsum("bthk,hrkm->bhrtm", q.to(wide), self.rotation.to(wide))
+            turned = torch.einsum("bthk,hrkm->bhrtm", wide(q), self.rotation.to(wide_type(q)))
         bucket = torch.zeros(turned.shape[:-1], dtype=torch.int64, device=q.device)
         first = 0
         for factor in self.options.factors:
@@ -148,7 +153,7 @@ class Reformer(Mixer):
             bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
         return bucket
 
-    def _attend(
+    def _attend_near(
         self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, lists: Lists | None = None, start: Tensor | None = None
     ) -> Tensor:
         """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
@@ -169,7 +174,7 @@ class Reformer(Mixer):
         rows = slots.query - (bucket.shape[-1] - size)  # earlier tokens are no queries: they are below 0
         visible &= (rows >= 0)[..., None]
 
-        bias = -SELF * (queries[..., :, None] == keys[..., None, :]).to(torch.promote_types(q.dtype, torch.float32))
+        bias = -SELF * (queries[..., :, None] == keys[..., None, :]).to(wide_type(q))
         *_, places, width = slots.query.shape
         if self.options.rounds > 1:
             code = slots.place // width + bucket * (places + 1)
@@ -184,7 +189,7 @@ class Reformer(Mixer):
         place = slots.place[..., -size:] + rounds * (places * width)  # [B, H, R, T]
         share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
         o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
-        return self.out(o.transpose(1, 2).flatten(-2))
+        return o.transpose(1, 2)
 
     def _pairs(self, size: int) -> int:
         """Of a query and a key in the slots of all rounds."""
@@ -206,33 +211,17 @@ class Reformer(Mixer):
             seen = seen | (gap >= behind) & (gap <= 1)
         if self.options.causal:
             seen = seen & torch.ones_like(own).tril()
-        o = pair_attention(q, k, v, seen, -SELF * own, self._dropout())
-        return self.out(o.flatten(-2))
-
-    def _dropout(self) -> float:
-        return self.options.dropout if self.training else 0.0
-
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        v = self.value(x).unflatten(-1, (self.options.heads, -1))
-        return self.out(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths).to(v.dtype), v).flatten(-2))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        return self._weights(x, None)
+        return pair_attention(q, k, v, seen, -SELF * own, self._dropout())
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _ = self._project(x, None)
+        q, k, v = self._project(x)
         return q * q.shape[-1] ** 0.5, k, v  # without the self-exclusion
 
-    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """The definition: softmax over the union of the rounds' sets, [B, H, T, T]."""
-        size = x.shape[1]
-        i, j = torch.arange(size, device=x.device)[:, None], torch.arange(size, device=x.device)
-        q = self.query(x).unflatten(-1, (self.options.heads, -1))
-        real = torch.ones_like(x[..., 0], dtype=torch.bool) if lengths is None else keep(lengths, size)
-        pairs = (real[:, :, None] & real[:, None, :])[:, None]  # type: ignore[index]
-        seen = torch.zeros_like(pairs)
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Softmax over the union of the rounds' sets."""
+        i, j = torch.arange(x.shape[1], device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
+        q, v = (t.unflatten(-1, (self.options.heads, -1)) for t in (self.query(x), self.value(x)))
+        seen = i == j
         for r in range(self.options.rounds):
             bucket, first = torch.zeros_like(q[..., 0], dtype=torch.int64), 0
             for factor in self.options.factors:
@@ -240,35 +229,38 @@ class Reformer(Mixer):
                 bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
             bucket = bucket.transpose(1, 2)  # [B, H, T]
             mine, other = bucket[..., :, None], bucket[..., None, :]
-            same = (mine == other) & pairs
-            before = same & (j < i) if self.strict else pairs & ((other < mine) | same & (j < i))
+            same = mine == other
+            before = same & (j < i) if self.strict else (other < mine) | same & (j < i)
             chunk = before.sum(-1) // self.options.chunk
             gap = chunk[..., :, None] - chunk[..., None, :]
             seen = seen | same & ((gap >= 0) & (gap <= 1) & (j <= i) if self.options.causal else gap.abs() <= 1)
         q, _ = self._rotate(q, q)
         scores = torch.einsum("bthk,bshk->bhts", q, q / q.norm(dim=-1, keepdim=True).clamp(min=1e-6)) - 1e5 * (i == j)
-        return scores.masked_fill(~(seen | (i == j)), -torch.inf).softmax(-1)
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1), v
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads
-        cache = self._like.new_zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        cache = self._zeros(batch, capacity or 64, heads, self.options.dim // heads)
         lists = empty_lists((batch, heads, self.options.rounds), self.buckets, self.options.chunk, cache.device)
-        return State(cache, cache.clone(), *lists, torch.zeros(batch, dtype=torch.int64, device=cache.device))
+        return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        fresh = state is None
-        state = state if state is not None else self._init_state(*x.shape[:2])
-        lists = Lists(state.members, state.total)
-        q, k, v, bucket = self._project(x, lengths, state.position)
-        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
-        position = state.position[:, None, None, None] + torch.arange(x.shape[1], device=x.device)
-        new = State(keys, values, *admit(lists, bucket, position), self._advance(state.position, x, lengths))
-        if fresh:
-            return self._attend(q, k, v, bucket), new
-        return self._attend(q, keys.to(q.dtype), values.to(q.dtype), bucket, lists, state.position), new
+        before = state if state is not None else self._init_state(*x.shape[:2])
+        start = before.position
+        q, k, v, bucket = self._route(x, lengths, start)
+        keys, values, lists = (
+            append(before.k, k, start),
+            append(before.v, v, start),
+            Lists(before.members, before.total),
+        )
+        position = start[:, None, None, None] + torch.arange(x.shape[1], device=x.device)
+        new = State(keys, values, *admit(lists, bucket, position), self._advance(start, x, lengths))
+        if state is None:
+            return self._merge(self._attend_near(q, k, v, bucket)), new
+        return self._merge(self._attend_near(q, keys.to(q.dtype), values.to(q.dtype), bucket, lists, start)), new
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v, bucket = self._project(x[:, None], None, state.position)
+        q, k, v, bucket = self._route(x[:, None], None, state.position)
         keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
         position = state.position[:, None, None, None]
         lists = admit(Lists(state.members, state.total), bucket, position)
@@ -286,4 +278,4 @@ class Reformer(Mixer):
             -SELF * (near == position)[..., None, :],
             self._dropout(),
         )  # [B, H, 1, 1, V]
-        return self.out(o.flatten(1)), State(keys, values, *lists, state.position + 1)
+        return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)

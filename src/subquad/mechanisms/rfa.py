@@ -24,17 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, check_eps, refuse
-from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.checks import check_eps, refuse
+from subquad.mechanisms import base, kernelised
+from subquad.mechanisms.base import AtLeast1
+from subquad.mechanisms.heads import Heads
+from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.impl import Impl
-from subquad.ops.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_read,
-    linear_attention_step,
-    linear_attention_sums,
-)
+from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
+from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import SHORT, draw_directions, fourier
 
 
@@ -45,15 +42,13 @@ class State(NamedTuple):
     position: Tensor  # [B]
 
 
-class Memory(NamedTuple):
-    s: Tensor  # [B, H, M, V], sums over the context, at least float32
-    z: Tensor  # [B, H, M]
-    lengths: Tensor  # [B]
+class Memory(kernelised.Memory):
+    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    features: int = 64  # directions; each gives a sine and a cosine
+    features: AtLeast1 = 64  # directions; each gives a sine and a cosine
     gate: bool = False  # a learned decay, for recency
     tau: float = 1.0  # temperature: smaller is sharper
     orthogonal: bool = False  # features drawn orthogonal, which lowers their variance
@@ -62,7 +57,6 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, features=1)
         if not self.tau > 0:
             refuse("tau", self.tau, "a number above 0")
         check_eps(self.eps, least=1e-20)  # it is divided by √(2·features)
@@ -70,15 +64,10 @@ class Options(base.Options):
             refuse("gate", self.gate, "False with causal=False, since forgetting needs an order")
 
 
-class RFA(Mixer):
+class RFA(Kernelised):
     options_type = Options
     state_type = State
     memory_type = Memory
-    traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
-    family = "kernels"
-    exponent = 1.0
-    equivariant = True
-    unused = Mixer.unused | {"dropout"}
     small = ({"features": 24}, {"features": 24, "gate": True}, {"features": 30, "orthogonal": True, "tau": 0.8})
     options: Options
     directions: Tensor  # [H, features, K], Ω
@@ -98,46 +87,35 @@ class RFA(Mixer):
         o = self.options
         return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v, gate = self._prepare(x, *self._split(x, context))
-        own, other = (lengths, None) if context is None else (None, context_lengths)
-        causal = self.options.causal
-        if causal:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        q, k, v, gate = self._features(x, *self._project(x))
+        if self.options.causal:
             q = _over_unit(q, self._squares(gate, None, x, None)[0])
         else:
-            q = _over_unit(q, _counts(k, lengths if context is None else context_lengths))
-        o = linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
-        return self._merge(o)
+            q = _over_unit(q, _counts(k, lengths))
+        return self._merge(self._sum(q, k, v, lengths, lengths, gate))
+
+    def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
+        q, k, v, _ = self._features(x, *self._project(x, context))
+        return self._merge(self._sum(_over_unit(q, _counts(k, context_lengths)), k, v, lengths, context_lengths))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
-        q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
-        before = LinearState(state.s, state.z)
+        q, k, v, gate = self._features(x, *self._project(x, position=state.position))
         squares, last = self._squares(gate, state.weight_squares, x, lengths)
-        q = _over_unit(q, squares)
-        o, sums = linear_attention(
-            q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
-        )
-        return self._merge(o), State(sums.s, sums.z, last, self._advance(state.position, x, lengths))
+        o, sums = self._add(_over_unit(q, squares), k, v, state, lengths, gate)
+        return self._merge(o), State(*sums, last, self._advance(state.position, x, lengths))
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         x = x[:, None]
-        q, k, v, gate = self._prepare(x, *self._split(x, position=state.position))
+        q, k, v, gate = self._features(x, *self._project(x, position=state.position))
         squares, last = self._squares(gate, state.weight_squares, x, None)
-        q = _over_unit(q, squares)
-        gate = None if gate is None else gate[:, 0]
-        before = LinearState(state.s, state.z)
-        o, sums = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], before, log_gate=gate, **self._how())
-        return self._merge(o), State(sums.s, sums.z, last, state.position + 1)
+        o, sums = self._add_one(_over_unit(q, squares), k, v, state, gate)
+        return self._merge(o), State(*sums, last, state.position + 1)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, count = self.options.heads, 2 * self.options.features
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        s = self._like.new_zeros(batch, heads, count, self.width, dtype=wide)
-        position = torch.zeros(batch, dtype=torch.int64, device=s.device)
-        return State(s, s.new_zeros(batch, heads, count), s.new_zeros(batch, heads), position)
+        s, z, position = self._empty(batch, 2 * self.options.features)
+        return State(s, z, torch.zeros_like(z[..., 0]), position)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
@@ -149,21 +127,10 @@ class RFA(Mixer):
         q, sums = _over_unit(q, _counts(q, memory.lengths)), LinearState(memory.s, memory.z)
         return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self._how()["eps"]))
 
-    def _split(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k, position), v
-
-    def _project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k of length 1, in at least float32, and v."""
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(_unit(q), _unit(k)), v
-
     def _frequencies(self) -> Tensor:
         return self.directions * self.sigma[:, None] / self.options.tau  # [H, features, K]
 
-    def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _features(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
         # float16 holds neither a small 1 - g nor the gradient of a small denominator
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
@@ -179,12 +146,12 @@ class RFA(Mixer):
         self, gate: Tensor | None, start: Tensor | None, x: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Σ wₛ² over the keys up to each, [B, T, H], and after each row's last, [B, H]; `start` before the first."""
-        wide = torch.promote_types(self._like.dtype, torch.float32)
-        start = start if start is not None else x.new_zeros(x.shape[0], self.options.heads, dtype=wide)
+        exact = wide_type(self._like)
+        start = start if start is not None else x.new_zeros(x.shape[0], self.options.heads, dtype=exact)
         if gate is None:
             upto = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
             return start[:, None] + upto, start + (x.shape[1] if lengths is None else lengths[:, None])
-        gate = gate.to(wide)  # wₜ² = (1 - gₜ)², and what came before shrinks by gₜ²
+        gate = gate.to(exact)  # wₜ² = (1 - gₜ)², and what came before shrinks by gₜ²
         one, own = torch.ones_like(gate)[..., None], torch.expm1(gate).square()[..., None]
         before = LinearState(start[..., None, None], start[..., None])
         how = {**self._how(), "normalize": False, "return_state": True}
@@ -201,6 +168,7 @@ class RFA(Mixer):
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A last channel carries what depends on the key alone: its norm under σ, and the gates."""
         q, k, v = self._project(x)
+        q, k = _unit(q), _unit(k)
         sigma = self.sigma / self.options.tau
         bias = -(k * sigma).square().sum(-1) / 2  # [B, T, H]
         if self.gate is not None:
@@ -210,32 +178,24 @@ class RFA(Mixer):
         q = torch.cat((q * sigma * scale, torch.full_like(q[..., :1], scale)), dim=-1)
         return q, torch.cat((k * sigma, bias[..., None]), dim=-1), v
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self._project(x, context)
-        weights = self._weights(x, q, k, lengths if context is None else context_lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights.to(v.dtype), v))
+        return self._weights(q, k, None if self.gate is None else torch.sigmoid(wide(self.gate(x)))), v
 
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(x, q, k, None).to(x.dtype)
-
-    def _weights(self, x: Tensor, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        """(1 - gₛ) gₛ₊₁ ... gₜ φ(qₜ)·φ(kₛ) over its sum, [B, H, T, S]"""
+    def _weights(self, q: Tensor, k: Tensor, gate: Tensor | None = None) -> Tensor:
+        """(1 - gₛ) gₛ₊₁ ... gₜ φ(qₜ)·φ(kₛ) over its sum, [B, H, T, S], with the gate [B, T, H]"""
+        q, k = _unit(q), _unit(k)
         w = self.directions.to(q.dtype) * self.sigma.to(q.dtype)[:, None] / self.options.tau  # [H, features, K]
         q, k = (t.transpose(1, 2) @ w.mT for t in (q, k))  # [B, H, T, features]
         weights = (q.sin() @ k.sin().mT + q.cos() @ k.cos().mT) / self.options.features
         seen = torch.ones_like(weights)  # the weight of each key besides φ(q)·φ(k)
-        if self.gate is not None:
-            g = torch.sigmoid(self.gate(x).to(q.dtype)).mT  # [B, H, T]
+        if gate is not None:
+            g = gate.mT  # [B, H, T]
             later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)  # s < r
             decay = torch.where(later, g[:, :, None], 1.0).cumprod(-1).mT  # product over s < r <= t, [B, H, T, S]
             seen = decay * (1 - g)[:, :, None]
         if self.options.causal:
             seen = seen.tril()
-        mask = keep(lengths, k.shape[2])
-        seen = seen if mask is None else seen * mask[:, None, None]
         unit = 2 ** (0.7 * (seen * seen).sum(-1, keepdim=True).clamp(min=1e-30)).log2().div(2).floor()
         weights = weights * seen
         d, least = weights.sum(-1, keepdim=True), self.options.eps * unit / math.sqrt(2 * self.options.features)
@@ -245,7 +205,7 @@ class RFA(Mixer):
 def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:
     """How many keys [B, S, H, ·] a row has, as Σ wₛ² for all its queries: [B, 1, 1]"""
     count = torch.full_like(like[:, 0, 0, 0], like.shape[1]) if lengths is None else lengths
-    return count[:, None, None].to(torch.promote_types(like.dtype, torch.float32))
+    return count[:, None, None].to(wide_type(like))
 
 
 def _over_unit(q: Tensor, squares: Tensor) -> Tensor:
@@ -260,4 +220,4 @@ def _over_unit(q: Tensor, squares: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     """Vectors of length 1, in at least float32."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=SHORT)
+    return F.normalize(wide(x), dim=-1, eps=SHORT)

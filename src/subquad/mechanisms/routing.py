@@ -32,9 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.checking import check_padded
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
@@ -54,7 +56,8 @@ from subquad.ops.buckets import (
 )
 from subquad.ops.cache import append
 from subquad.ops.clusters import kmeans_step
-from subquad.ops.lengths import at_most, check_lengths, symbolic
+from subquad.ops.lengths import at_most, keep, symbolic
+from subquad.ops.precision import wide, wide_type
 
 
 class State(NamedTuple):
@@ -75,8 +78,8 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    clusters: int = 16  # centroids of each head
-    window: int = 128  # tokens of a cluster that attend together
+    clusters: AtLeast1 = 16  # centroids of each head
+    window: AtLeast1 = 128  # tokens of a cluster that attend together
     share_qk: bool | None = None  # one projection for q and k; None: when causal
     # λ. Each training forward is a step, so with gradient accumulation each micro-batch. Keep the parameters in float32
     # (autocast is fine): a 16-bit centroid cannot move by thousandths.
@@ -86,16 +89,13 @@ class Options(base.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, clusters=1, window=1)
-        if self.share_qk not in (None, True, False):
-            refuse("share_qk", self.share_qk, "True, False, or None to share when causal")
         if not 0 <= self.decay <= 1:
             refuse("decay", self.decay, "a number from 0 to 1")
         if self.scale is not None and not self.scale > 0:
             refuse("scale", self.scale, "None or a positive number")
 
 
-class Routing(Mixer):
+class Routing(Attention):
     options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
@@ -131,11 +131,8 @@ class Routing(Mixer):
 
     def commitment(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Mean squared distance of queries and keys to their centroids; the paper adds 1e-4 times this to the loss."""
-        self._check_tokens(x, "x")
-        lengths = check_lengths(lengths, x, "lengths")
-        if lengths is not None:
-            x = x.masked_fill(~keep(lengths, x.shape[1])[..., None], 0)  # type: ignore[index]
-        routed = self._project(x)
+        x, lengths = check_padded(self, x, lengths)
+        routed = self._route(x)
         label = torch.cat(self._nearest(routed, lengths), dim=-1)  # [B, H, T], or [B, H, 2T]
         heads = torch.arange(self.options.heads, device=x.device)[:, None]
         own = self.centroids[heads, label.clamp(min=0)].transpose(1, 2)
@@ -143,26 +140,28 @@ class Routing(Mixer):
         real = label.transpose(1, 2) >= 0
         return (distance * real).sum() / real.sum().clamp(min=1)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         # Checkpointed and reversible layers run forward again in backward: no new batch, and it must route the same way
         again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        routed = self._project(x, centroids=self._last if again else self.centroids)
+        routed = self._route(x, centroids=self._last if again else self.centroids)
         if self.training and not again:
             self._learn(routed, lengths)
         if self.strict:
-            return self._merge(self._attend(routed, self._nearest(routed, lengths)))
+            return self._merge(self._attend_near(routed, self._nearest(routed, lengths)))
         return self._merge(self._balanced(routed, lengths))
 
-    def _project(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
+    def _project(
+        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._route(x, position)[:3]
+
+    def _route(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
         parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.options.dim // self.options.heads)).unbind(2)
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
         with torch.no_grad(), uncast(x):
             centroids = self.centroids if centroids is None else centroids
-            wide = torch.promote_types(x.dtype, torch.float32)
-            near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide), t.to(wide)) for t in normed)
+            near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)
         return Routed(q * self.scale, k, v, tuple(normed), near)
 
     @torch.no_grad()
@@ -182,9 +181,10 @@ class Routing(Mixer):
         # every centroid takes all of so few tokens, and the mean over centroids is what one of them gives
         if not symbolic(size) and size <= self.options.window:
             near = tuple(nearness[:, :, :1] for nearness in near)
+        present = keep(lengths, size)
         for nearness in near:
-            if lengths is not None:
-                nearness = nearness.masked_fill(~keep(lengths, size)[:, None, None], -torch.inf)  # type: ignore[index]
+            if present is not None:
+                nearness = nearness.masked_fill(~present[:, None, None], -torch.inf)
             if symbolic(size):  # there may be fewer tokens than places
                 nearness = F.pad(nearness, (0, self.options.window), value=-torch.inf)
             # Half of the digits: equal tokens stay equal after a product in another order, and position decides
@@ -197,21 +197,18 @@ class Routing(Mixer):
             visible &= keys[..., None, :] <= queries[..., :, None]
         o, _ = slot_attention(q, k, v, queries, keys, visible, dropout=self._dropout())  # [B, H, clusters, w, V]
         o = torch.cat((o, visible.any(-1, keepdim=True).to(o.dtype)), dim=-1)  # one more column, to count
-        wide = torch.promote_types(o.dtype, torch.float32)
         index = queries.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, width + 1)
-        total = torch.zeros(batch, heads, size, width + 1, dtype=wide, device=o.device)
-        total = total.scatter_add(2, index, o.flatten(2, 3).to(wide))
+        total = torch.zeros(batch, heads, size, width + 1, dtype=wide_type(o), device=o.device)
+        total = total.scatter_add(2, index, wide(o.flatten(2, 3)))
         return (total[..., :-1] / total[..., -1:].clamp(min=1)).to(v.dtype).transpose(1, 2)
 
     def _nearest(self, routed: Routed, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         """The clusters of queries and keys, [B, H, T], -1 for padding."""
         clusters = tuple(near.argmax(-2) for near in routed.near)
-        if lengths is None:
-            return clusters
-        padding = ~keep(lengths, routed.q.shape[1])[:, None]  # type: ignore[index]
-        return tuple(c.masked_fill(padding, -1) for c in clusters)
+        present = keep(lengths, routed.q.shape[1])
+        return clusters if present is None else tuple(c.masked_fill(~present[:, None], -1) for c in clusters)
 
-    def _attend(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
+    def _attend_near(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
         """Of a whole sequence: by all pairs where few tokens would leave most places of the slots empty."""
         size = routed.q.shape[1]
         if not symbolic(size) and size**2 <= slot_pairs(size, self.options.clusters, self.options.window):
@@ -249,39 +246,26 @@ class Routing(Mixer):
         o, _ = slot_attention(q, k, v, rows, keys, visible, dropout=self._dropout())  # [B, H, N, C, V]
         return give_back(o, slots.place[..., -size:]).transpose(1, 2)
 
-    def _dropout(self) -> float:
-        return self.options.dropout if self.training else 0.0
-
     def _merge(self, o: Tensor) -> Tensor:
         return self.out(o.flatten(-2))
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        weights, v = self._weights(x, lengths), self._project(x).v
-        return self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        return self._weights(x, None)
-
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, *_ = self._project(x)
+        q, k, v = self._project(x)
         return q * q.shape[-1] ** 0.5, k, v
 
-    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """The definition, one row and head after the other: [B, H, T, T]."""
-        batch, size, _ = x.shape
-        normed = self._project(x).normed
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One row and head after the other."""
+        _, _, v, normed, _ = self._route(x)
         q, k = self._rotate(normed[0], normed[-1])
-        q = q * (self.options.scale or q.shape[-1] ** -0.5)
-        wide, rows = torch.promote_types(x.dtype, torch.float32), []
-        for b in range(batch):
-            n = size if lengths is None else int(lengths[b])
+        q, rows = q * (self.options.scale or q.shape[-1] ** -0.5), []
+        for b in range(len(x)):
             for h in range(self.options.heads):
-                scores = q[b, :n, h] @ k[b, :n, h].T
-                near_q, near_k = (t[b, :n, h].to(wide) @ self.centroids[h].T.to(wide) for t in (normed[0], normed[-1]))
+                scores = q[b, :, h] @ k[b, :, h].T
+                near_q, near_k = (
+                    wide(t[b, :, h]) @ self.centroids[h].T.to(wide_type(x)) for t in (normed[0], normed[-1])
+                )
                 sets = self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k)
-                total, times = torch.zeros_like(scores), scores.new_zeros(n, 1)
+                total, times = torch.zeros_like(scores), scores.new_zeros(len(scores), 1)
                 for queries, keys in sets:
                     seen = torch.zeros_like(scores, dtype=torch.bool)
                     seen[queries[:, None], keys] = True
@@ -289,8 +273,8 @@ class Routing(Mixer):
                     some = seen.any(-1, keepdim=True)
                     weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
                     total, times = total + weights * some, times + some
-                rows.append(F.pad(total / times.clamp(min=1), (0, size - n, 0, size - n)))
-        return torch.stack(rows).view(batch, self.options.heads, size, size)
+                rows.append(total / times.clamp(min=1))
+        return torch.stack(rows).unflatten(0, (len(x), -1)), v
 
     def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each centroid, the queries and the keys nearest to it."""
@@ -313,25 +297,25 @@ class Routing(Mixer):
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads
-        cache = self._like.new_zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        cache = self._zeros(batch, capacity or 64, heads, self.options.dim // heads)
         lists = empty_lists((batch, heads), self.options.clusters, self.options.window, cache.device)
-        return State(cache, cache.clone(), *lists, torch.zeros(batch, dtype=torch.int64, device=cache.device))
+        return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        fresh = state is None
-        state = state if state is not None else self._init_state(*x.shape[:2])
-        routed, lists = self._project(x, state.position), Lists(state.members, state.total)
+        before = state if state is not None else self._init_state(*x.shape[:2])
+        start, lists = before.position, Lists(before.members, before.total)
+        routed = self._route(x, start)
         clusters = self._nearest(routed, lengths)
-        keys, values = append(state.k, routed.k, state.position), append(state.v, routed.v, state.position)
-        position = state.position[:, None, None] + torch.arange(x.shape[1], device=x.device)
-        new = State(keys, values, *admit(lists, clusters[-1], position), self._advance(state.position, x, lengths))
-        if fresh:
-            return self._merge(self._attend(routed, clusters)), new
+        keys, values = append(before.k, routed.k, start), append(before.v, routed.v, start)
+        position = start[:, None, None] + torch.arange(x.shape[1], device=x.device)
+        new = State(keys, values, *admit(lists, clusters[-1], position), self._advance(start, x, lengths))
+        if state is None:
+            return self._merge(self._attend_near(routed, clusters)), new
         routed = routed._replace(k=keys.to(routed.k.dtype), v=values.to(routed.v.dtype))
-        return self._merge(self._by_rank(routed, clusters, lists, state.position)), new
+        return self._merge(self._by_rank(routed, clusters, lists, start)), new
 
     def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        routed = self._project(x[:, None], state.position)
+        routed = self._route(x[:, None], state.position)
         q, k, v, *_ = routed
         keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
         clusters = self._nearest(routed)  # [B, H, 1]

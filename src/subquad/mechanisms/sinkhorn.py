@@ -28,23 +28,25 @@ from torch import Tensor
 
 from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding
+from subquad.ops.precision import wide_type
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    block: int = 64  # tokens that are sorted together
-    iterations: int = 8  # of normalising rows and columns
+    block: AtLeast1 = 64  # tokens that are sorted together
+    iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
     sortcut: int | None = None  # attend to so many sorted blocks only
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, block=1, iterations=1)
         if not self.temperature > 0:
             refuse("temperature", self.temperature, "a positive number")
         if self.sortcut is not None:
@@ -55,7 +57,7 @@ class Options(base.Options):
                 )
 
 
-class Sinkhorn(Mixer):
+class Sinkhorn(Attention):
     options_type = Options
     traits = Traits(causal=True, bidirectional=True)
     family = "learnable patterns"
@@ -67,9 +69,7 @@ class Sinkhorn(Mixer):
         super().__init__(options)
         self.heads = Heads(options.dim, options.heads)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
@@ -83,7 +83,7 @@ class Sinkhorn(Mixer):
         bias = share.masked_fill(share < ABSENT, 1).log().masked_fill(share < ABSENT, -math.inf).to(q.dtype)
         if self.options.sortcut is not None:
             bias = bias.movedim(2, 1).flatten(2)[:, :, None]  # [B, H, 1, S]
-            o = self._attend(q.flatten(1, 2), sorted_k.flatten(1, 2), sorted_v.flatten(1, 2), bias)
+            o = self._attend_biased(q.flatten(1, 2), sorted_k.flatten(1, 2), sorted_v.flatten(1, 2), bias)
             return self.heads.merge(first(o, size))
         present[..., 0] = True  # in blocks beyond the row as well, so that no softmax is over nothing
         visible = present[:, :, None, None]  # [B, N, 1, 1, C]
@@ -93,39 +93,27 @@ class Sinkhorn(Mixer):
         shape = (*bias.shape[:3], visible.shape[3], block)
         bias = torch.cat((own.expand(shape), bias[..., None, :].expand(shape)), -1)  # [B, N, H, 1 or C, 2C]
         k, v = torch.cat((k, sorted_k), dim=2), torch.cat((v, sorted_v), dim=2)
-        o = self._attend(*(t.flatten(0, 1) for t in (q, k, v, bias)))  # [B·N, C, H, V]
+        o = self._attend_biased(*(t.flatten(0, 1) for t in (q, k, v, bias)))  # [B·N, C, H, V]
         return self.heads.merge(first(o.reshape(batch, -1, *o.shape[2:]), size))
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self.heads.split(x)
-        o = torch.zeros_like(v)
-        for b, n in enumerate([x.shape[1]] * len(x) if lengths is None else lengths.tolist()):
-            if n:
-                o[b, :n] = torch.einsum("hts,shv->thv", self._weights(q[b, :n], k[b, :n]), v[b, :n])
-        return self.heads.merge(o)
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self.heads.split(x)
-        return torch.stack([self._weights(q[b], k[b]) for b in range(len(x))])
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads.split(x)  # not rotated: R ignores positions
+        return self._weights(q, k), v
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads.split(x)
-        return *self._rotate(q, k), v
+        return self._project(x)
 
     def _blocks(self, t: Tensor) -> Tensor:
         """[B, T, H, K] -> [B, N, C, H, K], the last block completed with zeros."""
         return F.pad(t, (0, 0, 0, 0, 0, padding(t.shape[1], self.options.block))).unflatten(1, (-1, self.options.block))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def _attend_biased(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        dropout = self.options.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=self._dropout()).transpose(1, 2)
 
     def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
         """R of rows with n [B] tokens, zero beyond them: [B, H, N, N], or its first rows for sortcut."""
-        block, exact = self.options.block, torch.promote_types(q.dtype, torch.float32)
+        block, exact = self.options.block, wide_type(q)
         size = q.shape[1]
         starts = torch.arange(0, size + padding(size, block), block, device=q.device)
         sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
@@ -151,6 +139,9 @@ class Sinkhorn(Mixer):
         return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.stack([self._weights_of_row(*row) for row in zip(q, k, strict=True)])
+
+    def _weights_of_row(self, q: Tensor, k: Tensor) -> Tensor:
         """The matrix that multiplies the values of one row, by the definition: q [n, H, K] -> [H, n, n]"""
         n, block, cut = len(q), self.options.block, self.options.sortcut
         blocks = [slice(i, min(i + block, n)) for i in range(0, n, block)]

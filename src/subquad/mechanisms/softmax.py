@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import Traits
+from subquad.mechanisms.heads import Heads
 from subquad.ops.cache import append, cached_attention
-from subquad.ops.dense import dense_attention
-
-ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
+from subquad.ops.dense import counted_attention, dense_attention, hide_future
+from subquad.ops.lengths import visible_keys
 
 
 class State(NamedTuple):
@@ -47,7 +48,27 @@ class Options(base.Options):
             refuse("scale", self.scale, "None or a number above 0")
 
 
-class Softmax(Mixer):
+class Unprojected(Heads):
+    """q = k = v = x, cut into heads."""
+
+    def __init__(self, heads: int):
+        nn.Module.__init__(self)
+        self.heads = heads
+
+    def split(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.queries(x), *self.keys(x if context is None else context)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1))
+
+    def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.queries(context),) * 2
+
+    def merge(self, o: Tensor) -> Tensor:
+        return o.flatten(-2)
+
+
+class Softmax(Attention):
     options_type = Options
     state_type = State
     memory_type = Memory
@@ -62,59 +83,39 @@ class Softmax(Mixer):
         super().__init__(options)
         width = options.dim // options.heads
         self.scale = options.scale or (1 / math.sqrt(width) if options.projections else 1.0)
-        self.heads = Heads(options.dim, options.heads) if options.projections else None
+        self.heads = Heads(options.dim, options.heads) if options.projections else Unprojected(options.heads)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        if self.options.causal:
-            return self._merge(self._attend(q, k, v, causal=True))  # right padding is in every token's future
-        mask = _visible(lengths if context is None else context_lengths, k.shape[1])
-        return self._merge(self._attend(q, k, v, mask))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        causal = self.options.causal  # right padding is in every token's future
+        mask = None if causal else visible_keys(key_lengths, k.shape[1])
+        return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=self._dropout())
 
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        q, k, v = self._project(x, context)
-        weights = self._weights(q, k, lengths if context is None else context_lengths)
-        return self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        q, k, _ = self._project(x)
-        return self._weights(q, k, None)
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        scale = self.options.scale or (q.shape[-1] ** -0.5 if self.options.projections else 1.0)  # the definition's own
+        scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
+        return (hide_future(scores) if self.options.causal else scores).softmax(-1)  # [B, H, T, S]
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._project(x)
         return q * (self.scale * math.sqrt(q.shape[-1])), k, v
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads = self.options.heads
-        cache = self._like.new_zeros(batch, capacity or 64, heads, self.options.dim // heads)
-        return State(cache, cache.clone(), torch.zeros(batch, dtype=torch.int64, device=cache.device))
+        cache = self._zeros(batch, capacity or 64, self.options.heads, self.options.dim // self.options.heads)
+        return State(cache, cache.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        fresh = state is None
-        state = state if state is not None else self._init_state(*x.shape[:2])
-        q, k, v = self._project(x, position=state.position)
-        new = State(
-            append(state.k, k, state.position),
-            append(state.v, v, state.position),
-            self._advance(state.position, x, lengths),
-        )
-        if fresh:
-            return self._merge(self._attend(q, k, v, causal=True)), new
-        slots = torch.arange(new.k.shape[1], device=x.device)
-        first = state.position[:, None, None, None]  # [B, 1, 1, 1]
-        parts = []
-        for start in range(0, x.shape[1], ROWS):
-            rows = q[:, start : start + ROWS]
-            at = first + torch.arange(start, start + rows.shape[1], device=x.device)[:, None]  # [B, 1, T, 1]
-            parts.append(self._attend(rows, new.k.to(q.dtype), new.v.to(q.dtype), slots <= at))
-        return self._merge(torch.cat(parts, dim=1)), new
+        before = state if state is not None else self._init_state(*x.shape[:2])
+        start = before.position
+        q, k, v = self._project(x, position=start)
+        new = State(append(before.k, k, start), append(before.v, v, start), self._advance(start, x, lengths))
+        if state is None:
+            return self._merge(self._attend(q, k, v, None, None)), new
+        counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
+        o = counted_attention(q, new.k, new.v, counts, scale=self.scale, dropout=self._dropout())
+        return self._merge(o), new
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        if self.training and self.options.dropout:
+        if self._dropout():
             return super()._step(x, state)
         q, k, v = self._project(x[:, None], position=state.position)  # [B, 1, H, K]
         keys = append(state.k, k, state.position, inplace=inplace)
@@ -127,53 +128,11 @@ class Softmax(Mixer):
         return self._step(x, state, inplace=True)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
-        return Memory(*self._keys(context), lengths)
+        return Memory(*self.heads.keys(context), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        q, seen = self._queries(x), memory.lengths
-        if x.shape[1] == 1 and not (self.training and self.options.dropout):
-            o = cached_attention(q[:, 0], memory.k, memory.v, seen.clamp(min=1), scale=self.scale)[:, None]
-        else:
-            o = self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype), _visible(seen, memory.k.shape[1]))
-        return self._merge(o)
-
-    def _queries(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.options.heads, -1)) if self.heads is None else self.heads.queries(x)
-
-    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        if self.heads is not None:
-            return self.heads.keys(context)
-        k = context.unflatten(-1, (self.options.heads, -1))
-        return k, k
-
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if context is None and self.heads is not None:
-            q, k, v = self.heads.split(x)
-        else:
-            q, (k, v) = self._queries(x), self._keys(x if context is None else context)
-        return *self._rotate(q, k, position), v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        dropout = self.options.dropout if self.training else 0.0
-        return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=dropout)
-
-    def _weights(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Tensor:
-        scale = self.options.scale or (q.shape[-1] ** -0.5 if self.options.projections else 1.0)  # the definition's own
-        scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
-        if self.options.causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-        mask = _visible(lengths, k.shape[1])
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
-        return scores.softmax(-1)  # [B, H, T, S]
-
-    def _merge(self, o: Tensor) -> Tensor:
-        return o.flatten(-2) if self.heads is None else self.heads.merge(o)
-
-
-def _visible(lengths: Tensor | None, size: int) -> Tensor | None:
-    """Keys a query may see, [B, 1, 1, S]; an empty row sees one zero key, so that no softmax is over nothing."""
-    mask = None if lengths is None else keep(lengths.clamp(min=1), size)
-    return None if mask is None else mask[:, None, None]
+        q, seen = self.heads.queries(x), memory.lengths
+        if x.shape[1] > 1 or self._dropout():
+            return self._merge(self._attend(q, memory.k.to(q.dtype), memory.v.to(q.dtype), lengths, seen))
+        o = cached_attention(q[:, 0], memory.k, memory.v, seen.clamp(min=1), scale=self.scale)
+        return self._merge(o[:, None])

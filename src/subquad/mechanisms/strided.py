@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from subquad.checks import at_least, one_of, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import patterned
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Local, Pattern
@@ -33,13 +33,11 @@ class State(SparseState):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(patterned.Options):
-    stride: int = 128  # l
+    stride: AtLeast1 = 128  # l
     combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, stride=1)
-        one_of(self, combine=("merge", "interleave", "heads"))
         if self.combine == "heads" and self.heads < 2:
             refuse("combine", self.combine, f'"merge" or "interleave" with heads={self.heads}')
 
@@ -57,7 +55,7 @@ class Strided(Patterned):
         factors: tuple[Pattern, Pattern] = Local(stride, 0 if causal else stride), Stride(stride)
         return combine(self.options.combine, [factors] * heads, self.options.layer)
 
-    def _allowed(self, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
+    def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         stride = self.options.stride
         factors = (i - j).abs() <= stride, (i - j) % stride == 0
         return torch.stack(combine(self.options.combine, [factors] * self.options.heads, self.options.layer))

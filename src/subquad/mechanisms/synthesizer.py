@@ -21,10 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
-from subquad.ops.lengths import first
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
+from subquad.ops.dense import hide_future
+from subquad.ops.lengths import first, visible_keys
 
 KINDS = ("dense", "random", "fixed", "factorised_dense", "factorised_random", "dot")
 
@@ -32,11 +35,10 @@ KINDS = ("dense", "random", "fixed", "factorised_dense", "factorised_random", "d
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     kind: str = "dense"  # or several, joined by "+": a mixture
-    rank: int = 8  # of factorised_random
+    rank: AtLeast1 = 8  # of factorised_random
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rank=1)
         kinds = self.kinds
         if not set(kinds) <= set(KINDS) or len(set(kinds)) < len(kinds):
             refuse("kind", self.kind, f"different ones of {', '.join(KINDS)}, joined by +")
@@ -46,7 +48,7 @@ class Options(base.Options):
         return str(self.kind).split("+")
 
 
-class Synthesizer(Mixer):
+class Synthesizer(Attention):
     options_type = Options
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
     family = "new frameworks"
@@ -84,9 +86,7 @@ class Synthesizer(Mixer):
             draw = torch.randn(self.fixed.shape, generator=generator or self._generator(), dtype=torch.float32)
             self.fixed.copy_(draw)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
         size, causal = x.shape[1], self.options.causal
         sides: list[tuple[Tensor, Tensor]] = []  # [B, H, T, ·] and [B, H, S, ·], whose products are logits
@@ -102,27 +102,20 @@ class Synthesizer(Mixer):
             left, right = torch.cat([s[0] for s in sides], dim=-1), torch.cat([s[1] for s in sides], dim=-1)
         else:
             left = right = q.new_zeros(*q.transpose(1, 2).shape[:3], 1)
-        visible = None if lengths is None or causal else keep(lengths.clamp(min=1), size)
-        if bias is not None and causal:
-            future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-            bias = bias.masked_fill(future, -math.inf)
-        mask = bias if visible is None else visible[:, None, None]
-        if bias is not None and visible is not None:
-            mask = bias.masked_fill(~visible[:, None, None], -math.inf)
-        dropout = self.options.dropout if self.training else 0.0
-        plain = causal and bias is None
+        visible = None if causal else visible_keys(lengths, size)
+        mask = visible if bias is None or visible is None else bias.masked_fill(~visible, -math.inf)
+        if bias is not None and visible is None:
+            mask = hide_future(bias) if causal else bias
         o = F.scaled_dot_product_attention(
-            left, right, v.transpose(1, 2), mask, dropout_p=dropout, is_causal=plain, scale=1.0
+            left,
+            right,
+            v.transpose(1, 2),
+            mask,
+            dropout_p=self._dropout(),
+            is_causal=causal and bias is None,
+            scale=1.0,
         )
         return self.heads.merge(o.transpose(1, 2))
-
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", self._weights(x, lengths), self.heads.split(x)[2]))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        return self._weights(x, None)
 
     def _sides(self, kind: str, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         size = x.shape[1]
@@ -143,10 +136,10 @@ class Synthesizer(Mixer):
         square = self.random if kind == "random" else self.fixed
         return first(first(square, size), size, 2)[None]
 
-    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """The definition: every kind's logits in full, mixed, masked, normalised."""
+    def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Every kind's logits in full, mixed, masked, normalised."""
         (batch, size), heads = x.shape[:2], self.options.heads
-        s = torch.arange(size, device=x.device)
+        s, (q, k, v) = torch.arange(size, device=x.device), self.heads.split(x)
         logits = x.new_zeros(batch, heads, size, size)
         for number, kind in enumerate(self.options.kinds):
             share = self.mixture.exp()[:, number] / self.mixture.exp().sum(-1)
@@ -154,7 +147,6 @@ class Synthesizer(Mixer):
                 hidden = F.relu(self.w1(x)).view(batch, size, heads, -1)
                 part = torch.einsum("bthk,hsk->bhts", hidden, self.w2[:, :size])
             elif kind == "dot":
-                q, k, _ = self.heads.split(x)
                 part = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
             elif kind == "factorised_dense":
                 a, b = self.a(x).view(batch, size, heads, -1), self.b(x).view(batch, size, heads, -1)
@@ -164,8 +156,4 @@ class Synthesizer(Mixer):
             else:
                 part = (self.random if kind == "random" else self.fixed)[None, :, :size, :size]
             logits = logits + share[:, None, None] * part
-        if self.options.causal:
-            logits = logits.masked_fill(s > s[:, None], -math.inf)
-        if lengths is not None:
-            logits = logits.masked_fill((s >= lengths.clamp(min=1)[:, None])[:, None, None], -math.inf)
-        return logits.softmax(-1)
+        return (hide_future(logits) if self.options.causal else logits).softmax(-1), v

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.base import Heads, Mixer, Traits, keep
-from subquad.ops.lengths import at_most, first, padding
+from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.heads import Heads
+from subquad.ops.lengths import at_most, first, keep, padding
 
 
 class State(NamedTuple):
@@ -34,20 +35,16 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    memory: int = 512  # positions back that a query sees
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, memory=1)
+    memory: AtLeast1 = 512  # positions back that a query sees
 
 
-class TransformerXL(Mixer):
+class TransformerXL(Attention):
     options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "recurrence"
     exponent = 1.0
-    unused = Mixer.unused | {"rotary"}
+    unused = Attention.unused | {"rotary"}
     small = ({"memory": 5}, {"memory": 64})
     options: Options
 
@@ -59,29 +56,18 @@ class TransformerXL(Mixer):
         self.u = nn.Parameter(torch.randn(options.heads, width) * 0.02)
         self.w = nn.Parameter(torch.randn(options.heads, width) * 0.02)
 
-    def _forward(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
+    def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
         memory, after = self.options.memory, self._after()
         seen = keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
         k, v = (F.pad(t, (0, 0, 0, 0, memory, after)) for t in (k, v))
-        return self.heads.merge(self._attend(q, k, v, F.pad(seen, (memory, after))))
-
-    def _reference(
-        self, x: Tensor, lengths: Tensor | None, context: Tensor | None, context_lengths: Tensor | None
-    ) -> Tensor:
-        weights = self._weights(x, lengths)
-        return self.heads.merge(torch.einsum("bhts,bshv->bthv", weights, self.heads.split(x)[2]))
-
-    def _pattern(self, x: Tensor) -> Tensor:
-        return self._weights(x, None)
+        return self._merge(self._attend_behind(q, k, v, F.pad(seen, (memory, after))))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads
-        past = self._like.new_zeros(batch, self.options.memory, heads, self.options.dim // heads)
-        return State(past, past.clone(), torch.zeros(batch, dtype=torch.int64, device=past.device))
+        past = self._zeros(batch, self.options.memory, heads, self.options.dim // heads)
+        return State(past, past.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = state if state is not None else self._init_state(x.shape[0], None)
@@ -93,7 +79,7 @@ class TransformerXL(Mixer):
         added = self._advance(torch.zeros_like(state.position), x, lengths)
         last = (added[:, None] + slots[:memory])[..., None, None]  # each row's last `memory` entries
         past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
-        return self.heads.merge(self._attend(q, k, v, seen)), State(past[0], past[1], state.position + added)
+        return self._merge(self._attend_behind(q, k, v, seen)), State(past[0], past[1], state.position + added)
 
     def _after(self) -> int:
         return 0 if self.options.causal else self.options.memory
@@ -105,7 +91,7 @@ class TransformerXL(Mixer):
             -1, (self.options.heads, -1)
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    def _attend_behind(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Query t sees entries t .. t + span of k, v and `seen`, which start `memory` before the first query.
 
         Queries go in blocks of C, each against the C + span keys that some query of the block can see.
@@ -126,24 +112,19 @@ class TransformerXL(Mixer):
         visible = visible | ~visible.any(-1, keepdim=True)  # a padded query sees anything rather than nothing
         scores = (content + position) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
-        weights = F.dropout(weights, self.options.dropout, self.training)
+        weights = F.dropout(weights, self._dropout())
         return first(torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2), size)
 
-    def _weights(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        q, k, _ = self.heads.split(x)
-        s, dim = torch.arange(x.shape[1], device=x.device), self.options.dim
+    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
+        s, dim = torch.arange(q.shape[1], device=q.device), self.options.dim
         distance = s[:, None] - s  # [T, S]
         angles = [[d / 10000 ** (2 * i / dim) for i in range((dim + 1) // 2)] for d in range(1 - len(s), len(s))]
         waves = torch.tensor([[*map(math.sin, row), *map(math.cos, row)][:dim] for row in angles], dtype=torch.float64)
-        r = waves.to(x)[distance + len(s) - 1]  # R_{t-s}, [T, S, D]
+        r = waves.to(q)[distance + len(s) - 1]  # R_{t-s}, [T, S, D]
         r = self.relative(r).unflatten(-1, (self.options.heads, -1))
         scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
         visible = (distance <= self.options.memory) & (distance >= -self._after())
-        if lengths is not None:
-            visible = visible & (s < lengths[:, None])[:, None]
-        visible = visible if visible.ndim == 3 else visible[None]
-        visible = visible | torch.eye(len(s), dtype=torch.bool, device=x.device)  # padded queries see themselves
-        return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible[:, None], -math.inf).softmax(-1)
+        return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf).softmax(-1)
 
 
 def sinusoid(distances: Tensor, dim: int) -> Tensor:

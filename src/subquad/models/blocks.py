@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from subquad.mechanisms import build, mechanism
-from subquad.mechanisms.base import Mixer, keep
+from subquad.mechanisms.base import Mixer
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
+from subquad.ops.lengths import keep
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import refuse
-from subquad.mechanisms.base import keep
 from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.models.positions import Grid, Sinusoidal
-from subquad.ops.lengths import readable, shape_of
+from subquad.ops.lengths import keep, readable, shape_of
 
 
 class Embedding(nn.Module):

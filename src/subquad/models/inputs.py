@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from subquad.checks import FLOATS, INTEGERS, check_strided, shown
-from subquad.mechanisms.base import keep
 from subquad.ops.autocast import autocasts
-from subquad.ops.lengths import check_lengths, readable, shape_of
+from subquad.ops.lengths import check_lengths, keep, readable, shape_of, zero_padding
 
 
 def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths") -> Tensor:
@@ -61,12 +60,6 @@ def check_position(position: object, batch: int, device: torch.device) -> None:
         raise ValueError(f"state has batch {position.shape[0]}: the input has batch {batch}")
     if position.device != device:
         raise ValueError(f"state.position is on {position.device}: this model is on {device}")
-
-
-def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x [B, T, D] with zeros beyond each row's length."""
-    mask = keep(lengths, x.shape[1])
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
 def batch_size(x: object) -> int:

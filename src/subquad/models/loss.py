@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_strided, refuse
-from subquad.mechanisms.base import keep
 from subquad.models.inputs import check_ids
-from subquad.ops.lengths import check_lengths, shape_of
+from subquad.ops.lengths import check_lengths, keep, shape_of
 
 Reduction = Literal["mean", "sum", "none"]
 

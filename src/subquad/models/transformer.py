@@ -12,9 +12,9 @@ from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_position, check_type, clean_frames, zero_padding
+from subquad.models.inputs import check_position, check_type, clean_frames
 from subquad.models.model import Model
-from subquad.ops.lengths import check_lengths, shape_of
+from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 
 
 class State(NamedTuple):

@@ -1,9 +1,9 @@
-"""Connectionist temporal classification: -log of the probability of all ways to spread labels and blanks over frames.
+"""Connectionist temporal classification: -log of the total probability of all alignments of labels to frames.
 
 Paper: Graves et al. 2006, "Connectionist Temporal Classification". A frame says a label or nothing (the blank, symbol
 0); repetitions are one label unless a blank stands between them.
 
-torch's own loss waits for the GPU to learn the lengths, so that no step with it can be captured; here they stay there.
+torch's own loss copies the lengths from the GPU, so a step with it cannot be captured in a CUDA graph; this one can.
 """
 
 from typing import Any
@@ -30,9 +30,9 @@ def ctc_loss(
         return F.ctc_loss(
             scores.transpose(0, 1), targets, lengths, target_lengths, reduction="none", zero_infinity=True
         )
-    said = F.pad(targets.clamp(min=0), (1, 0))  # the blank, then the labels
-    heard = scores.gather(-1, said[:, None].expand(-1, scores.shape[1], -1)).clamp(min=NEVER)
-    loss: Tensor = _Ctc.apply(heard, said, lengths, target_lengths)
+    symbols = F.pad(targets.clamp(min=0), (1, 0))  # the blank, then the labels
+    logp = scores.gather(-1, symbols[:, None].expand(-1, scores.shape[1], -1)).clamp(min=NEVER)
+    loss: Tensor = _Ctc.apply(logp, symbols, lengths, target_lengths)
     return loss
 
 
@@ -45,13 +45,13 @@ def _unsupported(scores: Tensor, targets: Tensor) -> str | None:
 
 
 class _Ctc(torch.autograd.Function):
-    """The derivative of the loss by a log-probability is minus the share of the ways that go through it."""
+    """The derivative of the loss by a log-probability is minus the share of alignments that use it."""
 
     @staticmethod
-    def forward(ctx: Any, heard: Tensor, said: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    def forward(ctx: Any, logp: Tensor, symbols: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
         from subquad.ops import ctc_triton
 
-        loss, share = ctc_triton.alignments(heard, said, lengths, target_lengths)
+        loss, share = ctc_triton.alignments(logp, symbols, lengths, target_lengths)
         ctx.save_for_backward(share)
         return loss
 

@@ -1,4 +1,4 @@
-"""Exact softmax attention with dropout of its weights, in memory that does not grow with T·S."""
+"""Exact softmax attention in memory that does not grow with T·S."""
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad.ops.lengths import symbolic
 
 PAIRS = 1 << 20  # weights alive at once, where torch would make all of them
+ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
 
 
 def dense_attention(
@@ -47,3 +48,23 @@ def dense_attention(
             seen = mask[..., start : start + rows, :]
         parts.append(checkpoint(attend, part, k, v, seen, use_reentrant=False))
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def counted_attention(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Attention to a cache: query t sees the first counts [B or 1, T] of its keys, of which there is at least one."""
+    slots, k, v = torch.arange(k.shape[1], device=q.device), k.to(q.dtype), v.to(q.dtype)
+
+    def attend(q: Tensor, counts: Tensor) -> Tensor:
+        return dense_attention(q, k, v, slots < counts[:, None, :, None], scale=scale, dropout=dropout)
+
+    if symbolic(q.shape[1]):
+        return attend(q, counts)
+    starts = range(0, q.shape[1], ROWS)
+    return torch.cat([attend(q[:, n : n + ROWS], counts[:, n : n + ROWS]) for n in starts], dim=1)
+
+
+def hide_future(scores: Tensor) -> Tensor:
+    """Scores [..., T, S] with -inf where s > t."""
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)

@@ -9,9 +9,13 @@ quadratic   (x, x²)                 2K      signed     |x| below 1e4 in float32
 
 A positive map divides by d + eps. A signed one, and any callable, may see d near or below zero and divides by
 sign(d)·max(|d|, eps); its gradient grows as 1/d², and float16 does not hold what eps = 1e-6 allows.
+
+A new map is one row of FEATURE_MAPS. A map of single numbers can be fused: the kernels then apply it themselves, from
+the code in the same row. Any other map, of another width, with parameters or positions, is applied before the kernels.
 """
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,18 +25,50 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A map of single numbers f = φ(x), as the chunked torch path and the Triton kernels apply it."""
+
+    apply_: Callable[[Tensor], Tensor]  # φ(x), which may overwrite x
+    pull_: Callable[[Tensor, Tensor], Tensor]  # d·φ'(x) from d and f, which may overwrite d
+    triton: str  # φ(x) in Triton
+    triton_pull: str  # d·φ'(x) from d and f, in Triton
+    zero: float = 0.0  # an x at which φ is zero: it is loaded where there is no token
+
+
+@dataclass(frozen=True)
 class FeatureMap:
     apply: Callable[[Tensor], Tensor]  # [..., K] -> [..., M]
-    signed: bool  # whether φ(q)·φ(k) can be negative, which decides how the denominator is kept away from zero
-    fused: bool = False  # whether the kernels compute it themselves; the others are applied before
+    signed: bool = True  # whether φ(q)·φ(k) can be negative, which decides how the denominator is kept away from zero
+    fused: Fused | None = None
 
 
 def _elu1(x: Tensor) -> Tensor:
     return F.elu(x) + 1
 
 
+def _elu1_(x: Tensor) -> Tensor:
+    # exp2 is several times as fast as exp and expm1 on a CPU
+    return x.clamp(max=0).mul_(1 / math.log(2)).exp2_().add_(x.clamp_(min=0))
+
+
+def _elu1_pull_(d: Tensor, f: Tensor) -> Tensor:
+    return d.mul_(f.clamp(max=1))
+
+
+def _relu_(x: Tensor) -> Tensor:
+    return x.clamp_(min=0)
+
+
+def _relu_pull_(d: Tensor, f: Tensor) -> Tensor:
+    return d.masked_fill_(f <= 0, 0)
+
+
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _identity_pull_(d: Tensor, _f: Tensor) -> Tensor:
+    return d
 
 
 def _quadratic(x: Tensor) -> Tensor:
@@ -40,18 +76,38 @@ def _quadratic(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
-    "elu+1": FeatureMap(_elu1, signed=False, fused=True),
-    "relu": FeatureMap(torch.relu, signed=False, fused=True),
-    "exp": FeatureMap(torch.exp, signed=False, fused=True),
-    "identity": FeatureMap(_identity, signed=True, fused=True),
-    "quadratic": FeatureMap(_quadratic, signed=True),
+    "elu+1": FeatureMap(
+        _elu1,
+        signed=False,
+        fused=Fused(
+            _elu1_,
+            _elu1_pull_,
+            triton="tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634)",
+            triton_pull="d * tl.minimum(f, 1.0)",
+            zero=-math.inf,
+        ),
+    ),
+    "relu": FeatureMap(
+        torch.relu,
+        signed=False,
+        fused=Fused(_relu_, _relu_pull_, triton="tl.maximum(x, 0.0)", triton_pull="tl.where(f > 0.0, d, 0.0)"),
+    ),
+    "exp": FeatureMap(
+        torch.exp,
+        signed=False,
+        fused=Fused(torch.exp_, torch.Tensor.mul_, triton="tl.exp(x)", triton_pull="d * f", zero=-math.inf),
+    ),
+    # x + 0.0, so that the operand passes through registers: Triton 3.6 refills a loaded tile that a dot still reads
+    "identity": FeatureMap(_identity, fused=Fused(_identity, _identity_pull_, triton="x + 0.0", triton_pull="d")),
+    "quadratic": FeatureMap(_quadratic),
 }
+FUSED = {name: row.fused for name, row in FEATURE_MAPS.items() if row.fused is not None}
 
 
 def feature_map(name: str | Callable[[Tensor], Tensor]) -> FeatureMap:
     """The map of that name, or a callable taken as a signed map."""
     if callable(name):
-        return FeatureMap(name, signed=True)
+        return FeatureMap(name)
     if name in FEATURE_MAPS:
         return FEATURE_MAPS[name]
     near = [known for known in FEATURE_MAPS if known.startswith(str(name))]  # elu is meant for elu+1, not for relu

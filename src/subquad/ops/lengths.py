@@ -38,6 +38,28 @@ def check_op_lengths(name: str, lengths: Tensor, rows: int, most: int, device: t
         raise ValueError(f"{name}={lengths.tolist()}: accepted are lengths from 0 to {most}")
 
 
+def keep(lengths: Tensor | None, size: int) -> Tensor | None:
+    """True where a right-padded row has a token: [B] -> [B, size]; None if no row is padded."""
+    if lengths is None:
+        return None
+    return torch.arange(size, device=lengths.device) < lengths[:, None]
+
+
+def visible_keys(lengths: Tensor | None, size: int) -> Tensor | None:
+    """True for the keys that a query may see: [B] -> [B, 1, 1, size]; None if no row is padded.
+
+    A row without keys sees one, which is zero, so that no softmax is over nothing.
+    """
+    mask = None if lengths is None else keep(lengths.clamp(min=1), size)
+    return None if mask is None else mask[:, None, None]
+
+
+def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [B, T, ...] with zeros from each row's length on."""
+    mask = keep(lengths, x.shape[1])
+    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.ndim - 2)), 0)
+
+
 def readable(x: Tensor) -> bool:
     """Whether values may be looked at: a GPU would have to be waited for, a compiled program has none yet."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

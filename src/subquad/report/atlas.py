@@ -17,7 +17,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from subquad.data import digits
-from subquad.measure.growth import growth_of_time
+from subquad.measure.growth import Growth, growth_of_time
 from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer, Options
@@ -133,15 +133,12 @@ class _Site:
             spec = charts.curves(run, {"softmax", name})
             if spec is None or not any(s["name"] == name for v in spec["views"] for s in v["series"]):
                 continue
-            growth: Json = next((g for g in run.data.get("growth", []) if g["mechanism"] == name), {})
-            exponents = {k: None if growth.get(k) is None else f"{growth[k]:.2g}" for k in ("time", "memory")}
-            far = (
-                [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
-                if exponents["time"]
-                else []
-            )
+            growth = next((g for g in run.comparison.growth if g.mechanism == name), Growth(mechanism=name))
+            measured = {"time": growth.time, "memory": growth.memory}
+            exponents = {key: None if value is None else f"{value:.2g}" for key, value in measured.items()}
+            far = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
             win = charts.wins(run, "training").get(name)
-            about = {"where": _where(run), "date": str(run.data.get("date", ""))[:10], "win": win and win.words()}
+            about = {"where": _where(run), "date": run.comparison.date[:10], "win": win and win.words()}
             costs.append({"anchor": f"cost{i}", "chart": spec, "far": far, **exponents, **about})
         return costs
 
@@ -167,7 +164,7 @@ class _Site:
         for run in self.runs:
             won = [charts.wins(run, what) for what in ("training", "forward")]
             never = Cell("not reached", float("inf"), "n")
-            measured = {row["mechanism"] for row in run.data.get("rows", []) if row.get("training_ratio")}
+            measured = {row.mechanism for row in run.rows if row.training_ratio}
             rows = [
                 [Cell(name), *(w[name].cell() if name in w else never for w in won)]
                 for name in self.names.get("kernels", ())
@@ -214,11 +211,11 @@ class _Site:
                 "where": _where(run),
                 "layer": layer,
                 "file": run.path.name,
-                "date": str(run.data.get("date", ""))[:10],
+                "date": run.comparison.date[:10],
             }
             if spec:
                 runs.append({"anchor": f"measured{i}", "chart": spec, **about})
-        published = beside(TABLES, _named_by_device(self.figures))
+        published = beside(TABLES.values(), _named_by_device(self.figures))
         values = {"runs": runs, "measured": self.runs, "paired": charts.PAIRED, "published": published}
         self._page("measured.html", "atlas/measured.html", "Measured", **values)
 
@@ -240,7 +237,7 @@ def _where(run: Run) -> str:
     if device == "cpu":
         threads = machine.get("threads")
         device = f"CPU ({machine.get('cpu', 'unknown')}" + (f", {threads} threads)" if threads else ")")
-    return f"{device}, {charts.FORMS.get(run.settings.get('causal'), charts.EITHER_FORM)}"
+    return f"{device}, {charts.FORMS[run.settings.get('causal')]}"
 
 
 def _named_by_device(runs: Sequence[Run]) -> list[Run]:
@@ -249,7 +246,7 @@ def _named_by_device(runs: Sequence[Run]) -> list[Run]:
     if len(set(devices)) < len(devices) or not all(devices):
         return list(runs)
     names = iter(devices)
-    return [run._replace(name=next(names)) if run.kind == "compare" else run for run in runs]
+    return [dataclasses.replace(run, name=next(names)) if run.kind == "compare" else run for run in runs]
 
 
 def who_attends(name: str, pixels: Tensor) -> list[tuple[str, list[str]]]:

@@ -5,19 +5,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from subquad.measure.cost import Row, Spread
 from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
 from subquad.report.visible import visible
 
-FEW = 1e4  # from the lowest to the highest: of more only decades have a name
-CHOSEN = ("softmax", "linear")  # shown until the reader chooses, with the BEST that cost least
-MANY, BEST = 7, 3  # of more series than MANY only some are shown at first
+FEW = 1e4  # an axis with a larger ratio of highest to lowest names decades only
+CHOSEN = ("softmax", "linear")  # shown at first, with the BEST that cost least
+MANY, BEST = 7, 3  # a chart of more than MANY series shows only some at first
 PAIRED = (  # what every page with curves says about them
     "Each time was measured in a pair with softmax of the same form (causal or bidirectional), within a second; a line "
     "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
-    "where the ratio is 1: there stands a ring."
+    "where the ratio is 1; a ring marks that point."
 )
 RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
 LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
@@ -30,9 +31,8 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("training_ratio", "Training step against softmax", "time / time of softmax", "x", "training", None),
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
-FORMS = {True: "causal", False: "bidirectional"}
-EITHER_FORM = "causal where there is a causal form"
-FAMILIES = {  # by the lecture notes' order; the rest is what they take for granted or leave out
+FORMS = {True: "causal", False: "bidirectional", None: "causal where there is a causal form"}
+FAMILIES = {  # in the order of the lecture "week 8: XFormer", and those that it leaves out
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
     "clustering": "Clustering: only the critical parts",
@@ -47,7 +47,7 @@ FAMILIES = {  # by the lecture notes' order; the rest is what they take for gran
 
 
 def family(name: str) -> str:
-    """Of a mechanism, or of a variant of one ("softmax, bidirectional")."""
+    """The family of a mechanism, or of a variant of one ("softmax, bidirectional")."""
     base = name.partition(",")[0]
     return MECHANISMS[base].family if base in MECHANISMS else "other"
 
@@ -67,10 +67,9 @@ class Win(NamedTuple):
 
 def wins(run: Run, what: str) -> dict[str, Win]:
     """{mechanism: Win} in `training`, `forward` or `memory`: the one rule behind rings, sentences and tables."""
-    rows: list[Json] = run.data.get("rows", [])
     found = {}
-    for name in names(rows):
-        lengths, ratios = series(rows, name, RATIOS[what])
+    for name in names(run.rows):
+        lengths, ratios = series(run.rows, name, RATIOS[what])
         at = crossover(lengths, ratios)
         if at is not None and name != "softmax":
             found[name] = Win(at, ratios[0] < 1 and at == lengths[0])
@@ -78,7 +77,7 @@ def wins(run: Run, what: str) -> dict[str, Win]:
 
 
 def in_words(won: Mapping[str, Win]) -> str:
-    """In words, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
+    """The wins as text, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
     ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))
     always = ", ".join(name for name, win in ordered if win.throughout)
     later = [f"{name} {win.words()}" for name, win in ordered if not win.throughout]
@@ -91,27 +90,27 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
     A series has `points` as they were measured and, where costs were measured in pairs with softmax, `drawn`: its ratio
     times what softmax usually cost in this run. So lines cross exactly where the ratio is 1, which is what `wins` says.
     """
-    rows: list[Json] = run.data.get("rows", [])
+    rows = run.rows
     kept = None if wanted is None else set(wanted)
-    forms = {row["mechanism"]: bool(row.get("causal")) for row in rows}
+    forms = {row.mechanism: row.causal for row in rows}
     views = []
     for key, title, label, unit, crossing, against in MEASURES:
         points: dict[str, list[list[float]]] = {}
         ratios: dict[str, dict[int, float]] = {}
         for row in rows:
-            name, point = row["mechanism"], _point(row.get(key))
+            name, point = row.mechanism, _point(getattr(row, key))
             if point is not None and (kept is None or name in kept):
-                points.setdefault(name, []).append([row["length"], *point])
-                ratio = _point(row.get(against)) if against else None
+                points.setdefault(name, []).append([row.length, *point])
+                ratio = _point(getattr(row, against)) if against else None
                 if ratio:
-                    ratios.setdefault(name, {})[row["length"]] = ratio[0]
+                    ratios.setdefault(name, {})[row.length] = ratio[0]
         if not points:
             continue
         lines = _drawn(rows, points, forms, key, against)
         points.update({name: [list(p) for p in line.items()] for name, line in lines.items() if name not in points})
         others = {forms[name] for name in points if name in forms and name != "softmax"}
         if kept is not None and others and forms.get("softmax") not in others:
-            points.pop("softmax", None)  # it has the other form: the softmax to compare with stands beside it
+            points.pop("softmax", None)  # it has the other form; softmax of the same form is a series of its own
         all_series = _series(points)
         for one in all_series:
             name = one["name"]
@@ -136,13 +135,13 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
 
 
 def _drawn(
-    rows: list[Json],
+    rows: list[Row],
     points: Mapping[str, list[list[float]]],
     forms: Mapping[str, bool],
     key: str,
     against: str | None,
 ) -> dict[str, dict[float, float]]:
-    """{series: {length: cost}} of those measured beside softmax, and of the softmax they were measured beside."""
+    """{series: {length: cost}} for what was measured in pairs with softmax, and for that softmax."""
     if key.endswith("_ratio"):
         return {"softmax": {p[0]: 1.0 for p in points["softmax"]}} if "softmax" in points else {}
     usual = usual_softmax(rows, key, against) if against else {}
@@ -154,16 +153,16 @@ def _drawn(
             lines[name] = {p[0]: usual.get((int(p[0]), forms[name]), p[1]) for p in measured}
             continue
         lines[name] = dict(zip(*steady_times(rows, name, key, against), strict=True))
-        if forms[name] != forms.get("softmax"):  # a run has one softmax row, the others only met the other form
+        if forms[name] != forms.get("softmax"):  # the run measured softmax in the other form only
             beside = f"softmax, {FORMS[forms[name]]}"
             lines[beside] = {x: cost for (x, form), cost in sorted(usual.items()) if form == forms[name]}
     return lines
 
 
-def _point(value: Any) -> list[float] | None:
-    """[median, low, high] of a measured spread, [v] of a plain number; None if it was not measured."""
-    if isinstance(value, Mapping):
-        return [value["median"], value["low"], value["high"]] if value.get("median") else None
+def _point(value: Spread | float | None) -> list[float] | None:
+    """[median, low, high] of a spread, [v] of a number; None if it was not measured."""
+    if isinstance(value, Spread):
+        return [value.median, value.low, value.high] if value.median else None
     return [value] if value else None
 
 
@@ -171,16 +170,15 @@ def quality_against_cost(run: Run) -> Json | None:
     """Each task's metric over its price: seconds of its training, or a training step at each measured length."""
     views = []
     steps: dict[int, dict[str, float]] = {}  # {length: {mechanism: ms}}
-    for row in run.data.get("rows", []):
-        time = _point(row.get("training_ms"))
-        steps.setdefault(row["length"], {}).update({row["mechanism"]: time[0]} if time else {})
+    for row in run.rows:
+        steps.setdefault(row.length, {}).update({row.mechanism: row.training_ms.median} if row.training_ms else {})
     for (task, metric), found in by_task(run).items():
-        better = "lower" if found[0].get("lower_is_better", True) else "higher"
+        better = "lower" if found[0].lower_is_better else "higher"
         y = {"label": f"{metric} on {task} ({better} is better)", "short": metric, "unit": ""}
-        costs = {("seconds of training", "s"): {q["mechanism"]: q.get("seconds") for q in found}}
+        costs = {("seconds of training", "s"): {q.mechanism: q.seconds or 0.0 for q in found}}
         costs |= {(f"a training step at T = {n:,}, ms", "ms"): dict(times) for n, times in sorted(steps.items())}
         for (cost, unit), paid in costs.items():
-            points = {q["mechanism"]: [[paid[q["mechanism"]], q["value"]]] for q in found if paid.get(q["mechanism"])}
+            points = {q.mechanism: [[paid[q.mechanism], q.value or 0.0]] for q in found if paid.get(q.mechanism)}
             if points:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
                 series = _series(points)
@@ -192,11 +190,11 @@ def loss_curves(run: Run) -> Json | None:
     """The metric over training steps, a view for each task."""
     views = []
     for (task, metric), found in by_task(run).items():
-        points = {q["mechanism"]: [[s, v] for s, v in q["curve"] if v is not None] for q in found if q.get("curve")}
+        points = {q.mechanism: q.curve for q in found if q.curve}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
             # an accuracy is not what training lowers: its curves are those of the loss
-            y = {"label": metric if found[0].get("lower_is_better", True) else "training loss", "unit": ""}
+            y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return {"views": views, "chosen": _chosen(views)} if views else None
 
@@ -214,7 +212,7 @@ def _series(points: Mapping[str, list[list[float]]]) -> list[Json]:
 
 
 def _chosen(views: list[Json]) -> list[str]:
-    """All of a few. Of many: softmax, linear, and the lines that end lowest at the far end of the first view."""
+    """The series shown at first: all of few, else softmax, linear and the lowest lines at the longest length."""
     every = list(dict.fromkeys(s["name"] for view in views for s in view["series"]))
     if len(every) <= MANY:
         return every
@@ -303,18 +301,18 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
 
 
 def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
-    """Along x, those that were measured."""
+    """Mark the measured lengths on the x axis."""
     axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axis.minorticks_off()
 
 
 def name_decades(axis: Any, unit: str | None = None) -> None:
-    """Up y, in plain numbers, those of bytes in their thousands."""
+    """Mark a logarithmic y axis with plain numbers; bytes get kB, MB and so on."""
     _name_plainly(axis.yaxis, axis.get_ylim(), unit)
 
 
 def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
-    """Of a logarithmic axis; within one decade the marks are those of a linear axis, decades would be too few."""
+    """Marks of a logarithmic axis; within one decade those of a linear axis, because decades would be too few."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = limits

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,16 +11,16 @@ from subquad.disk import read_json
 from subquad.studies.lra.arena import budget_line, of_size
 from subquad.studies.lra.recipes import PUBLISHED, RECIPES
 from subquad.studies.published import TABLES
+from subquad.studies.results import ArenaRun, ArenaTable
 
-Json = dict[str, Any]
-PAPER = next(table for table in TABLES if table.name == "lra")
-AT_CHANCE = 2.0  # points above the most frequent answer within which nothing was learned
-FAR = 8.0  # points from the paper from which a figure needs a sentence
-COSTS: tuple[tuple[str, Callable[[Json], float], str], ...] = (
-    ("seconds", lambda r: r["seconds"], "{:,.0f}"),
-    ("peak memory, GB", lambda r: r["peak_bytes"] / 1e9, "{:.2f}"),
-    ("steps", lambda r: r["steps"], "{:,.0f}"),
-    ("parameters", lambda r: r["parameters"], "{:,.0f}"),
+PAPER = TABLES["lra"]
+AT_CHANCE = 2.0  # up to so many points above the most frequent answer, nothing was learned
+FAR = 8.0  # a figure so many points from the paper's needs a note
+COSTS = (  # title, field of a run, in what unit, format
+    ("seconds", "seconds", 1.0, "{:,.0f}"),
+    ("peak memory, GB", "peak_bytes", 1e9, "{:.2f}"),
+    ("steps", "steps", 1.0, "{:,.0f}"),
+    ("parameters", "parameters", 1.0, "{:,.0f}"),
 )
 
 
@@ -36,16 +35,16 @@ def published(mechanism: str, column: str) -> float | None:
     return None
 
 
-def cells(results: Json) -> dict[tuple[str, str], list[Json]]:
+def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
     """(mechanism, column) -> the finished runs of all seeds."""
-    found: dict[tuple[str, str], list[Json]] = {}
-    for record in of_size(results):
-        if record.get("accuracy") is not None:
-            found.setdefault((record["mechanism"], record["column"]), []).append(record)
+    found: dict[tuple[str, str], list[ArenaRun]] = {}
+    for run in of_size(results):
+        if run.accuracy is not None:
+            found.setdefault((run.mechanism, run.column), []).append(run)
     return found
 
 
-def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
+def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
     """mechanism -> (ours, the paper's) over these columns, where all of them are there."""
     known = cells(results)
     found = {}
@@ -58,20 +57,20 @@ def averages(results: Json, columns: Sequence[str]) -> dict[str, tuple[float, fl
     return found
 
 
-def tables(results: Json, notes: dict[str, str] | None = None) -> list[Table]:
-    """What there is to show: nothing before the first run is finished."""
+def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Table]:
+    """All tables; none before the first run is finished."""
     return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
 
 
-def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
+def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> Table:
     """Ours beside the paper's, their averages over the same columns, and mean and deviation over the mechanisms."""
     known, notes = cells(results), notes or {}
     columns = [c for c in RECIPES if any(column == c for _, column in known)]
-    named = {c: next(r["task"] for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
+    named = {c: next(r.task for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
     real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
     counted = [c for c in columns if real[c] and c != "pathx"]
     average = averages(results, counted)
-    budget = budget_line(results["budget"]["size"], [r for runs in known.values() for r in runs])
+    budget = budget_line(results.budget.size, [r for runs in known.values() for r in runs])
     title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("mechanism", no_wrap=True)
@@ -79,7 +78,7 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
         table.add_column(named[c], justify="right")
     if counted:
         table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
-    for mechanism in dict.fromkeys(r["mechanism"] for r in of_size(results)):  # those that failed have a row too
+    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # failed ones too
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None
@@ -97,17 +96,17 @@ def accuracy_table(results: Json, notes: dict[str, str] | None = None) -> Table:
     return table
 
 
-def cost_tables(results: Json) -> list[Table]:
+def cost_tables(results: ArenaTable) -> list[Table]:
     """Seconds, memory, steps and parameters, each with mean and deviation over the mechanisms."""
     known = cells(results)
     columns = [c for c in RECIPES if any(column == c for _, column in known)]
     tables = []
-    for title, of, shape in COSTS:
+    for title, field, unit, shape in COSTS:
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("mechanism", no_wrap=True)
         for c in columns:
             table.add_column(RECIPES[c].title, justify="right", no_wrap=True)
-        values = {key: statistics.fmean(of(r) for r in runs) for key, runs in known.items()}
+        values = {key: statistics.fmean(getattr(r, field) / unit for r in runs) for key, runs in known.items()}
         for mechanism in dict.fromkeys(m for m, _ in known):
             row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
             table.add_row(mechanism, *row)
@@ -118,18 +117,18 @@ def cost_tables(results: Json) -> list[Table]:
     return tables
 
 
-def surprising(results: Json) -> dict[str, str]:
+def surprising(results: ArenaTable) -> dict[str, str]:
     """Cells that need a sentence on why, "listops linear", and what is surprising about them."""
     found = {}
     for (mechanism, c), runs in cells(results).items():
         ours, paper, chance = _mean(runs), published(mechanism, c), RECIPES[c].majority
         if ours < chance + AT_CHANCE:
             found[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
-        elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0]["task"]:
+        elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0].task:
             found[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
-    for record in of_size(results):
-        if "error" in record:
-            found[f"{record['column']} {record['mechanism']}"] = record["error"]
+    for run in of_size(results):
+        if run.error is not None:
+            found[f"{run.column} {run.mechanism}"] = run.error
     return found
 
 
@@ -143,21 +142,21 @@ def read_notes(path: Path) -> dict[str, str]:
     return {str(key): value for key, value in found.items()}
 
 
-def note_lines(results: Json, notes: dict[str, str]) -> list[str]:
+def note_lines(results: ArenaTable, notes: dict[str, str]) -> list[str]:
     """The notes, then the surprising figures that still need one."""
     lines = [f"{cell}: {escape(sentence)}" for cell, sentence in notes.items()]
     missing = {cell: why for cell, why in surprising(results).items() if cell not in notes}
-    failed = {f"{r['column']} {r['mechanism']}" for r in of_size(results) if "error" in r}
+    failed = {f"{r.column} {r.mechanism}" for r in of_size(results) if r.error is not None}
     return lines + [
         f"{'failed' if cell in failed else 'needs a note'}: {cell}, {escape(why)}" for cell, why in missing.items()
     ]
 
 
-def _cell(runs: Sequence[Json], paper: str | None, noted: bool) -> str:
+def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:
     beside = "" if paper is None else f" ({paper})"
     if not runs:
         return f"-{beside}"
-    spread = "" if len(runs) == 1 else f" ±{_deviation([r['accuracy'] for r in runs]):.2f}"
+    spread = "" if len(runs) == 1 else f" ±{_deviation([r.accuracy or 0.0 for r in runs]):.2f}"
     return f"{_mean(runs):.2f}{spread}{beside}" + ("*" if noted else "")
 
 
@@ -167,8 +166,8 @@ def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence
     return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
 
 
-def _mean(runs: Sequence[Json]) -> float:
-    return statistics.fmean(r["accuracy"] for r in runs)
+def _mean(runs: Sequence[ArenaRun]) -> float:
+    return statistics.fmean(r.accuracy or 0.0 for r in runs)
 
 
 def _deviation(values: Sequence[float]) -> float:

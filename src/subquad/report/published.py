@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from markupsafe import Markup
 
+from subquad.measure.cost import Row
 from subquad.report.html import Cell, number, render
-from subquad.report.runs import Json, Run, compared, learned
+from subquad.report.runs import Run, compared
 from subquad.studies.published import Column, Memory, Published, Quality, Speed
+from subquad.studies.results import EfficiencyRow, EfficiencyTable
 
+AnyRow = TypeVar("AnyRow", Row, EfficiencyRow)
 Place = tuple[int, Run | None]  # a column of the paper's table, or (with a run) ours beside it
 
 
@@ -23,22 +26,20 @@ def ours(column: Column, run: Run, mechanism: str | None) -> float | None:
         case Quality(task, metric):
             return _quality(run, mechanism, task, metric)
         case Speed(length, arena):
-            if run.kind == "lra-efficiency":
-                return _over_naive(run, mechanism, length, "steps_per_second") if arena else None
-            ratio = (_row(run, mechanism, length) or {}).get("training_ratio")
-            return 1 / ratio["median"] if ratio and ratio.get("median") else None
+            if isinstance(run.figures, EfficiencyTable):
+                return _over_naive(run.figures, mechanism, length, "steps_per_second") if arena else None
+            ratio = row.training_ratio if (row := _row(run.rows, mechanism, length)) else None
+            return 1 / ratio.median if ratio and ratio.median else None
         case Memory(length):
-            if run.kind == "lra-efficiency":
-                return _over_naive(run, mechanism, length, "peak_bytes")
-            ratio = (_row(run, mechanism, length) or {}).get("memory_ratio")
-            return float(ratio) if ratio else None
+            if isinstance(run.figures, EfficiencyTable):
+                return _over_naive(run.figures, mechanism, length, "peak_bytes")
+            return row.memory_ratio if (row := _row(run.rows, mechanism, length)) else None
 
 
 def _quality(run: Run, mechanism: str, task: str, metric: str) -> float | None:
-    for q in learned(run):
-        if q["mechanism"] == mechanism and _letters(q["task"]) == task and _letters(q["metric"]) == metric:
-            value: float = q["value"]
-            return 100 * value if metric == "accuracy" and value <= 1 else value
+    for q in run.quality:
+        if q.value is not None and (q.mechanism, _letters(q.task), _letters(q.metric)) == (mechanism, task, metric):
+            return 100 * q.value if metric == "accuracy" and q.value <= 1 else q.value
     return None
 
 
@@ -46,18 +47,18 @@ def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def _over_naive(run: Run, mechanism: str, length: int, key: str) -> float | None:
+def _over_naive(results: EfficiencyTable, mechanism: str, length: int, field: str) -> float | None:
     """As in the paper: over softmax that keeps the T x T matrix in memory."""
-    ours, theirs = ((_row(run, name, length) or {}).get(key) for name in (mechanism, "softmax, naive"))
+    rows = (_row(results.rows, name, length) for name in (mechanism, "softmax, naive"))
+    ours, theirs = (row and getattr(row, field) for row in rows)
     return ours / theirs if ours and theirs else None
 
 
-def _row(run: Run, mechanism: str, length: int) -> Json | None:
-    rows: list[Json] = run.data.get("rows", [])
-    return next((row for row in rows if row["mechanism"] == mechanism and row["length"] == length), None)
+def _row(rows: Sequence[AnyRow], mechanism: str, length: int) -> AnyRow | None:
+    return next((row for row in rows if row.mechanism == mechanism and row.length == length), None)
 
 
-def beside(tables: Sequence[Published], runs: Iterable[Run], only_ours: bool = False) -> Markup:
+def beside(tables: Iterable[Published], runs: Iterable[Run], only_ours: bool = False) -> Markup:
     """The tables, each column followed by ours wherever a run has the figure; `only_ours` leaves out those without."""
     runs = list(runs)
     repeats = [run for run in runs if run.kind in ("reproduce", "lra", "lra-efficiency")]
@@ -97,8 +98,8 @@ def _table(paper: Published, runs: Sequence[Run], repeats: Sequence[Run]) -> dic
 
 def _measured(paper: Published, run: Run) -> Iterator[str]:
     """The mechanisms of a run that have a figure for a column of the paper's table."""
-    names = [q["mechanism"] for q in learned(run)] + [row["mechanism"] for row in run.data.get("rows", [])]
-    for name in dict.fromkeys(names):
+    rows = run.figures.rows if isinstance(run.figures, EfficiencyTable) else run.rows
+    for name in dict.fromkeys(record.mechanism for record in [*run.quality, *rows]):
         if any(ours(column, run, name) is not None for column in paper.columns):
             yield name
 

@@ -4,21 +4,26 @@ import base64
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from subquad.disk import blaming
+from subquad.machine import readable
+from subquad.measure.cost import Row, Spread
 from subquad.report import charts, reproduce_html, training_runs
 from subquad.report.html import Cell, number, render, size
 from subquad.report.published import beside
-from subquad.report.runs import Json, Run, by_task, compared, learned, read
+from subquad.report.runs import Json, Run, by_task, compared, read
 from subquad.report.visible import visible
+from subquad.studies.columns import COLUMNS, Column
 from subquad.studies.published import TABLES
+from subquad.studies.results import to_json
 from subquad.training.folder import CONFIG
 
-SPREADS = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
+SPREADS = [field.name for field in fields(Row) if field.type == Spread | None]
 PNG = {"training_ms": "training", "forward_ms": "forward", "peak_bytes": "memory", "decode_ms": "decode"}
 ABOUT_MACHINE = {"kind", "machine", "device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"}
 
@@ -60,7 +65,7 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
             {**reproduce_html.shown(run), "anchor": f"t{i}", "pictures": _pictures(run)}
             for i, run in enumerate(run for run in runs if run.kind == "reproduce")
         ],
-        published=beside(TABLES, runs, only_ours=True),
+        published=beside(TABLES.values(), runs, only_ours=True),
         others=[_generic(run) for run in runs if run.kind not in ("compare", "reproduce", "train")],
         machines=[(run.title, _provenance(run)) for run in runs],
         files=files,
@@ -78,16 +83,16 @@ def _comparison(run: Run, anchor: str) -> Json:
         "quality": against and {"chart": against, "rows": _quality(run)},
         "losses": charts.loss_curves(run),
         "pictures": _pictures(run),
-        "figures": run.data.get("rows") and _figures(run),
+        "figures": run.rows and _figures(run),
     }
     settings = {key: run.settings.get(key) for key in ("dim", "heads", "batch", "dtype")}
     return {
         "anchor": anchor,
         "name": run.name,
         "title": run.title,
-        "form": charts.FORMS.get(run.settings.get("causal"), charts.EITHER_FORM),
+        "form": charts.FORMS[run.settings.get("causal")],
         "settings": settings,
-        "interrupted": run.data.get("interrupted"),
+        "interrupted": run.comparison.interrupted,
         "findings": _findings(run),
         "sections": {key: part for key, part in sections.items() if part},
     }
@@ -95,33 +100,28 @@ def _comparison(run: Run, anchor: str) -> Json:
 
 def _findings(run: Run) -> Json:
     """What a reader would look for first."""
-    rows = run.data.get("rows", [])
-    timed = [row for row in rows if row.get("training_ms")]
-    longest = max((row["length"] for row in timed), default=0)
-    ratios = {
-        row["mechanism"]: row["training_ratio"]["median"]
-        for row in timed
-        if row["length"] == longest and row.get("training_ratio") and row["mechanism"] != "softmax"
-    }
+    timed = [row for row in run.rows if row.training_ms]
+    longest = max((row.length for row in timed), default=0)
+    ratios = [(row.length, row.mechanism, row.training_ratio.median) for row in timed if row.training_ratio]
+    at_longest = {name: ratio for length, name, ratio in ratios if length == longest and name != "softmax"}
     wins = charts.wins(run, "training")
     earliest = sorted(wins, key=lambda name: wins[name])
     shown = {name: wins[name] for i, name in enumerate(earliest) if i < 6 or name == "linear"}
     first = wins[earliest[0]].length if wins else 0
-    below = [row["training_ratio"]["median"] for row in timed if row["length"] < first and row.get("training_ratio")]
+    below = [ratio for length, _, ratio in ratios if length < first]
     best = []
     for (task, metric), found in by_task(run).items():
-        found.sort(key=lambda q: q["value"], reverse=not found[0].get("lower_is_better", True))
-        best.append((metric, task, _listed({q["mechanism"]: q["value"] for q in found[:3]})))
+        found.sort(key=lambda q: q.value or 0.0, reverse=not found[0].lower_is_better)
+        best.append((metric, task, _listed({q.mechanism: q.value or 0.0 for q in found[:3]})))
     return {
         "longest": longest,
-        "fastest": _listed(dict(sorted(ratios.items(), key=lambda item: item[1])[:3])),
+        "fastest": _listed(dict(sorted(at_longest.items(), key=lambda item: item[1])[:3])),
         "wins": charts.in_words(shown),
         "more": len(wins) if len(shown) < len(wins) else 0,
         "below": first if below and min(below) >= 1 else 0,  # not if one won at a short length and lost again
-        "none_wins": not wins and len({row["mechanism"] for row in timed}) > 1,
+        "none_wins": not wins and len({row.mechanism for row in timed}) > 1,
         "best": best,
-        "missing": sum(1 for r in rows if r.get("skipped") or r.get("error"))
-        + len(run.data.get("quality_missing", [])),
+        "missing": sum(1 for row in run.rows if row.skipped or row.error) + len(run.comparison.quality_missing),
     }
 
 
@@ -129,31 +129,26 @@ def _listed(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {number(value).shown}" for name, value in values.items())
 
 
-def _figures(run: Run) -> dict[str, list[list[Cell]]]:
+def _figures(run: Run) -> dict[str, Any]:
     """The table of all measurements, and the reasons for those that are missing."""
-    everybody = run.settings.get("causal")
     rows, missing = [], []
-    for r in run.data["rows"]:
-        if r.get("skipped") or r.get("error"):
-            reason = f"skipped: {r['skipped']}" if r.get("skipped") else f"failed: {r['error']}"
-            missing.append([Cell(r["mechanism"]), Cell(f"T = {r['length']:,}"), Cell(reason, css="long")])
-        if all(r.get(key) is None for key in (*SPREADS, "peak_bytes", "state_bytes")):
-            continue
-        form = charts.FORMS[bool(r.get("causal", everybody))]
-        times = [_spread(r.get(key)) for key in ("training_ms", "forward_ms", "training_ratio", "forward_ratio")]
-        decoding = [_spread(r.get("decode_ms")), size(r.get("state_bytes"))]
-        rows.append(
-            [Cell(r["mechanism"]), Cell(form), number(r["length"]), *times, size(r.get("peak_bytes")), *decoding]
-        )
-    for q in run.data.get("quality_missing", []):
-        missing.append([Cell(q["mechanism"]), Cell(f"quality on {q['task']}"), Cell(q["reason"], css="long")])
-    return {"rows": rows, "missing": missing}
+    for row in run.rows:
+        if row.skipped or row.error:
+            reason = f"skipped: {row.skipped}" if row.skipped else f"failed: {row.error}"
+            missing.append([Cell(row.mechanism), Cell(f"T = {row.length:,}"), Cell(reason, css="long")])
+        figures = {column: getattr(row, column.field) for column in COLUMNS}
+        if any(figure is not None for figure in figures.values()):
+            cells = (_figure(column, figure) for column, figure in figures.items())
+            rows.append([Cell(row.mechanism), Cell(charts.FORMS[row.causal]), number(row.length), *cells])
+    for q in run.comparison.quality_missing:
+        missing.append([Cell(q.mechanism), Cell(f"quality on {q.task}"), Cell(q.reason, css="long")])
+    return {"columns": [column.heading for column in COLUMNS], "rows": rows, "missing": missing}
 
 
-def _spread(value: Json | None) -> Cell:
-    if not value or value.get("median") is None:
-        return number(None)
-    shown, low, high = (number(value[k]) for k in ("median", "low", "high"))
+def _figure(column: Column, value: Spread | float | None) -> Cell:
+    if not isinstance(value, Spread):
+        return size(value) if column.format is readable else number(value)
+    shown, low, high = (number(v) for v in (value.median, value.low, value.high))
     return shown._replace(
         shown=Markup('{} <span class="soft">({} to {})</span>').format(shown.shown, low.shown, high.shown)
     )
@@ -162,11 +157,11 @@ def _spread(value: Json | None) -> Cell:
 def _crossovers(run: Run) -> list[list[Cell]]:
     """A row for each mechanism that was measured beside softmax; nothing if none was."""
     measured: dict[str, dict[str, int]] = {}  # {mechanism: {what: the longest length}}
-    for row in run.data.get("rows", []):
+    for row in run.rows:
         for what, ratio in charts.RATIOS.items():
-            if row["mechanism"] != "softmax" and row.get(ratio) is not None:
-                longest = measured.setdefault(row["mechanism"], {})
-                longest[what] = max(longest.get(what, 0), row["length"])
+            if row.mechanism != "softmax" and getattr(row, ratio) is not None:
+                longest = measured.setdefault(row.mechanism, {})
+                longest[what] = max(longest.get(what, 0), row.length)
     won = {what: charts.wins(run, what) for what in charts.RATIOS}
 
     def cell(name: str, what: str) -> Cell:
@@ -180,40 +175,39 @@ def _crossovers(run: Run) -> list[list[Cell]]:
 
 
 def _growth(run: Run) -> list[list[Cell]]:
-    measures = ("time", "documented_time", "memory", "documented_memory")
     return [
         [
-            Cell(g["mechanism"]),
-            *(number(g.get(key)) for key in measures),
-            Cell(", ".join(f"{n:,}" for n in g.get("lengths_used") or [])),
+            Cell(g.mechanism),
+            *(number(value) for value in (g.time, g.documented_time, g.memory, g.documented_memory)),
+            Cell(", ".join(f"{n:,}" for n in g.lengths_used)),
         ]
-        for g in run.data.get("growth") or []
+        for g in run.comparison.growth
     ]
 
 
 def _quality(run: Run) -> list[list[Cell]]:
     return [
         [
-            *(Cell(q[key]) for key in ("mechanism", "task", "metric")),
-            number(q["value"], 4),
-            Cell("lower" if q.get("lower_is_better", True) else "higher"),
-            number(q.get("steps")),
-            number(q.get("seconds")),
+            *(Cell(text) for text in (q.mechanism, q.task, q.metric)),
+            number(q.value, 4),
+            Cell("lower" if q.lower_is_better else "higher"),
+            number(q.steps),
+            number(q.seconds),
         ]
-        for q in learned(run)
+        for q in run.quality
     ]
 
 
 def _pictures(run: Run) -> list[Json]:
     """The pictures of a run, as data; one whose file is gone has none."""
     shown = []
-    for picture in run.data.get("pictures", []):
-        file, data, ink = run.path.parent / picture["file"], "", False
+    for picture in run.pictures:
+        file, data, ink = run.path.parent / picture.file, "", False
         if file.is_file():
             kind = {"jpg": "jpeg", "svg": "svg+xml"}.get(file.suffix[1:].lower(), file.suffix[1:].lower())
             data = f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
             ink = _ink_on_white(file)
-        shown.append({"title": picture["title"], "file": picture["file"], "data": data, "ink": ink})
+        shown.append({"title": picture.title, "file": picture.file, "data": data, "ink": ink})
     return shown
 
 
@@ -285,7 +279,7 @@ def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
     files: dict[str, list[Json]] = {kind: [] for kind in ("rows", "growth", "crossovers", "quality", "curves")}
     for run in compared(runs):
         for kind in ("rows", "growth", "crossovers", "quality"):
-            for record in run.data.get(kind, []):
+            for record in to_json(getattr(run.comparison, kind)):
                 flat: Json = {"run": run.name}
                 for key, value in record.items():
                     if key in SPREADS:
@@ -293,9 +287,9 @@ def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
                     elif key != "curve":
                         flat[key] = " ".join(map(str, value)) if isinstance(value, list) else value
                 files[kind].append(flat)
-        for q in run.data.get("quality", []):
-            about = {"run": run.name, **{key: q[key] for key in ("mechanism", "task", "metric")}}
-            files["curves"] += [{**about, "step": step, "value": value} for step, value in q.get("curve") or []]
+        for q in run.comparison.quality:
+            about = {"run": run.name, "mechanism": q.mechanism, "task": q.task, "metric": q.metric}
+            files["curves"] += [{**about, "step": step, "value": value} for step, value in q.curve]
     return [_csv(out.with_name(f"{out.stem}_{kind}.csv"), records) for kind, records in files.items() if records]
 
 

@@ -1,32 +1,66 @@
 """Find and read the JSON that measurements leave: `results.json` of a run, or any file of results/."""
 
+import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from subquad.checks import refuse
-from subquad.disk import read_object
-from subquad.studies.results import check_rows
+from subquad.disk import cache_folder, read_object
+from subquad.measure.cost import Row
+from subquad.studies.results import Comparison, Figures, Picture, Quality, ReproducedTable, parse
 
 Json = dict[str, Any]
 FIGURES = "what subquad compare, train, reproduce, lra or bench writes: JSON that names its kind, machine or device"
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     name: str
     path: Path
-    data: Json
+    data: Json  # the file as it is, for what has no type
+
+    @functools.cached_property
+    def figures(self) -> Figures | None:
+        """What the file holds, if its kind is one of studies/results.py."""
+        return parse(self.data, self.path)
+
+    @property
+    def comparison(self) -> Comparison:
+        assert isinstance(self.figures, Comparison)
+        return self.figures
+
+    @property
+    def reproduced(self) -> ReproducedTable:
+        assert isinstance(self.figures, ReproducedTable)
+        return self.figures
+
+    @property
+    def rows(self) -> list[Row]:
+        """Times and memory over length."""
+        return [*self.figures.rows] if isinstance(self.figures, Comparison | ReproducedTable) else []
+
+    @property
+    def quality(self) -> list[Quality]:
+        """What was learned, where there is a figure."""
+        records: list[Quality] = getattr(self.figures, "quality", [])
+        return [record for record in records if record.value is not None]
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return self.figures.pictures if isinstance(self.figures, Comparison | ReproducedTable) else []
 
     @property
     def kind(self) -> str:
-        """Which command wrote it; "train" is a folder of `subquad train`, not any file that says so."""
+        """The command that wrote it; "train" only for a folder of `subquad train`, not for any file that says so."""
         kind = str(self.data.get("kind", "figures"))
         return "figures" if kind == "train" and "curves" not in self.data else kind
 
     @property
     def machine(self) -> Json:
-        """What it ran on: `machine` of a compare run; of other files, whatever they say about device and versions."""
+        """What it ran on; older files say it outside `machine`."""
         machine = self.data.get("machine")
         known = dict(machine) if isinstance(machine, dict) else {}
         for key in ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"):
@@ -56,7 +90,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
         runs += [training_runs.load(path)] if learning else []
         if not learning or (path / "results.json").is_file():
             named = [_load(file) for file in _files(path)]
-            figures = [run for run in named if _holds_figures(run.data)]  # a folder may hold other files beside them
+            figures = [run for run in named if _holds_figures(run.data)]  # the folder may hold other JSON files
             if not figures:
                 refuse("RUN", str(path), FIGURES)
             runs += figures
@@ -66,46 +100,38 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 
 def find(root: Path = Path()) -> list[Run]:
-    """What there is without being named: for each kind of device and each form (causal, bidirectional, or each
-    mechanism its own) the comparison that covers most mechanisms.
+    """The figures to show when none are named: for each kind of device and each form (causal, bidirectional, or each
+    mechanism its own) the comparison that covers most mechanisms; then other figures of results/.
 
-    This machine's is taken before those of results/, and these before the ones that ship. Others of results/ follow.
+    This machine's comparisons come before those of results/, and these before the ones that ship.
     """
-    from subquad.disk import cache_folder
-
     here = [_load(file) for file in sorted(cache_folder().glob("compare_*.json"))]
     kept = [_load(file) for file in sorted(root.glob("results/*.json"))]
     with as_file(files("subquad.studies").joinpath("figures")) as folder:
         shipped = [_load(file) for file in sorted(folder.glob("*.json"))]
     best: dict[tuple[str, bool | None], Run] = {}
     for run in compared([*here, *kept, *shipped]):
-        settings = run.data.get("settings", {})
-        kind = str(settings.get("device", "cpu")).split(":")[0], settings.get("causal")
+        kind = str(run.settings.get("device", "cpu")).split(":")[0], run.settings.get("causal")
         if kind not in best or _covered(run) > _covered(best[kind]):
             best[kind] = run
     return _told_apart([*best.values(), *(run for run in kept if run.kind != "compare")])
 
 
 def _covered(run: Run) -> int:
-    return len({row["mechanism"] for row in run.data.get("rows", []) if row.get("training_ms")})
+    return len({row.mechanism for row in run.rows if row.training_ms})
 
 
 def compared(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad compare` wrote."""
+    """The runs that `subquad compare` wrote."""
     return [run for run in runs if run.kind == "compare"]
 
 
-def learned(run: Run) -> list[Json]:
-    """The records of quality that have a figure; others say why not."""
-    return [q for q in run.data.get("quality", []) if q.get("value") is not None]
-
-
-def by_task(run: Run) -> dict[tuple[str, str], list[Json]]:
+def by_task(run: Run) -> dict[tuple[str, str], list[Quality]]:
     """{(task, metric): the records of quality}"""
-    found: dict[tuple[str, str], list[Json]] = {}
-    for q in learned(run):
-        found.setdefault((q["task"], q["metric"]), []).append(q)
-    return found
+    records: dict[tuple[str, str], list[Quality]] = {}
+    for quality in run.quality:
+        records.setdefault((quality.task, quality.metric), []).append(quality)
+    return records
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -121,15 +147,13 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _load(file: Path) -> Run:
-    data = read_object(file)
-    if data.get("kind") == "compare":
-        check_rows(data, file)
-    name = file.resolve().parent.name if file.name == "results.json" else file.stem
-    return Run(name, file, data)
+    run = Run(file.resolve().parent.name if file.name == "results.json" else file.stem, file, read_object(file))
+    run.figures  # noqa: B018 -- read now, so that damage is refused before anything is shown
+    return run
 
 
 def _holds_figures(data: Json) -> bool:
-    """Every file of figures says what it is, or on what it was measured."""
+    """Every file of figures names its kind, or the machine it was measured on."""
     return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
@@ -138,5 +162,5 @@ def _told_apart(runs: list[Run]) -> list[Run]:
     out = []
     for run in runs:
         seen[run.name] = seen.get(run.name, 0) + 1
-        out.append(run if seen[run.name] == 1 else run._replace(name=f"{run.name} {seen[run.name]}"))
+        out.append(run if seen[run.name] == 1 else replace(run, name=f"{run.name} {seen[run.name]}"))
     return out

@@ -1,20 +1,15 @@
 """Every mechanism beside exact softmax: time, memory, decoding, state, quality; one file of figures.
 
-The measuring runs in a process of its own (bench/worker.py). This one keeps the figures: it writes results.json after
-each of them, so that neither a crash nor Ctrl-C loses what was measured.
+The measuring runs in a process of its own (compare_worker.py). This one writes results.json after each figure, so that
+neither a crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
 import dataclasses
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,23 +21,20 @@ from subquad.checks import refuse
 from subquad.disk import cache_folder
 from subquad.machine import free_bytes, origin, readable
 from subquad.measure import growth
-from subquad.measure.cost import DTYPES, YARDSTICK
+from subquad.measure.cost import DTYPES, YARDSTICK, Row
 from subquad.mechanisms import MECHANISMS
-from subquad.pool import environment
+from subquad.pool import Died, Worker
 from subquad.studies import compare_worker as worker
-from subquad.studies.compare_worker import Job, Row
+from subquad.studies.columns import COLUMNS, milliseconds, ratio
+from subquad.studies.compare_worker import Event, Job
 from subquad.studies.quality import task_name
-from subquad.studies.results import save, set_aside
+from subquad.studies.results import Comparison, MissingQuality, Quality, from_json, save, set_aside, to_json
 from subquad.studies.settings import Settings
 from subquad.tasks.tokens import load_tokens
 
 WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
-Results = dict[str, Any]
-Work = Callable[[Settings, list[Job], list[Row]], Iterator[dict[str, Any]]]
-
-
-class Died(Exception):
-    """The measuring process ended before its jobs did."""
+WIDE = 110  # columns of a terminal that has room for every column
+Work = Callable[[Settings, list[Job], list[Row]], Iterator[Event]]
 
 
 def compare(
@@ -53,29 +45,29 @@ def compare(
     isolated: bool = True,
     remember: bool = True,
     work: Work | None = None,
-) -> Results:
+) -> Comparison:
     """Measure, write out/results.json after each figure, and return what it holds.
 
-    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend`,
-    if it is a whole comparison: one of a few mechanisms, or half of one, would hide better figures.
-    Ctrl-C ends the measuring, not this function.
+    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend` if
+    the comparison is complete: one of a few mechanisms would hide better figures. Ctrl-C ends the measuring, not this
+    function.
     """
     if settings.data is not None:
-        load_tokens(Path(settings.data))  # refused before anything is measured
+        load_tokens(Path(settings.data))  # refuse bad data before anything is measured
     check_room(settings)
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
-    results = _empty(settings)
+    results = Comparison(**origin(settings.device), settings=to_json(settings.to_dict()))
     left = plan(settings)
     if work is _elsewhere and torch.device(settings.device).type == "cuda":
         _warm(settings, left, console)
     set_aside(out / "results.json", console)
-    with _progress(console, len(left)) as told:
+    with _progress(console, len(left)) as report:
         try:
             while left:
-                left = _run(settings, left, results, work, out, told)
+                left = _run(settings, left, results, work, out, report)
         except KeyboardInterrupt:
-            results["interrupted"] = True
+            results.interrupted = True
     save(results, out / "results.json")
     if remember and whole(results):
         form = "_bidirectional" if settings.causal is False else ""
@@ -97,9 +89,9 @@ def check_room(settings: Settings) -> None:
         refuse("batch", settings.batch, accepted)
 
 
-def whole(results: Results) -> bool:
+def whole(results: Comparison) -> bool:
     """Whether every mechanism was compared, to the end."""
-    return not results["interrupted"] and set(MECHANISMS) <= set(results["settings"]["mechanisms"])
+    return not results.interrupted and set(MECHANISMS) <= set(results.settings["mechanisms"])
 
 
 def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
@@ -131,121 +123,74 @@ def plan(settings: Settings) -> list[Job]:
 
 
 def _run(
-    settings: Settings, jobs: list[Job], results: Results, work: Work, out: Path, told: Callable[[Job, str], None]
+    settings: Settings, jobs: list[Job], results: Comparison, work: Work, out: Path, report: Callable[[Job, str], None]
 ) -> list[Job]:
     """Do jobs until all are done or the process dies; returns those that are left."""
     done = 0
     try:
-        for event in work(settings, jobs, results["rows"]):
+        for event in work(settings, jobs, results.rows):
             if "begin" in event:
-                told(event["begin"], "")
+                report(event["begin"], "")
                 continue
             if "row" in event:
-                results["rows"].append(event["row"])
-                told(jobs[done], _summary(event["row"]))
+                results.rows.append(event["row"])
+                report(jobs[done], _summary(event["row"]))
             else:
-                found = event["quality"]
-                results["quality" if "value" in found else "quality_missing"].append(found)
-                told(jobs[done], _quality_summary(found))
+                report(jobs[done], _keep_quality(results, event["quality"]))
             done += 1
-            _refresh(results)
-            save(results, out / "results.json")
-        return jobs[done:] if done and done < len(jobs) else []
+            _save(results, out)
+        return jobs[done:] if done else []
     except Died as death:
-        job = jobs[done]
-        message = f"the measuring process died: {death}"
+        job, message = jobs[done], f"the measuring process died: {death}"
+        left = jobs[done + 1 :]
         if job["kind"] == "row":
-            for other in jobs[done:]:
-                if other["kind"] == "row" and other["mechanism"] == job["mechanism"]:
-                    first = other is job
-                    reason = f"not tried: the process died at T = {job['length']}"
-                    row = worker.empty_row(
-                        other["mechanism"], other["length"], other["causal"],
-                        skipped=None if first else reason, error=message if first else None,
-                    )  # fmt: skip
-                    results["rows"].append(row)
-            told(job, message)
-            left = [
-                other
-                for other in jobs[done:]
-                if not (other["kind"] == "row" and other["mechanism"] == job["mechanism"])
+            same = [other for other in left if other["kind"] == "row" and other["mechanism"] == job["mechanism"]]
+            left = [other for other in left if other not in same]
+            results.rows.append(_row(job, error=message))
+            results.rows += [
+                _row(other, skipped=f"not tried: the process died at T = {job['length']}") for other in same
             ]
+            report(job, message)
         else:
-            results["quality_missing"].append(
-                {"mechanism": job["mechanism"], "task": task_name(settings), "reason": message}
-            )
-            left = jobs[done + 1 :]
-        _refresh(results)
-        save(results, out / "results.json")
+            _keep_quality(results, {"mechanism": job["mechanism"], "task": task_name(settings), "reason": message})
+        _save(results, out)
         return left
 
 
-def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[dict[str, Any]]:
+def _row(job: Job, **why: str) -> Row:
+    return Row(mechanism=job["mechanism"], length=job["length"], causal=job["causal"], **why)  # type: ignore[arg-type]
+
+
+def _keep_quality(results: Comparison, record: Event) -> str:
+    """Put the record of a training where it belongs; returns it in words."""
+    if "value" not in record:
+        results.quality_missing.append(from_json(MissingQuality, record, "quality"))
+        return str(record["reason"])
+    results.quality.append(from_json(Quality, record, "quality"))
+    return f"{record['value']:.4g} {record['metric']} after {record['steps']} steps"
+
+
+def _save(results: Comparison, out: Path) -> None:
+    results.growth = growth.growths(results.rows)
+    results.crossovers = growth.crossovers(results.rows)
+    save(results, out / "results.json")
+
+
+def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[Event]:
     """worker.work in another process; Died if that ends early."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "subquad.studies.compare_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a
-        # short spin costs nothing where there is none
-        env={"GOMP_SPINCOUNT": "1000", **environment()},
-        start_new_session=True,  # Ctrl-C is ours; it is ended below
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    finished = 0
+    # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a short
+    # spin costs nothing where there is none
+    setup, defaults = {"settings": settings.to_dict(), "rows": to_json(rows)}, {"GOMP_SPINCOUNT": "1000"}
+    process = Worker("subquad.studies.compare_worker", setup, defaults)
     try:
-        # the pipe stays open: when it closes, because this process has ended however it did, the other one ends too
-        process.stdin.write(json.dumps({"settings": settings.to_dict(), "jobs": jobs, "rows": rows}) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            event = _event(line)
-            if event is not None:
-                finished += "begin" not in event
-                yield event
-        code = process.wait()
-        # a process that leaves after an error of the GPU has reported it: the rest needs another one
-        if finished < len(jobs) and not (code == 1 and finished):
-            raise Died(signal.strsignal(-code) if code < 0 else f"exit code {code}")
-    except BrokenPipeError:
-        raise Died(f"exit code {process.wait()}") from None
+        for job in jobs:
+            yield {"begin": job}
+            event = process.ask(job)
+            yield {**event, "row": from_json(Row, event["row"], "row")} if "row" in event else event
+            if process.process is None:  # an error of the GPU ended it: the jobs that are left need another one
+                return
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    """A line of the worker; anything else that a library prints is none."""
-    try:
-        event = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _empty(settings: Settings) -> Results:
-    written = settings.to_dict()
-    return {
-        "kind": "compare",
-        **origin(settings.device),
-        "settings": {**written, "lengths": list(settings.lengths), "mechanisms": list(settings.mechanisms)},
-        "rows": [],
-        "growth": [],
-        "crossovers": [],
-        "quality": [],
-        "quality_missing": [],
-        "pictures": [],
-        "interrupted": False,
-    }
-
-
-def _refresh(results: Results) -> None:
-    results["growth"] = growth.growths(results["rows"])
-    results["crossovers"] = growth.crossovers(results["rows"])
+        process.close(patience=0)
 
 
 @contextlib.contextmanager
@@ -274,109 +219,85 @@ def _title(job: Job) -> str:
 
 
 def _summary(row: Row) -> str:
-    if row["training_ms"] is None:
-        return row["error"] or row["skipped"] or "nothing measured"
-    beside = row["mechanism"] != YARDSTICK and row["training_ratio"] is not None
-    ratio = f" ({row['training_ratio']['median']:.2f} of softmax)" if beside else ""
-    return f"training {milliseconds(row['training_ms'])}{ratio}, peak {readable(row['peak_bytes'])}"
+    if row.training_ms is None:
+        return row.error or row.skipped or "nothing measured"
+    beside = row.mechanism != YARDSTICK and row.training_ratio is not None
+    share = f" ({ratio(row.training_ratio)} of softmax)" if beside and row.training_ratio else ""
+    return f"training {milliseconds(row.training_ms)}{share}, peak {readable(row.peak_bytes or 0)}"
 
 
-def _quality_summary(found: dict[str, Any]) -> str:
-    if "value" not in found:
-        return str(found["reason"])
-    return f"{found['value']:.4g} {found['metric']} after {found['steps']} steps"
-
-
-def tables(results: Results, width: int = 120) -> list[Table]:
+def tables(results: Comparison, width: int = 120) -> list[Table]:
     """What was measured, at the longest length of each mechanism; and why something was not."""
-    rows, settings = results["rows"], results["settings"]
+    settings, quality = results.settings, {record.mechanism: record for record in results.quality}
     title = (
-        f"{results['machine']['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
+        f"{results.machine['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
         f"{settings['heads']} heads. x: times exact softmax of the same run. "
         "growth: training time as T to this power (documented). from T: faster than softmax beyond it"
     )
-    quality = {found["mechanism"]: found for found in results["quality"]}
-    wide = width >= 110
+    wide = width >= WIDE
+    columns = [column for column in COLUMNS if wide or not column.wide]
+    titles = ["mechanism", "T", *(column.title for column in columns), "growth", "from T"]
+    titles += [_metric(results)] if quality and wide else []
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2 if wide else 1, 0, 0))
-    columns = ["mechanism", "T", "train", "x", *(["forward", "x"] if wide else []), "memory", "token", "state"]
-    columns += ["growth", "from T"] + ([_metric(quality)] if quality and wide else [])
-    for column in columns:
-        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
-    grown = {found["mechanism"]: found for found in results["growth"]}
-    crossed = {found["mechanism"]: found["training"] for found in results["crossovers"]}
-    for row in sorted(_longest(rows), key=lambda row: (-row["length"], row["training_ms"]["median"])):
-        name = row["mechanism"]
-        found = grown[name]
-        other_form = settings["causal"] is None and not row["causal"]
-        cells = [name + ("*" if other_form else ""), f"{row['length']:,}"]
-        cells += [milliseconds(row["training_ms"]), _ratio(row, "training_ratio")]
-        cells += [milliseconds(row["forward_ms"]), _ratio(row, "forward_ratio")] if wide else []
-        cells += [readable(row["peak_bytes"]), milliseconds(row["decode_ms"])]
-        cells.append("-" if row["state_bytes"] is None else readable(row["state_bytes"]))
-        cells.append(f"{'-' if found['time'] is None else format(found['time'], '.2f')} ({found['documented_time']:g})")
-        cells.append("" if name == YARDSTICK else "-" if crossed.get(name) is None else f"{crossed[name]:,}")
+    for name in titles:
+        table.add_column(name, justify="left" if name == "mechanism" else "right", no_wrap=True)
+    growths = {record.mechanism: record for record in results.growth}
+    crossed = {record.mechanism: record.training for record in results.crossovers}
+    for row in _longest(results.rows):
+        name, exponents, since = row.mechanism, growths[row.mechanism], crossed.get(row.mechanism)
+        other_form = settings["causal"] is None and not row.causal
+        cells = [name + ("*" if other_form else ""), f"{row.length:,}"]
+        for column in columns:
+            figure = getattr(row, column.field)
+            itself = name == YARDSTICK and column.format is ratio  # what was measured there is noise
+            cells.append("-" if figure is None else "1.00" if itself else column.format(figure))
+        time = "-" if exponents.time is None else f"{exponents.time:.2f}"
+        cells.append(f"{time} ({exponents.documented_time:g})")
+        cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
         if quality and wide:
-            cells.append(_quality_cell(quality, name))
+            cells.append(_learned(quality.get(name), _metric(results)))
         table.add_row(*cells, style="bold" if name == YARDSTICK else None)
-    if any(not row["causal"] for row in rows) and settings["causal"] is None:
+    if any(not row.causal for row in results.rows) and settings["causal"] is None:
         table.caption, table.caption_justify = "* bidirectional, against bidirectional softmax", "left"
     learned = Table(box=None, padding=(0, 2, 0, 0))
-    if quality and not wide:  # has no room beside the others
+    if quality and not wide:  # no room beside the others
         learned.add_column("learned", no_wrap=True)
-        learned.add_column(f"{_metric(quality)} on {results['quality'][0]['task']}", justify="right", no_wrap=True)
-        for name in quality:
-            learned.add_row(name, _quality_cell(quality, name), style="bold" if name == YARDSTICK else None)
-    return [found for found in (table, learned, reasons(results)) if found.row_count]
+        learned.add_column(f"{_metric(results)} on {results.quality[0].task}", justify="right", no_wrap=True)
+        for name, record in quality.items():
+            learned.add_row(name, _learned(record, _metric(results)), style="bold" if name == YARDSTICK else None)
+    return [shown for shown in (table, learned, reasons(results)) if shown.row_count]
 
 
-def reasons(results: Results) -> Table:
+def reasons(results: Comparison) -> Table:
     """Why something was not measured."""
     table = Table(title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("mechanism", "T", "why"):
         table.add_column(column, overflow="fold")
-    rows = results["rows"]
-    for name in growth.names(rows):
-        lost = [row for row in rows if row["mechanism"] == name and (row["error"] or row["skipped"])]
+    for name in growth.names(results.rows):
+        lost = [row for row in results.rows if row.mechanism == name and (row.error or row.skipped)]
         if lost:  # the first reason; those of longer lengths follow from it
-            until = "" if len(lost) == 1 else f" to {lost[-1]['length']:,}"
-            table.add_row(name, f"{lost[0]['length']:,}{until}", escape(lost[0]["error"] or lost[0]["skipped"]))
-    for missing in results["quality_missing"]:
-        table.add_row(missing["mechanism"], missing["task"], escape(missing["reason"]))
+            until = "" if len(lost) == 1 else f" to {lost[-1].length:,}"
+            table.add_row(name, f"{lost[0].length:,}{until}", escape(lost[0].error or lost[0].skipped or ""))
+    for missing in results.quality_missing:
+        table.add_row(missing.mechanism, missing.task, escape(missing.reason))
     return table
 
 
 def _longest(rows: list[Row]) -> list[Row]:
-    """The row of each mechanism's longest measured length."""
-    last: dict[str, Row] = {}
+    """The row of each mechanism's longest measured length; the longest and the fastest first."""
+    last: dict[str, tuple[float, Row]] = {}
     for row in rows:
-        if row["training_ms"] is not None and row["length"] >= last.get(row["mechanism"], row)["length"]:
-            last[row["mechanism"]] = row
-    return list(last.values())
+        if row.training_ms is not None and (row.mechanism not in last or row.length >= last[row.mechanism][1].length):
+            last[row.mechanism] = (row.training_ms.median, row)
+    return [row for _, row in sorted(last.values(), key=lambda timed: (-timed[1].length, timed[0]))]
 
 
-def _metric(quality: dict[str, dict[str, Any]]) -> str:
-    return str(next(iter(quality.values()))["metric"])
+def _metric(results: Comparison) -> str:
+    return results.quality[0].metric
 
 
-def _quality_cell(quality: dict[str, dict[str, Any]], name: str) -> str:
+def _learned(record: Quality | None, metric: str) -> str:
     """The value, with its unit where that is not the column's: the two forms may learn different things."""
-    if name not in quality:
+    if record is None or record.value is None:
         return "-"
-    unit = "" if quality[name]["metric"] == _metric(quality) else f" {quality[name]['metric']}"
-    return f"{quality[name]['value']:.3f}{unit}"
-
-
-def milliseconds(found: dict[str, float] | None) -> str:
-    if found is None:
-        return "-"
-    value = found["median"]
-    for unit, size in (("s", 1000.0), ("ms", 1.0)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{1000 * value:.3g} µs"
-
-
-def _ratio(row: Row, field: str) -> str:
-    if row[field] is None:
-        return "-"
-    return "1.00" if row["mechanism"] == YARDSTICK else f"{row[field]['median']:.2f}"  # beside itself: noise
+    return f"{record.value:.3f}" + ("" if record.metric == metric else f" {record.metric}")

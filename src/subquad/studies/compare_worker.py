@@ -1,16 +1,8 @@
-"""The process that measures, apart from the one that keeps the figures: if it dies, only the present figure is lost.
-
-Reads one line of JSON (settings, jobs, rows so far) from standard input and writes one JSON object a line: a job it
-begins, then the figures of that job. When standard input closes, nobody waits for them any more, and it ends.
-"""
+"""The process that measures, apart from the one that keeps the figures: if it dies, only one figure is lost."""
 
 import contextlib
 import gc
-import json
-import os
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +12,7 @@ from subquad.measure.cost import (
     PILOT,
     YARDSTICK,
     Decode,
+    Row,
     Shape,
     Subject,
     Yardstick,
@@ -32,10 +25,12 @@ from subquad.measure.cost import (
     time_beside,
 )
 from subquad.mechanisms import mechanism
+from subquad.pool import serve
+from subquad.studies.results import from_json, to_json
 from subquad.studies.settings import Settings
 
-Row = dict[str, Any]
-Job = dict[str, Any]
+Job = dict[str, Any]  # "kind" (row, quality or warm) and "mechanism"; of a row and of warming up "length" and "causal"
+Event = dict[str, Any]  # {"begin": Job}, {"row": Row}, {"quality": its record} or {"warmed": name}
 SAFE = 0.8  # of the free memory: an estimate is not exact
 POISONED = ("CUDA error", "device-side assert", "illegal memory access")  # after these a process can use no GPU
 
@@ -44,39 +39,16 @@ class Skip(Exception):
     """Why something is not measured."""
 
 
-def empty_row(name: str, length: int, causal: bool, skipped: str | None = None, error: str | None = None) -> Row:
-    fields = ("forward_ms", "training_ms", "decode_ms", "forward_ratio", "training_ratio", "decode_ratio")
-    return {
-        "mechanism": name,
-        "length": length,
-        "causal": causal,
-        **dict.fromkeys(fields),
-        "peak_bytes": None,
-        "memory_ratio": None,
-        "state_bytes": None,
-        "skipped": skipped,
-        "error": error,
-    }
-
-
-def work(settings: Settings, jobs: Sequence[Job], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Do the jobs in turn: {"begin": job}, then {"row": ...}, {"quality": ...} or {"warmed": ...} for each."""
+def work(settings: Settings, jobs: Sequence[Job], rows: Sequence[Row]) -> Iterator[Event]:
+    """Do the jobs in turn, in this process."""
     bench = Bench(settings, rows)
     for job in jobs:
         yield {"begin": job}
-        if job["kind"] == "row":
-            yield {"row": bench.row(job["mechanism"], job["length"], job["causal"])}
-        elif job["kind"] == "warm":
-            warm(job["mechanism"], settings.shape(job["length"], job["causal"]))
-            yield {"warmed": job["mechanism"]}
-        else:
-            from subquad.studies.quality import quality
-
-            yield {"quality": quality(settings, job["mechanism"])}
+        yield bench.do(job)
 
 
 def warm(name: str, shape: Shape) -> None:
-    """Run everything once, for the kernels that this compiles; what goes wrong, the measuring will meet and report."""
+    """Run everything once, so that kernels are compiled; errors are left to the measuring, which reports them."""
     with contextlib.suppress(Exception):
         subject = Subject(name, shape)
         subject.forward()
@@ -86,28 +58,37 @@ def warm(name: str, shape: Shape) -> None:
 
 
 class Bench:
-    """Measures row after row, remembers what earlier ones cost, keeps the yardstick of the present shape."""
+    """Does one job after the other; keeps what earlier rows cost and the yardstick of the current shape."""
 
     def __init__(self, settings: Settings, rows: Sequence[Row] = ()):
         self.settings = settings
         self.rows = list(rows)
         self.yardstick: Yardstick | None = None
         self.yardstick_shape: Shape | None = None
-        self.no_yardstick = ""
+
+    def do(self, job: Job) -> Event:
+        if job["kind"] == "row":
+            return {"row": self.row(job["mechanism"], job["length"], job["causal"])}
+        if job["kind"] == "warm":
+            warm(job["mechanism"], self.settings.shape(job["length"], job["causal"]))
+            return {"warmed": job["mechanism"]}
+        from subquad.studies.quality import quality
+
+        return {"quality": quality(self.settings, job["mechanism"])}
 
     def row(self, name: str, length: int, causal: bool) -> Row:
-        """The figures of one mechanism at one length; what goes wrong is in them, and nothing is raised."""
-        row = empty_row(name, length, causal)
+        """The figures of one mechanism at one length, or why there are none; nothing is raised."""
+        row = Row(mechanism=name, length=length, causal=causal)
         try:
             self._measure(row, self.settings.shape(length, causal))
         except Skip as reason:
-            row["skipped"] = str(reason)
+            row.skipped = str(reason)
         except Exception as error:
-            asked = out_of_memory(error)
-            if asked is None:
-                row["error"] = f"{type(error).__name__}: {first_line(error)}"
+            amount = out_of_memory(error)
+            if amount is None:
+                row.error = f"{type(error).__name__}: {first_line(error)}"
             else:
-                row["skipped"] = f"out of memory: {asked}"
+                row.skipped = f"out of memory: {amount}"
         self.rows.append(row)
         gc.collect()
         if torch.device(self.settings.device).type == "cuda":
@@ -115,20 +96,20 @@ class Bench:
         return row
 
     def _measure(self, row: Row, shape: Shape) -> None:
-        name = row["mechanism"]
+        name = row.mechanism
         self._refuse_impossible(name, shape)
         self._refuse_slow(name, shape, self.settings.limit * (2 if name == YARDSTICK else 1))
         self._refuse_large(name, shape)
         subject = _build(name, shape)
-        row["peak_bytes"], slow = first_run(subject)
+        row.peak_bytes, slow = first_run(subject)
         yardstick = self._yardstick_of(shape)
         if yardstick is not None:
-            row["memory_ratio"] = row["peak_bytes"] / yardstick.peak
+            row.memory_ratio = row.peak_bytes / yardstick.peak
         runs = {"forward": subject.forward, "training": subject.training}
         self._time(row, runs, shape, yardstick, slow)
         if subject.mix.traits.state is not None:
             decode = Decode(subject)
-            row["state_bytes"] = decode.bytes
+            row.state_bytes = decode.bytes
             self._time(row, {"decode": decode}, shape, yardstick, False)
 
     def _time(self, row: Row, runs: dict[str, Any], shape: Shape, yardstick: Yardstick | None, slow: bool) -> None:
@@ -136,7 +117,8 @@ class Bench:
             runs, shape.device, yardstick, self.settings.seconds, 2 * self.settings.repeats, slow=slow
         )
         for what in runs:
-            row[f"{what}_ms"], row[f"{what}_ratio"] = spread(times[what]), spread(ratios[what])
+            setattr(row, f"{what}_ms", spread(times[what]))
+            setattr(row, f"{what}_ratio", spread(ratios[what]))
 
     def _yardstick_of(self, shape: Shape) -> Yardstick | None:
         """Exact softmax of this shape, or None where it is too slow or too large itself."""
@@ -163,11 +145,11 @@ class Bench:
             raise Skip("has no bidirectional form")
 
     def _refuse_slow(self, name: str, shape: Shape, limit: float) -> None:
-        """By the time at the length before, the lower quartile: a neighbour's burst is no reason."""
+        """Judge by the lower quartile at the length before: one slow sample is not a reason to skip."""
         before = self._before(name, shape, "training_ms")
-        if before is None:
+        if before is None or before.training_ms is None:
             return
-        length, spent = before["length"], before["training_ms"]["low"] / 1000
+        length, spent = before.length, before.training_ms.low / 1000
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
         if expected > limit:
             raise Skip(
@@ -181,8 +163,8 @@ class Bench:
         if least > free:
             raise Skip(f"does not fit: at least {readable(least)} for input and output, {readable(free)} can be used")
         before = self._before(name, shape, "peak_bytes")
-        if before is not None:
-            length, peak = before["length"], before["peak_bytes"]
+        if before is not None and before.peak_bytes is not None:
+            length, peak = before.length, before.peak_bytes
         else:
             length = min(PILOT, shape.length)
             if length == shape.length:
@@ -200,12 +182,11 @@ class Bench:
         shorter = [
             row
             for row in self.rows
-            if row["mechanism"] == name
-            and row["causal"] == shape.causal
-            and row["length"] < shape.length
-            and row[field] is not None
+            if (row.mechanism, row.causal) == (name, shape.causal)
+            and row.length < shape.length
+            and getattr(row, field) is not None
         ]
-        return max(shorter, key=lambda row: row["length"], default=None)
+        return max(shorter, key=lambda row: row.length, default=None)
 
 
 def _build(name: str, shape: Shape) -> Subject:
@@ -220,23 +201,18 @@ def _seconds(value: float) -> str:
     return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
 
 
-def _end_with_parent() -> None:
-    os.read(sys.stdin.fileno(), 1)  # returns when the other end closes
-    os._exit(1)
-
-
-def main() -> None:
-    given = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    settings = Settings.from_dict(given["settings"])
+def begin(setup: dict[str, Any]) -> Callable[[Job], Event]:
+    settings = Settings.from_dict(setup["settings"])
     torch.set_num_threads(settings.threads)
-    for event in work(settings, given["jobs"], given["rows"]):
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
+    bench = Bench(settings, [from_json(Row, row, "row") for row in setup["rows"]])
+
+    def answer(job: Job) -> Event:
+        event: Event = to_json(bench.do(job))
         wrong = event.get("row", {}).get("error") or event.get("quality", {}).get("reason") or ""
-        if any(sign in wrong for sign in POISONED):
-            sys.exit(1)  # whoever started this starts another for the jobs that are left
+        return {**event, "last": any(sign in wrong for sign in POISONED)}
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(begin)

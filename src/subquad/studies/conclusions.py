@@ -6,7 +6,7 @@ from typing import Any
 
 from subquad.machine import readable
 from subquad.measure.cost import YARDSTICK
-from subquad.studies.compare import milliseconds
+from subquad.studies.columns import duration
 
 Row = Mapping[str, Any]
 CLOSE = 0.05  # of the time: neither faster nor slower
@@ -67,7 +67,7 @@ def _memory(rows: Sequence[Row]) -> str:
     )
     if ours["decode_ms"] is None or theirs["decode_ms"] is None:
         return text + "."
-    first, second = (milliseconds(row["decode_ms"]) for row in (ours, theirs))
+    first, second = (duration(row["decode_ms"]["median"]) for row in (ours, theirs))
     return f"{text}; the next token takes {first} and {second}."
 
 

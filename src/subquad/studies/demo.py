@@ -29,9 +29,10 @@ from subquad.models.footprint import bytes_per_stream
 from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
 from subquad.models.threads import run_small
-from subquad.studies.compare import compare, milliseconds, reasons
+from subquad.studies.columns import duration
+from subquad.studies.compare import compare, reasons
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import save
+from subquad.studies.results import Comparison, from_json, save, to_json
 from subquad.studies.settings import LENGTHS, Settings
 from subquad.tasks.digits import MODEL, Digits
 from subquad.tasks.images import Images
@@ -96,7 +97,11 @@ def demo(
     results["pictures"] = [stage["picture"] for stage in (first, written, *learned) if stage is not None]
     results["summary"] = conclusions(results)
     save(results, out / "results.json")
-    for table in (_digits_table(results["quality"]), _lengths_table(results), reasons(results)):
+    for table in (
+        _digits_table(results["quality"]),
+        _lengths_table(results),
+        reasons(from_json(Comparison, results, "")),
+    ):
         if table.row_count:
             console.print()
             console.print(table)
@@ -286,7 +291,8 @@ def _scaling(
     if before is not None and not before["interrupted"]:
         console.print(f"  {len(before['rows'])} measurements of an earlier run", highlight=False)
         return before
-    results = compare(settings, folder, console, isolated=isolated, remember=False)  # too few to recommend from
+    # too few mechanisms to recommend from
+    results: Json = to_json(compare(settings, folder, console, isolated=isolated, remember=False))
     if results["interrupted"]:
         raise KeyboardInterrupt
     return results
@@ -345,7 +351,7 @@ def _lengths_table(results: Json) -> Table:
         row, since = rows[name].get(last, {}), crossed.get(name)
         cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
         cells += ["-" if row.get("peak_bytes") is None else readable(row["peak_bytes"])]
-        cells += [milliseconds(row.get("decode_ms"))]
+        cells += [duration(row["decode_ms"]["median"]) if row.get("decode_ms") else "-"]
         cells += ["-" if row.get("state_bytes") is None else readable(row["state_bytes"])]
         table.add_row(name, *cells, style="bold" if name == YARDSTICK else None)
     return table

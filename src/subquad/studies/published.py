@@ -1,7 +1,8 @@
-"""The published figures that ours are set beside: the tables of the papers, as data.
+"""Every published figure that ours are compared with: the tables of the papers, as data.
 
 A column says which of our figures is the same thing: a quality on the same task in the same metric, or a time or a
 memory as a ratio to softmax in one run, because absolute ones belong to a machine. `report/published.py` looks it up.
+`printed` gives a row's figures to the tables that `subquad reproduce` runs.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ ARENA_TASKS = ("ListOps", "Text", "Retrieval", "Image", "Pathfinder")
 K = (1024, 2048, 3072, 4096)
 
 # fmt: off
-TABLES = (
+_TABLES = (
     Published(
         "mnist", "MNIST, pixel by pixel", LINEAR,
         (Column("bits/dim", Quality("mnist", "bitsdim")), Column("images/s", Quality("mnist", "imagess"))),
@@ -148,3 +149,13 @@ TABLES = (
     ),
 )
 # fmt: on
+TABLES = {table.name: table for table in _TABLES}
+
+
+def printed(table: str, label: str, *measures: str, first: int = 0, data: str | None = None) -> dict[str, float]:
+    """Figures of a row under the names of our measures, from column `first` on.
+
+    `data` tells rows of one label apart, by their first column.
+    """
+    (figures,) = (figures for name, _, figures in TABLES[table].rows if name == label and data in (None, figures[0]))
+    return dict(zip(measures, figures[first:], strict=False))  # type: ignore[arg-type]

@@ -1,23 +1,21 @@
 """Which mechanism to use: the three cheapest that can do what is asked, from measured figures, with the reasons."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from subquad.checks import at_least, one_of
-from subquad.disk import blaming, cache_folder, read_json
+from subquad.disk import blaming, cache_folder
 from subquad.machine import readable
-from subquad.measure.cost import YARDSTICK
+from subquad.measure.cost import YARDSTICK, Row
 from subquad.measure.growth import between, crossover, growth_of_time, names, series
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.base import Traits
-from subquad.studies.results import check_rows
+from subquad.studies.columns import duration
+from subquad.studies.results import Comparison, Quality, load
 
-Results = dict[str, Any]
-Quality = dict[str, dict[str, Any]]  # the record of each mechanism
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
 WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
 
@@ -44,7 +42,7 @@ class Request:
 class Figures:
     """Measurements, and in words whose they are."""
 
-    results: Results
+    results: Comparison
     origin: str
 
 
@@ -70,7 +68,7 @@ def recommend(request: Request, source: Path | None = None) -> Advice:
 
 def _advise(figures: Figures, request: Request) -> Advice:
     results = figures.results
-    rows = [row for row in results["rows"] if row["causal"] == request.causal]
+    rows = [row for row in results.rows if row.causal == request.causal]
     where = f"{figures.origin}; {_described(results)}"
     if not _serves(results, request):
         form, other = ("causal", "--bidirectional") if request.causal else ("bidirectional", "--causal")
@@ -112,18 +110,18 @@ def find(request: Request, source: Path | None = None) -> Figures:
             raise ValueError(f"device={request.device!r} cannot work: {path} was measured on {measured_on!r}")
         return Figures(results, f"figures of {path}")
     device = request.device or "cpu"
-    found = []
+    known = []
     for own in sorted(cache_folder().glob(f"compare_{device}*.json")):
         with blaming(str(own)):
             results = _read(own)
             _serves(results, request)
         count = len(_measured(results, request))
-        found.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
+        known.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
     shipped = "figures that ship with subquad, not of this machine"
-    found += [Figures(results, shipped) for results in _shipped() if _device(results) == device]
-    found = [figures for figures in found if _serves(figures.results, request)]
-    if found:
-        return min(found, key=lambda figures: abs(math.log(_nearest(figures.results, request) / request.length)))
+    known += [Figures(results, shipped) for results in _shipped() if _device(results) == device]
+    known = [figures for figures in known if _serves(figures.results, request)]
+    if known:
+        return min(known, key=lambda figures: abs(math.log(_nearest(figures.results, request) / request.length)))
     form = "causal" if request.causal else "bidirectional"
     raise ValueError(
         f"device={device!r}: there are no {form} figures for it, neither of this machine nor shipped; "
@@ -131,51 +129,47 @@ def find(request: Request, source: Path | None = None) -> Figures:
     )
 
 
-def _nearest(results: Results, request: Request) -> int:
+def _nearest(results: Comparison, request: Request) -> int:
     """The length that is asked for, or the end of what was measured."""
-    rows = [row for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]]
-    lengths = [row["length"] for row in rows]
+    rows = [row for row in results.rows if row.causal == request.causal and row.training_ms]
+    lengths = [row.length for row in rows]
     return min(max(request.length, min(lengths)), max(lengths))
 
 
-def _shipped() -> list[Results]:
+def _shipped() -> list[Comparison]:
     folder = files("subquad.studies").joinpath("figures")
     return [_read(Path(str(path))) for path in folder.iterdir() if path.name.endswith(".json")]
 
 
-def _read(path: Path) -> Results:
+def _read(path: Path) -> Comparison:
     try:
-        results = read_json(path)
+        return load(path, Comparison)
     except OSError as error:
         raise ValueError(f"{path} cannot be read as the results.json of a comparison: {error.strerror}") from None
-    if not isinstance(results, dict) or results.get("kind") != "compare":
-        raise ValueError(f'{path} is not the results.json of `subquad compare`: its kind is not "compare"')
-    check_rows(results, path)
-    return results
 
 
-def _serves(results: Results, request: Request) -> bool:
+def _serves(results: Comparison, request: Request) -> bool:
     """Whether most of what it compares was measured in the form that is asked for."""
-    compared = names(results["rows"])
+    compared = names(results.rows)
     possible = [name for name in compared if name in MECHANISMS and _has_form(MECHANISMS[name].traits, request)]
     return len(_measured(results, request)) * 2 > len(possible)
 
 
-def _measured(results: Results, request: Request) -> set[str]:
-    return {row["mechanism"] for row in results["rows"] if row["causal"] == request.causal and row["training_ms"]}
+def _measured(results: Comparison, request: Request) -> set[str]:
+    return {row.mechanism for row in results.rows if row.causal == request.causal and row.training_ms}
 
 
-def _device(results: Results) -> str:
-    return str(results["settings"]["device"]).partition(":")[0]
+def _device(results: Comparison) -> str:
+    return str(results.settings["device"]).partition(":")[0]
 
 
-def _described(results: Results) -> str:
-    settings, machine = results["settings"], results["machine"]
+def _described(results: Comparison) -> str:
+    settings, machine = results.settings, results.machine
     name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
     threads = f", {_counted(machine['threads'], 'thread')}" if _device(results) == "cpu" else ""
     return (
         f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
-        f"{_counted(settings['heads'], 'head')}, {str(results['date'])[:10]}"
+        f"{_counted(settings['heads'], 'head')}, {results.date[:10]}"
     )
 
 
@@ -195,66 +189,54 @@ def _can(traits: Traits, request: Request) -> bool:
     )
 
 
-def _at(rows: Sequence[dict[str, Any]], name: str, field: str, length: int) -> float | None:
-    return between(*series(rows, name, field), length)
-
-
 def _weigh(
-    name: str, request: Request, rows: Sequence[dict[str, Any]], results: Results, quality: Quality, length: int
+    name: str, request: Request, rows: Sequence[Row], results: Comparison, quality: Mapping[str, Quality], length: int
 ) -> Choice | None:
     """The choice with its reasons; None where something needed was not measured."""
-    found = {
-        field: _at(rows, name, field, length)
-        for field in (
-            "training_ms",
-            "training_ratio",
-            "peak_bytes",
-            "memory_ratio",
-            "decode_ms",
-            "decode_ratio",
-            "state_bytes",
-        )
-    }
-    training, ratio = found["training_ms"], found["training_ratio"]
+
+    def figure(field: str) -> float | None:
+        return between(*series(rows, name, field), length)
+
+    training, ratio, exact = figure("training_ms"), figure("training_ratio"), name == YARDSTICK
     if training is None or ratio is None:
         return None
-    if request.decode and (found["decode_ms"] is None or found["decode_ratio"] is None):
-        return None
-    cost = ratio
-    reasons = []
-    if name == YARDSTICK:
-        cost = 1.0
-        reasons.append(f"exact attention, nothing approximated: {_ms(training)} for a training step at T = {length:,}")
+    cost = 1.0 if exact else ratio
+    if exact:
+        reasons = [f"exact attention, nothing approximated: {duration(training)} for a training step at T = {length:,}"]
     else:
-        reasons.append(
-            f"a training step takes {_ms(training)} at T = {length:,}, {_compared(ratio)} exact softmax in the same run"
+        took = f"a training step takes {duration(training)} at T = {length:,}"
+        reasons = [f"{took}, {_compared(ratio)} exact softmax in the same run"]
+        from_length, first = (
+            crossover(*series(rows, name, "training_ratio")),
+            series(rows, name, "training_ratio")[0][0],
         )
-        from_length = crossover(*series(rows, name, "training_ratio"))
-        first = series(rows, name, "training_ratio")[0][0]
         if from_length is None:
             reasons.append("not faster than softmax at the longest length measured")
         elif from_length <= first:
             reasons.append(f"faster than softmax at every length measured, from T = {first:,} on")
         else:
             reasons.append(f"faster than softmax from T = {from_length:,} on")
-    if request.decode and found["decode_ms"] is not None and found["decode_ratio"] is not None:
-        cost = 1.0 if name == YARDSTICK else math.sqrt(ratio * found["decode_ratio"])
-        size = "" if found["state_bytes"] is None else f" and keeps a state of {readable(found['state_bytes'])}"
-        how = _growth_of_state(series(rows, name, "state_bytes")[1])
-        compared = "" if name == YARDSTICK else f" ({_compared(found['decode_ratio'])} softmax with its cache)"
-        reasons.append(f"decodes a token in {_ms(found['decode_ms'])}{compared}{size}{how if size else ''}")
-    if found["peak_bytes"] is not None:
-        memory = found["memory_ratio"]
-        compared = "" if memory is None or name == YARDSTICK else f", {_times_that(memory)} of softmax"
-        reasons.append(f"peak memory of a training step: {readable(found['peak_bytes'])}{compared}")
-    growth = next((g for g in results["growth"] if g["mechanism"] == name), None)
-    if growth and growth["time"] is not None:
+    if request.decode:
+        decode, decode_ratio, state = figure("decode_ms"), figure("decode_ratio"), figure("state_bytes")
+        if decode is None or decode_ratio is None:
+            return None
+        cost = 1.0 if exact else math.sqrt(ratio * decode_ratio)
+        beside = "" if exact else f" ({_compared(decode_ratio)} softmax with its cache)"
+        grows = _growth_of_state(series(rows, name, "state_bytes")[1])
+        kept = "" if state is None else f" and keeps a state of {readable(state)}{grows}"
+        reasons.append(f"decodes a token in {duration(decode)}{beside}{kept}")
+    peak, memory = figure("peak_bytes"), figure("memory_ratio")
+    if peak is not None:
+        beside = "" if memory is None or exact else f", {_times_that(memory)} of softmax"
+        reasons.append(f"peak memory of a training step: {readable(peak)}{beside}")
+    growth = next((g for g in results.growth if g.mechanism == name), None)
+    if growth is not None:
         reasons += growth_of_time(growth)
-    if name in quality and name != YARDSTICK:
-        mine, exact = quality[name], quality[YARDSTICK]
+    if name in quality and not exact:
+        mine, softmax = quality[name], quality[YARDSTICK]
         reasons.append(
-            f"quality on {mine['task']}: {mine['value']:.3f} {mine['metric']}, softmax {exact['value']:.3f}, "
-            f"after {mine['steps']} steps"
+            f"quality on {mine.task}: {mine.value:.3f} {mine.metric}, softmax {softmax.value:.3f}, "
+            f"after {mine.steps} steps"
         )
     if MECHANISMS[name].traits.fixed_length:
         reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
@@ -274,28 +256,25 @@ def _rank_cost(choice: Choice) -> float:
     return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
 
 
-def _quality(sources: Sequence[Results], request: Request) -> Quality:
+def _quality(sources: Sequence[Comparison], request: Request) -> dict[str, Quality]:
     """Quality of each mechanism by the first of these figures that know it."""
     for source in sources:
-        formed = {row["mechanism"] for row in source["rows"] if row["causal"] == request.causal}
-        found = {record["mechanism"]: record for record in source["quality"] if record["mechanism"] in formed}
-        if YARDSTICK in found:
-            metric = found[YARDSTICK]["metric"]
-            return {name: record for name, record in found.items() if record["metric"] == metric}
+        formed = {row.mechanism for row in source.rows if row.causal == request.causal}
+        known = {q.mechanism: q for q in source.quality if q.mechanism in formed and q.value is not None}
+        if YARDSTICK in known:
+            return {name: record for name, record in known.items() if record.metric == known[YARDSTICK].metric}
     return {}
 
 
-def _falls_short(name: str, quality: Quality) -> bool:
+def _falls_short(name: str, quality: Mapping[str, Quality]) -> bool:
     if name not in quality:
         return False
-    mine, exact = quality[name]["value"], quality[YARDSTICK]["value"]
-    lost = mine - exact if quality[name]["lower_is_better"] else exact - mine
+    mine, exact = quality[name].value or 0.0, quality[YARDSTICK].value or 0.0
+    lost = mine - exact if quality[name].lower_is_better else exact - mine
     return lost > WORSE * abs(exact)
 
 
-def _verdict(
-    best: Choice, request: Request, rows: Sequence[dict[str, Any]], choices: Sequence[Choice], length: int
-) -> str:
+def _verdict(best: Choice, request: Request, rows: Sequence[Row], choices: Sequence[Choice], length: int) -> str:
     rivals = [choice for choice in choices if choice.mechanism != YARDSTICK]
     if best.mechanism != YARDSTICK:
         return f"use {best.mechanism}: {_compared(best.cost)} exact softmax at T = {length:,}" + (
@@ -322,9 +301,3 @@ def _times_that(ratio: float) -> str:
 def _times(ratio: float) -> str:
     """Two digits, and never a power of ten."""
     return f"{ratio:.2g} times" if ratio < 99.5 else f"{round(ratio, 1 - math.floor(math.log10(ratio))):,.0f} times"
-
-
-def _ms(milliseconds: float) -> str:
-    if milliseconds >= 1000:
-        return f"{milliseconds / 1000:.3g} s"
-    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1000 * milliseconds:.3g} µs"

@@ -14,13 +14,14 @@ from rich.console import Console
 from subquad.disk import lock_folder
 from subquad.measure.cost import Shape
 from subquad.models import Classifier
-from subquad.pool import end_with
+from subquad.pool import end_with, exchange
 from subquad.report import lra as table
 from subquad.studies.lra import arena as harness
 from subquad.studies.lra import recipes, worker
 from subquad.studies.lra.arena import Arena, budget_line, lra, plan
 from subquad.studies.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
 from subquad.studies.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
+from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, to_json
 from subquad.tasks import TASKS
 from subquad.tasks.lra import pathfinder
 from subquad.tasks.lra.pathfinder import Pathfinder
@@ -131,8 +132,8 @@ def test_a_run_that_was_begun_keeps_its_seconds(tmp_path: Path, monkeypatch: pyt
     lra(Arena(mechanisms=("linear",), **given), tmp_path / "out", quiet())
     for arena in (Arena(mechanisms=("linear", "fnet"), minutes=2, **given), Arena(mechanisms=("linear",), **given)):
         results = lra(arena, tmp_path / "out", quiet())
-        assert not results["failed"]
-    minutes = {r["mechanism"]: r["settings"]["training"].get("minutes") for r in results["runs"]}
+        assert not results.failed
+    minutes = {r.mechanism: r.settings["training"].get("minutes") for r in results.runs}
     assert minutes == {"linear": None, "fnet": 1.5}
 
 
@@ -158,10 +159,10 @@ def test_data_that_is_missing_costs_no_other_task(tmp_path: Path, monkeypatch: p
     data = (*SMALL, f"retrieval.folder={tmp_path}")
     arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
     results = lra(arena, tmp_path / "out", quiet())
-    found = {r["column"]: r for r in results["runs"]}
-    assert "new_aan_pairs.train.tsv is missing" in found["retrieval"]["error"]
-    assert found["pathfinder"]["accuracy"] is not None
-    assert results["failed"] == 1
+    found = {r.column: r for r in results.runs}
+    assert "new_aan_pairs.train.tsv is missing" in (found["retrieval"].error or "")
+    assert found["pathfinder"].accuracy is not None
+    assert results.failed == 1
     assert (tmp_path / "out" / "pathfinder.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -171,9 +172,9 @@ def test_data_that_is_broken_costs_no_other_task(tmp_path: Path, monkeypatch: py
     data = (*SMALL, f"retrieval.folder={tmp_path}")
     arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
     results = lra(arena, tmp_path / "out", quiet())
-    found = {r["column"]: r for r in results["runs"]}
-    assert "new_aan_pairs.train.tsv:1 has the label" in found["retrieval"]["error"]
-    assert found["pathfinder"]["curve"] == [[1, found["pathfinder"]["validation"]]]
+    found = {r.column: r for r in results.runs}
+    assert "new_aan_pairs.train.tsv:1 has the label" in (found["retrieval"].error or "")
+    assert found["pathfinder"].curve == [[1, found["pathfinder"].validation]]
 
 
 def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,21 +183,21 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
     given: dict[str, Any] = {"tasks": ("pathfinder",), "steps": 2, "jobs": 2, "device": "cpu", "data": SMALL}
     arena = Arena(mechanisms=("linear", "fnet"), cap=60.0, **given)
     results = lra(arena, tmp_path / "out", quiet())
-    assert [r["mechanism"] for r in results["runs"]] == ["linear", "fnet"]
-    for record in results["runs"]:
-        assert record["ended_by"] == "steps"
-        assert record["steps"] == 2
-        assert 0 <= record["accuracy"] <= 100
-        assert (tmp_path / "out" / record["name"] / "result.json").is_file()
-    assert not results["left"]
+    assert [r.mechanism for r in results.runs] == ["linear", "fnet"]
+    for record in results.runs:
+        assert record.ended_by == "steps"
+        assert record.steps == 2
+        assert 0 <= (record.accuracy or 0) <= 100
+        assert (tmp_path / "out" / record.name / "result.json").is_file()
+    assert not results.left
     written = (tmp_path / "out" / "results.json").read_text()
     again = lra(arena, tmp_path / "out", quiet())
-    assert again["runs"] == json.loads(written)["runs"]
-    assert {q["task"] for q in again["quality"]} == {"Pathfinder"}
+    assert to_json(again.runs) == json.loads(written)["runs"]
+    assert {q.task for q in again.quality} == {"Pathfinder"}
     console = Console(file=io.StringIO(), width=400)
     changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", console)
     assert "other settings" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert changed["runs"] == again["runs"]  # what was measured stands
+    assert changed.runs == again.runs  # what was measured stands
 
 
 def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,26 +206,26 @@ def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypa
     data = (*SMALL, "pathfinder.pixels=tokens")  # as it was before there was a choice
     given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": data}
     arena, out = Arena(steps=1, cap=60.0, **given), tmp_path / "out"
-    (record,) = lra(arena, out, quiet())["runs"]
-    for file in (out / "results.json", out / record["name"] / "config.json"):
+    (record,) = lra(arena, out, quiet()).runs
+    for file in (out / "results.json", out / record.name / "config.json"):
         text = file.read_text()
         assert '"pixels"' in text
         older = re.sub(r'"pixels": "tokens",\s*', "", text)
         file.write_text(re.sub(r',\s*"sha256": "\w{64}"', "", older))
-    (again,) = lra(arena, out, quiet())["runs"]
-    assert (again["accuracy"], again.get("error")) == (record["accuracy"], None)
-    folder = Folder(out / record["name"])
-    now = dataclasses.replace(read_config(folder.path), data=record["settings"]["data"])
+    (again,) = lra(arena, out, quiet()).runs
+    assert (again.accuracy, again.error) == (record.accuracy, None)
+    folder = Folder(out / record.name)
+    now = dataclasses.replace(read_config(folder.path), data=record.settings["data"])
     with pytest.raises(ValueError, match="pixels is new"):
         folder.check(now, resume=True)
     folder.check(now, resume=True, defaults=Pathfinder.defaults())
 
 
-def test_only_an_equal_budget_is_called_so(results: dict[str, Any]) -> None:
-    assert budget_line("small", results["runs"]).endswith("60 s: the same for every mechanism")
-    results["runs"][0]["settings"]["training"] = {"steps": 5, "batch": 8}
-    assert "ListOps 5 steps of 8 and 100 steps of 8 or 60 s" in budget_line("small", results["runs"])
-    assert "the same" not in budget_line("small", results["runs"])
+def test_only_an_equal_budget_is_called_so(results: ArenaTable) -> None:
+    assert budget_line("small", results.runs).endswith("60 s: the same for every mechanism")
+    results.runs[0].settings["training"] = {"steps": 5, "batch": 8}
+    assert "ListOps 5 steps of 8 and 100 steps of 8 or 60 s" in budget_line("small", results.runs)
+    assert "the same" not in budget_line("small", results.runs)
     assert budget_line("small", []) == "small models, 0 seeds"
 
 
@@ -243,8 +244,8 @@ def test_a_worker_whose_parent_is_gone_stops_as_at_ctrl_c(monkeypatch: pytest.Mo
     answers = io.StringIO()
     monkeypatch.setattr(answers, "write", nobody)
     monkeypatch.setattr(worker, "run", lambda *_: {"result": {}})
-    jobs = [{"threads": torch.get_num_threads(), "device": "cpu", "once": False}, {"name": "a"}]
-    worker.serve(io.StringIO("".join(f"{json.dumps(job)}\n" for job in jobs)), answers)
+    jobs = [{"threads": torch.get_num_threads(), "device": "cuda"}, {"name": "a"}, {"name": "b"}]
+    exchange(io.StringIO("".join(f"{json.dumps(job)}\n" for job in jobs)), answers, worker.begin)
 
 
 def test_what_a_mechanism_cannot_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +269,8 @@ def test_ctrl_c_while_data_is_made_leaves_everything_for_later(tmp_path: Path, m
 
     monkeypatch.setattr(harness, "_prepare", interrupted)
     results = lra(Arena(tasks=("listops",), mechanisms=("linear",), device="cpu"), tmp_path / "out", quiet())
-    assert results["interrupted"]
-    assert results["left"] == ["small/listops/linear/seed0"]
+    assert results.interrupted
+    assert results.left == ["small/listops/linear/seed0"]
 
 
 def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,25 +278,26 @@ def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.M
     arena = Arena(tasks=("pathfinder",), mechanisms=("linear",), minutes=1, device="cpu", data=SMALL)
     monkeypatch.setattr(harness, "SHORTEST", 100.0)
     results = lra(arena, tmp_path / "out", quiet(), prepare=False)
-    assert results["left"] == ["small/pathfinder/linear/seed0"]
+    assert results.left == ["small/pathfinder/linear/seed0"]
 
 
-def record(column: str, mechanism: str, accuracy: float, seed: int = 0, task: str | None = None) -> dict[str, Any]:
+def record(column: str, mechanism: str, accuracy: float, seed: int = 0, task: str | None = None) -> ArenaRun:
     about = {"name": f"small/{column}/{mechanism}/seed{seed}", "column": column, "mechanism": mechanism, "seed": seed}
     figures = {"seconds": 10.0, "peak_bytes": 2e9, "steps": 100, "parameters": 5000, "ended_by": "steps"}
     settings = {"training": {"steps": 100, "batch": 8, "minutes": 1.0}}
-    return {**about, "task": task or RECIPES[column].title, "accuracy": accuracy, "settings": settings, **figures}
+    title = task or RECIPES[column].title
+    return ArenaRun(**about, task=title, accuracy=accuracy, settings=settings, **figures)
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
-    budget = {"size": "small", "seeds": 2, "steps": 100, "seconds_a_run": 60.0, "jobs": 4}
+def results() -> ArenaTable:
+    budget = ArenaBudget(size="small", seeds=2, steps=100, seconds_a_run=60.0, jobs=4)
     runs = [
         record("listops", "linear", 36.0), record("listops", "linear", 38.0, 1), record("listops", "softmax", 17.5),
         record("text", "linear", 66.0), record("text", "softmax", 64.0),
         record("retrieval", "linear", 70.0, task="IMDb same-movie pairs"),
     ]  # fmt: skip
-    return {"runs": runs, "budget": budget}
+    return ArenaTable(runs=runs, budget=budget)
 
 
 def shown(table: Any) -> str:
@@ -304,7 +306,7 @@ def shown(table: Any) -> str:
     return console.export_text()
 
 
-def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None:
+def test_the_table_sets_ours_beside_the_paper_s(results: ArenaTable) -> None:
     text = shown(table.accuracy_table(results, {"listops linear": "why"}))
     row = next(line for line in text.splitlines() if line.startswith("linear"))
     assert "37.00 ±1.41 (16.13)*" in row
@@ -318,47 +320,47 @@ def test_the_table_sets_ours_beside_the_paper_s(results: dict[str, Any]) -> None
     assert "2 seeds; ListOps 100 steps of 8 or 60 s; Text 100 steps of 8 or 60 s; Retrieval" in title
 
 
-def test_rows_are_in_the_paper_s_order_whichever_call_made_them(results: dict[str, Any]) -> None:
-    results["runs"] += [record("text", name, 60.0) for name in ("nystrom", "performer", "ours", "local")]
+def test_rows_are_in_the_paper_s_order_whichever_call_made_them(results: ArenaTable) -> None:
+    results.runs += [record("text", name, 60.0) for name in ("nystrom", "performer", "ours", "local")]
     found = table.averages(results, ("text",))
     assert [*found] == ["softmax", "local", "linear", "performer", "nystrom", "ours"]
 
 
-def test_the_other_size_is_another_table(results: dict[str, Any]) -> None:
-    other = {**record("listops", "linear", 90.0), "name": "original/listops/linear/seed0"}
+def test_the_other_size_is_another_table(results: ArenaTable) -> None:
+    other = dataclasses.replace(record("listops", "linear", 90.0), name="original/listops/linear/seed0")
     before = shown(table.accuracy_table(results))
-    results["runs"].append(other)
+    results.runs.append(other)
     assert shown(table.accuracy_table(results)) == before
     assert "90.0" not in str(harness._quality(harness.of_size(results)))
 
 
-def test_what_failed_has_a_row(results: dict[str, Any]) -> None:
-    results["runs"].append({**record("text", "local", 0.0), "accuracy": None, "error": "out of memory"})
+def test_what_failed_has_a_row(results: ArenaTable) -> None:
+    results.runs.append(dataclasses.replace(record("text", "local", 0.0), accuracy=None, error="out of memory"))
     row = next(line for line in shown(table.accuracy_table(results)).splitlines() if line.startswith("local"))
     assert "- (52.98)" in row
 
 
-def test_quality_is_the_mean_over_seeds(results: dict[str, Any]) -> None:
-    found = {(q["mechanism"], q["task"]): q["value"] for q in harness._quality(results["runs"])}
+def test_quality_is_the_mean_over_seeds(results: ArenaTable) -> None:
+    found = {(q.mechanism, q.task): q.value for q in harness._quality(results.runs)}
     assert found["linear", "ListOps"] == 37.0
     assert len(found) == 5
 
 
-def test_without_a_column_of_the_paper_s_average_there_is_none(results: dict[str, Any]) -> None:
-    results["runs"] = [record("pathx", "linear", 50.0), record("pathx", "local", 50.0)]
+def test_without_a_column_of_the_paper_s_average_there_is_none(results: ArenaTable) -> None:
+    results.runs = [record("pathx", "linear", 50.0), record("pathx", "local", 50.0)]
     text = shown(table.accuracy_table(results))
     assert "average" not in text
     assert text.count("50.00 (FAIL)") == 2  # as all of the paper's are
     assert next(line for line in text.splitlines() if line.startswith("mean")).split() == ["mean", "50.00"]
 
 
-def test_what_it_cost_has_means_and_deviations(results: dict[str, Any]) -> None:
+def test_what_it_cost_has_means_and_deviations(results: ArenaTable) -> None:
     titles = [shown(found) for found in table.cost_tables(results)]
     assert [text.split("\n")[0].strip() for text in titles] == ["seconds", "peak memory, GB", "steps", "parameters"]
     assert all("mean" in text and "deviation" in text for text in titles)
 
 
-def test_surprising_figures_ask_for_a_note(results: dict[str, Any], tmp_path: Path) -> None:
+def test_surprising_figures_ask_for_a_note(results: ArenaTable, tmp_path: Path) -> None:
     assert set(table.surprising(results)) == {"listops softmax", "listops linear"}
     (tmp_path / "notes.json").write_text(json.dumps({"listops linear": "Padding is masked here."}))
     notes = table.read_notes(tmp_path / "notes.json")
@@ -381,21 +383,21 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
     path = tmp_path / "efficiency.json"
     found = efficiency(("linear",), path, quiet(), device="cpu", lengths=(64, 256), batch=2)
-    assert json.loads(path.read_text())["rows"] == found["rows"]
-    assert found["settings"]["text"] == "random letters"
-    rows = {(r["mechanism"], r["length"]): r for r in found["rows"]}
+    assert json.loads(path.read_text())["rows"] == to_json(found.rows)
+    assert found.settings["text"] == "random letters"
+    rows = {(r.mechanism, r.length): r for r in found.rows}
     assert len(rows) == 6
-    assert all(r["steps_per_second"] > 0 for r in rows.values())
-    assert rows[NAIVE, 256]["peak_bytes"] > rows["linear", 256]["peak_bytes"]
+    assert all((r.steps_per_second or 0) > 0 for r in rows.values())
+    assert (rows[NAIVE, 256].peak_bytes or 0) > (rows["linear", 256].peak_bytes or 0)
     assert "softmax, naive" in shown(efficiency_tables(found)[0])
     for table_, key in zip(efficiency_tables(found), ("steps_per_second", "peak_bytes"), strict=True):
         lines = shown(table_).splitlines()
         assert "256 over naive" in " ".join(" ".join(lines).split())  # the longest there is
-        ratios = [rows["linear", 256][key] / rows[other, 256][key] for other in (NAIVE, "softmax")]
+        ratios = [getattr(rows["linear", 256], key) / getattr(rows[other, 256], key) for other in (NAIVE, "softmax")]
         row = next(line for line in lines if line.startswith("linear")).split()
         assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]
     efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
-    assert json.loads(path.with_suffix(".1.json").read_text())["rows"] == found["rows"]
+    assert json.loads(path.with_suffix(".1.json").read_text())["rows"] == to_json(found.rows)
     with lock_folder(tmp_path, "busy"), pytest.raises(ValueError, match="another process"):
         efficiency((), path, quiet(), device="cpu", lengths=(64,), batch=2)
     for wrong in ({"lengths": (0,)}, {"batch": 0}):

@@ -8,6 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.measure.cost import Spread
 from subquad.models import LanguageModel
 from subquad.report.report import write as report
 from subquad.report.reproduce import beside, copy_to, draw
@@ -16,6 +17,7 @@ from subquad.studies.reproduce.measurements import measure_iterations, write_sam
 from subquad.studies.reproduce.row import Budget, Reproduction, command_of, gather, settings_of, state_of
 from subquad.studies.reproduce.run import choose, reproduce
 from subquad.studies.reproduce.tables import TABLES
+from subquad.studies.results import ReproducedTable, ScalingRow, TrainedRow
 from subquad.tasks.configure import configure, start
 from subquad.training.folder import Folder, read_config
 
@@ -82,26 +84,26 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
     monkeypatch.setattr(module, "run_all", here)
     monkeypatch.setenv("SUBQUAD_COMMIT", "abc")
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"), draw=draw)
-    assert list(found["results"]) == ["linear", "softmax"]
-    assert found["commit"] == "abc"
+    assert list(found.results) == ["linear", "softmax"]
+    assert found.commit == "abc"
     assert json.loads((tmp_path / "copy" / "linear" / "config.json").read_text())["commit"] == "abc"
-    row = found["results"]["linear"]
-    assert row["value"] == row["test"]["bits/symbol"] > 0
-    assert (row["steps"], row["steps_wanted"], row["cut_short_by_time"]) == (2, 2, False)
-    assert [step for step, _ in row["curve"]] == [1, 2]
-    assert row["warm_up_counted"]  # two updates are not enough
-    assert row["examples_per_second"] == row["examples_per_second_overall"]
-    assert json.loads((tmp_path / "copy" / "results.json").read_text())["results"]["linear"]["value"] == row["value"]
+    row = found.results["linear"]
+    assert row.value == row.test["bits/symbol"] > 0
+    assert (row.steps, row.steps_wanted, row.cut_short_by_time) == (2, 2, False)
+    assert [step for step, _ in row.curve] == [1, 2]
+    assert row.warm_up_counted  # two updates are not enough
+    assert row.examples_per_second == row.examples_per_second_overall
+    assert json.loads((tmp_path / "copy" / "results.json").read_text())["results"]["linear"]["value"] == row.value
     assert (tmp_path / "copy" / "copy.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(module, "run_all", never)
     again = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert again["results"] == found["results"]  # of both: what was done stays
+    assert again.results == found.results  # of both: what was done stays
     assert "linear: done before" in console.export_text(clear=False)
     other = reproduce(
         "copy", tmp_path, console, Budget(device="cpu", settings=(*TINY, "training.lr=1e-2")), rows=("linear",)
     )
-    assert other["results"]["linear"]["value"] == row["value"]
+    assert other.results["linear"].value == row.value
     assert "training.lr is 0.01, was 0.001" in console.export_text()
 
     console.print(beside(found))
@@ -122,8 +124,8 @@ def test_published_figures_stand_there_without_ours_too(
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert found["published"] == {}  # the paper shows curves
-    found["published"] = {"linear": 1.25, "other": 2.5}
+    assert found.published == {}  # the paper shows curves
+    found.published = {"linear": 1.25, "other": 2.5}
     copy_to(found, tmp_path / "copy" / "results.json")
     console.export_text()
     console.print(beside(found))
@@ -141,10 +143,10 @@ def test_speed_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> N
     lines = [{"step": n, "split": "train", "loss": 1.0, "examples_per_second": r} for n, r in enumerate(rates, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = gather(TABLES["copy"], row, tmp_path)
-    assert found["examples_per_second"] == 110.0
-    assert not found["warm_up_counted"]
-    assert found["seconds_per_epoch"] * found["epochs"] == pytest.approx(2 * 4 / 110.0)  # two updates of four examples
-    assert found["seconds"] == json.loads((tmp_path / "result.json").read_text())["seconds"]
+    assert found.examples_per_second == 110.0
+    assert not found.warm_up_counted
+    assert found.seconds_per_epoch * found.epochs == pytest.approx(2 * 4 / 110.0)  # two updates of four examples
+    assert found.seconds == json.loads((tmp_path / "result.json").read_text())["seconds"]
 
 
 def test_a_failed_row_says_why_and_costs_no_other(
@@ -153,8 +155,8 @@ def test_a_failed_row_says_why_and_costs_no_other(
     monkeypatch.setattr(module, "run_all", here)
     three = Budget(device="cpu", settings=(*TINY, "model.heads=3"))  # of 16, which an LSTM has no use for
     found = reproduce("copy", tmp_path, console, three, rows=("lstm", "linear"))
-    assert "heads" in found["results"]["linear"]["error"]
-    assert found["results"]["lstm"]["value"] > 0
+    assert "heads" in found.results["linear"].error
+    assert found.results["lstm"].value > 0
     console.print(beside(found))
     assert "failed" in console.export_text()
 
@@ -175,8 +177,8 @@ def test_what_is_measured_afterwards_costs_no_table(
     small = Budget(device="cpu", settings=tuple(s for s in TINY if not s.startswith("data.")))
     finished("cifar10", "linear", tmp_path / "cifar10" / "linear", small)
     found = reproduce("cifar10", tmp_path, console, small, rows=("linear",), timing=True, samples=1)
-    assert found["failed"] == dict.fromkeys(("samples", "iterations"), "no memory is left")
-    assert found["results"]["linear"]["value"] == 1.5
+    assert found.failed == dict.fromkeys(("samples", "iterations"), "no memory is left")
+    assert found.results["linear"].value == 1.5
     console.print(beside(found))
     assert "1.5 bits/dim" in console.export_text()
 
@@ -190,8 +192,8 @@ def test_a_run_that_cannot_be_read_costs_no_other_row(
         finished("copy", row, tmp_path / "copy" / row)
     (tmp_path / "copy" / "linear" / "result.json").write_text("{")
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"), draw=draw)
-    assert "result.json is not the result of a run" in found["failed"]["linear"]
-    assert found["results"]["softmax"]["value"] == 1.5
+    assert "result.json is not the result of a run" in found.failed["linear"]
+    assert found.results["softmax"].value == 1.5
 
 
 def test_an_lstm_goes_without_what_it_has_not(
@@ -199,9 +201,9 @@ def test_an_lstm_goes_without_what_it_has_not(
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
     found = reproduce("copy", tmp_path / "a", console, BUDGET, rows=("lstm",))
-    assert found["results"]["lstm"]["value"] > 0
+    assert found.results["lstm"].value > 0
     wrong = Budget(device="cpu", settings=(*TINY, "model.haeds=3"))
-    assert "haeds" in reproduce("copy", tmp_path / "b", console, wrong, rows=("lstm",))["failed"]["lstm"]
+    assert "haeds" in reproduce("copy", tmp_path / "b", console, wrong, rows=("lstm",)).failed["lstm"]
     assert "lstm: an LSTM has no model.heads=2: without it" in console.export_text()
 
 
@@ -209,10 +211,10 @@ def test_the_scaling_test_goes_on_where_it_stopped(tmp_path: Path, console: Cons
     tiny = ("tokens=64", "dim=16", "heads=2", "samples=1", "lengths=[32, 64]")
     budget = Budget(device="cpu", settings=tiny)
     first = reproduce("scaling", tmp_path, console, budget, rows=("linear",))
-    assert [row["length"] for row in first["rows"]] == [32, 64]
+    assert [row.length for row in first.rows] == [32, 64]
     both = reproduce("scaling", tmp_path, console, budget, rows=("linear", "lstm"))
-    assert both["rows"][:2] == first["rows"]
-    assert both["results"]["lstm"]["longest"] == 64
+    assert both.rows[:2] == first.rows
+    assert both.results["lstm"].longest == 64
     with pytest.raises(ValueError, match="tokens"):
         reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("depth=3",)))
 
@@ -229,9 +231,9 @@ def test_contexts_are_those_of_a_trained_model(
     )  # fmt: skip
     budget = Budget(device="cpu", settings=small)
     found = reproduce("context", tmp_path, console, budget, rows=("6,144", "9,216"))
-    assert [row["context"] for row in found["results"].values()] == [32, 48]
-    assert all(row["bytes"] == 199 - 64 for row in found["results"].values())
-    assert found["results"]["6,144"]["data"] == "text.txt"
+    assert [row.context for row in found.results.values()] == [32, 48]
+    assert all(row.bytes == 199 - 64 for row in found.results.values())
+    assert found.results["6,144"].data == "text.txt"
     console.print(beside(found))
     assert "0.9952" in console.export_text()
 
@@ -269,17 +271,11 @@ def test_models_write_after_training(tmp_path: Path, console: Console, monkeypat
     fields = {"vocab": 257, "mixture": 10, "max_length": 16, "dim": 16, "depth": 1, "heads": 2, "mechanism": "linear"}
     LanguageModel(**fields).save(place / "model")
     (place / "result.json").write_text("{}")
-    results: dict[str, Any] = {
-        "results": {"linear": {"value": 1.0}},
-        "pictures": [],
-        "rows": [],
-        "machine": {"device": "cpu"},
-    }
-    results |= {"title": "t", "commit": None, "metric": "bits/dim"}
+    results = ReproducedTable(results={"linear": TrainedRow(value=1.0)}, machine={"device": "cpu"}, metric="bits/dim")
     monkeypatch.setattr("subquad.report.reproduce.draw", lambda *_: None)
     write_samples(Reproduction(table, [row], BUDGET, tmp_path, console, results), 4)
     assert (tmp_path / "linear.png").exists()
-    assert results["pictures"][0]["file"] == "linear.png"
+    assert results.pictures[0].file == "linear.png"
 
 
 def test_an_interruption_keeps_what_is_done_and_says_how_far_the_rest_came(
@@ -292,9 +288,9 @@ def test_an_interruption_keeps_what_is_done_and_says_how_far_the_rest_came(
 
     monkeypatch.setattr(module, "run_all", interrupted)
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear", "softmax"), draw=draw)
-    assert found["interrupted"]
-    assert found["results"]["linear"]["value"] > 0
-    assert found["results"]["softmax"]["unfinished"]
+    assert found.interrupted
+    assert found.results["linear"].value > 0
+    assert found.results["softmax"].unfinished
     console.print(beside(found))
     assert "unfinished" in console.export_text()
 
@@ -327,25 +323,25 @@ def test_a_failed_row_that_was_finished_elsewhere_is_done(
 ) -> None:
     monkeypatch.setattr(module, "run_all", in_use)
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert "in use" in found["results"]["linear"]["error"]
+    assert "in use" in found.results["linear"].error
     finished("copy", "linear", tmp_path / "copy" / "linear")
     monkeypatch.setattr(module, "run_all", never)
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert found["results"]["linear"]["value"] == 1.5
-    assert "error" not in found["results"]["linear"]
-    assert found["failed"] == {}
+    assert found.results["linear"].value == 1.5
+    assert found.results["linear"].error is None
+    assert found.failed == {}
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_an_error_replaces_no_figure(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     finished("copy", "linear", tmp_path / "copy" / "linear")
     monkeypatch.setattr(module, "run_all", never)
-    good = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))["results"]
+    good = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",)).results
     (tmp_path / "copy" / "linear" / "result.json").unlink()
     monkeypatch.setattr(module, "run_all", in_use)
     found = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert found["results"] == good
-    assert "in use" in found["failed"]["linear"]
+    assert found.results == good
+    assert "in use" in found.failed["linear"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -356,17 +352,17 @@ def test_a_row_keeps_the_settings_that_it_was_trained_with(
     monkeypatch.setenv("SUBQUAD_COMMIT", "first")
     finished("copy", "linear", tmp_path / "copy" / "linear")
     first = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert sorted(first["results"]["linear"]["settings"]) == sorted(TINY[:6] + TINY[7:])  # log_every is free
-    first["results"]["linear"]["iteration"] = {"iteration_ms": {"median": 3.0}}  # timed afterwards
+    assert sorted(first.results["linear"].settings) == sorted(TINY[:6] + TINY[7:])  # log_every is free
+    first.results["linear"].iteration = {"iteration_ms": {"median": 3.0}}  # timed afterwards
     copy_to(first, tmp_path / "copy" / "results.json")
 
     monkeypatch.setenv("SUBQUAD_COMMIT", "second")
     other = Budget(device="cpu", jobs=3, settings=(*TINY, "training.steps=7"))
     found = reproduce("copy", tmp_path, console, other, rows=("linear",))  # trains nothing
-    assert "training.steps is 7, was 2" in found["failed"]["linear"]
-    assert found["results"] == first["results"]
+    assert "training.steps is 7, was 2" in found.failed["linear"]
+    assert found.results == first.results
     for key in ("commit", "date", "machine", "budget"):
-        assert found[key] == first[key]
+        assert getattr(found, key) == getattr(first, key)
     console.export_text()
     console.print(beside(found))
     shown = " ".join(console.export_text().split())
@@ -380,7 +376,7 @@ def test_a_row_keeps_the_settings_that_it_was_trained_with(
 
     monkeypatch.setattr(module, "run_all", trains)
     found = reproduce("copy", tmp_path, console, other, rows=("softmax",))
-    assert (found["commit"], found["budget"]["settings"][-1]) == ("second", "training.steps=7")
+    assert (found.commit, found.budget.settings[-1]) == ("second", "training.steps=7")
     console.print(beside(found))
     shown = " ".join(console.export_text().split())
     assert "set here for linear: data.length=24" in shown
@@ -401,8 +397,8 @@ def test_older_files_have_the_settings_of_the_whole(
         (tmp_path / name / "results.json").write_text(json.dumps(old))
         monkeypatch.setattr(module, "choose", lambda *_: [])  # nothing is run
         found = reproduce(name, tmp_path, console, Budget(device="cpu"))
-        assert {tuple(row["settings"]) for row in found["results"].values()} == {tuple(old["budget"]["settings"])}
-        assert found["machine"] == old["machine"]
+        assert {tuple(row.settings) for row in found.results.values()} == {tuple(old["budget"]["settings"])}
+        assert found.machine == old["machine"]
         console.print(beside(found))
     shown = " ".join(console.export_text().split())
     assert "set here: training.warmup=200" in shown
@@ -433,7 +429,7 @@ def test_contexts_wait_for_their_model_and_have_its_settings(
     monkeypatch.setattr(module, "run_all", leg)
     monkeypatch.setattr("subquad.tasks.text.Text.data_name", "enwik8")
     found = reproduce("context", tmp_path, console, Budget(device="cpu", leg=0.01))
-    assert (found["results"], found["failed"], found["interrupted"]) == ({}, {}, False)
+    assert (found.results, found.failed, found.interrupted) == ({}, {}, False)
     assert "context: the model is not finished yet" in console.export_text()
 
     finished("enwik8", "fixed", tmp_path / "other" / "enwik8" / "fixed", Budget(device="cpu"))
@@ -455,10 +451,10 @@ def test_sound_is_written_at_the_rate_of_its_run(
     table, name = TABLES["music"], "audio-linear"
     place = finished("music", name, tmp_path / name, Budget(device="cpu", settings=("data.rate=4000",)))
     LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear").save(place / "model")
-    results: dict[str, Any] = {"results": {name: {}}}
+    results = ReproducedTable(results={name: TrainedRow()})
     write_samples(Reproduction(table, choose(table, [name]), BUDGET, tmp_path, console, results), 1)
     assert rates == [4000]
-    assert results["results"][name]["pieces"] == [f"{name}/piece_0.wav"]
+    assert results.results[name].pieces == [f"{name}/piece_0.wav"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -466,7 +462,7 @@ def test_images_without_a_mixture_have_the_shape_of_their_set(tmp_path: Path, co
     table = TABLES["mnist"]
     place = finished("mnist", "linear", tmp_path / "linear", Budget(device="cpu", settings=("data.set=digits",)))
     LanguageModel(vocab=18, max_length=64, dim=16, depth=1, heads=2, mechanism="linear").save(place / "model")
-    results: dict[str, Any] = {"results": {"linear": {"value": 1.0}}, "pictures": []}
+    results = ReproducedTable(results={"linear": TrainedRow(value=1.0)})
     write_samples(Reproduction(table, choose(table, ["linear"]), BUDGET, tmp_path, console, results), 2)
     assert (tmp_path / "linear.png").read_bytes().startswith(b"\x89PNG")
 
@@ -474,7 +470,7 @@ def test_images_without_a_mixture_have_the_shape_of_their_set(tmp_path: Path, co
 def test_timing_says_what_it_lacks(tmp_path: Path, console: Console) -> None:
     table = TABLES["mnist"]
     for rows in (["linear"], ["linear", "strided"]):
-        measure_iterations(Reproduction(table, choose(table, rows), BUDGET, tmp_path, console, {}))
+        measure_iterations(Reproduction(table, choose(table, rows), BUDGET, tmp_path, console, ReproducedTable()))
         assert "iterations: not timed: --rows must name softmax" in console.export_text()
 
 
@@ -484,17 +480,17 @@ def test_measurements_under_other_settings_do_not_mix(
 ) -> None:
     def layers(*, lengths: list[int], contenders: tuple[str], **_: Any) -> Any:
         for length in lengths:
-            row = {"label": contenders[0], "length": length, "peak_bytes": length, "skipped": None, "error": None}
-            yield {**row, "training_ms": {"median": float(length)}}
+            time = Spread(float(length), float(length), float(length))
+            yield ScalingRow(mechanism="", label=contenders[0], length=length, peak_bytes=length, training_ms=time)
 
     monkeypatch.setattr("subquad.studies.reproduce.scaling.layers", layers)
     both = ("linear", "lstm")
     reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("lengths=2k,4k",)), rows=both)
     found = reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("lengths=[512, 2048]",)), rows=both)
     expected = [(name, length) for name in both for length in (512, 2048, 4096)]
-    assert [(row["label"], row["length"]) for row in found["rows"]] == expected
-    assert found["growth"][0]["lengths_used"] == [512, 2048, 4096]
-    assert found["results"]["linear"]["longest"] == 4096
+    assert [(row.label, row.length) for row in found.rows] == expected
+    assert found.growth[0].lengths_used == [512, 2048, 4096]
+    assert found.results["linear"].longest == 4096
     kept = (tmp_path / "scaling" / "results.json").read_text()
     with pytest.raises(ValueError, match="samples is 2, was 3"):
         reproduce("scaling", tmp_path, console, Budget(device="cpu", settings=("samples=2",)), rows=("linear",))

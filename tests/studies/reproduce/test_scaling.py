@@ -10,20 +10,20 @@ SMALL = {"tokens": 128, "dim": 16, "heads": 2, "samples": 1}
 
 def test_every_contender_has_a_time_and_a_memory_a_sample() -> None:
     rows = list(layers(lengths=(64, 32), **SMALL))
-    assert [(row["label"], row["length"], row["batch"]) for row in rows] == [
+    assert [(row.label, row.length, row.batch) for row in rows] == [
         (label, length, 128 // length) for label in CONTENDERS for length in (32, 64)
     ]
-    assert all(row["training_ms"]["median"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    assert {row["mechanism"] for row in rows} == {"linear", "softmax", "reformer", "lstm"}
-    memory = {found["mechanism"]: found["memory"] for found in growth(rows)}
+    assert all(row.training_ms.median > 0 and row.peak_bytes > 0 for row in rows)
+    assert {row.mechanism for row in rows} == {"linear", "softmax", "reformer", "lstm"}
+    memory = {found.mechanism: found.memory for found in growth(rows)}
     assert 0.3 < memory["linear"] < 1.3  # a sample twice as long takes twice as much, parameters aside
 
 
 def test_what_would_take_too_long_says_so_and_a_wrong_name_raises() -> None:
     rows = list(layers(lengths=(32, 64), contenders=("softmax",), limit=1e-9, **SMALL))
-    assert rows[0]["training_ms"] is not None
-    assert rows[1]["training_ms"] is None
-    assert "too slow" in rows[1]["skipped"]
+    assert rows[0].training_ms is not None
+    assert rows[1].training_ms is None
+    assert "too slow" in rows[1].skipped
     with pytest.raises(ValueError, match="reformer-4"):
         list(layers(contenders=("reformer",), **SMALL))
 

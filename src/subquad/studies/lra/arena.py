@@ -1,21 +1,18 @@
 """`subquad lra`: every mechanism on every task with the same model and the same budget, side by side on one device.
 
-Each run is a folder of the common training loop, so what is interrupted goes on where it was. results.json holds the
-figures; it is written after each run.
+Each run is a folder of `subquad train`, so one that was interrupted resumes. results.json, which holds the figures, is
+written after each run.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import queue
-import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +23,9 @@ from rich.console import Console
 from subquad.checks import refuse
 from subquad.disk import lock_folder
 from subquad.machine import available, origin
-from subquad.pool import environment
+from subquad.pool import Died, Worker
 from subquad.studies.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
-from subquad.studies.results import earlier, save
+from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, Quality, continued, from_json, save, to_json
 from subquad.tasks import TASKS
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
 from subquad.training.config import parse
@@ -38,18 +35,18 @@ Json = dict[str, Any]
 SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
 SEEDS = 1000  # at most: every run of them is planned before the first begins
 BUSY = "another process runs or measures the arena there"
-SHORTEST = 10.0  # seconds; with less left no run is begun
+SHORTEST = 10.0  # seconds: with less time left no run is started
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """What is run, and what it may cost."""
+    """What to run, and what it may cost."""
 
     tasks: tuple[str, ...]
     mechanisms: tuple[str, ...]
     seeds: int = 1
     size: Size = "small"
-    minutes: float | None = None  # of this call; what is left over goes on in the next
+    minutes: float | None = None  # of this call; the next one does the rest
     steps: int | None = None  # of every run; None: as the recipes say
     cap: float | None = None  # seconds of a run; None: 1.5 times its share of the minutes
     jobs: int = 1
@@ -73,7 +70,7 @@ class Arena:
         if self.minutes is not None and 60 * self.minutes < SHORTEST:
             refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run is begun")
         for setting in self.data:
-            column, _, _ = _read(setting)
+            column, _, _ = _parse(setting)
             if column not in self.tasks:
                 raise ValueError(f"--data {setting} cannot work: the tasks are {', '.join(self.tasks)}")
 
@@ -89,9 +86,9 @@ class Arena:
 
 
 def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
-    """A job for each run: seed by seed, and of a seed task by task, so that an early end leaves whole columns.
+    """A job for each run: seed by seed, then task by task, so that an early end leaves whole columns.
 
-    A run that was begun keeps the seconds it was begun with, unless this call says how many a run has.
+    A run that was started keeps its time budget, unless this call sets the seconds of a run.
     """
     jobs = []
     for seed in range(arena.seeds):
@@ -124,20 +121,20 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
 
 
 def _data(arena: Arena, task: str) -> Json:
-    """Of "pathfinder.train=60000" what concerns this task."""
+    """The data settings of this task: the recipe's, then those of the call."""
     recipe = RECIPES[task]
-    found = dict(recipe.data if arena.size == "small" else recipe.original_data)
+    settings = dict(recipe.data if arena.size == "small" else recipe.original_data)
     for setting in arena.data:
-        column, key, value = _read(setting)
+        column, key, value = _parse(setting)
         if column == task:
             known = TASKS[RECIPES[task].task]().options()
             if key not in known:
                 raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
-def _read(setting: str) -> tuple[str, str, Any]:
+def _parse(setting: str) -> tuple[str, str, Any]:
     """ "imdb.length=2000" -> text, length, 2000"""
     try:
         (column, key), value = parse(setting)
@@ -148,61 +145,60 @@ def _read(setting: str) -> tuple[str, str, Any]:
     return NAMES.get(column, column), key, value
 
 
-def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Json:
+def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> ArenaTable:
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, BUSY):
         return _lra(arena, out, console, prepare)
 
 
-def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> Json:
+def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> ArenaTable:
     deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
-    before = _before(out / "results.json")
-    cap = before.get("budget", {}).get("seconds_a_run") if arena.cap is None else arena.cap
+    before = _earlier(out / "results.json")
+    cap = before.budget.seconds_a_run if arena.cap is None else arena.cap
     cap = arena.seconds_a_run() if cap is None else cap
     jobs = plan(arena, out, cap)
-    results = _begin(arena, cap, before)
-    done = {record["name"] for record in results["runs"] if record.get("ended_by") in ("steps", "minutes")}
-    same = {r["name"]: r["settings"] for r in results["runs"]}
-    todo = [job for job in jobs if job["name"] not in done or _completed(same[job["name"]], job) != _settings(job)]
-    console.print(
-        budget_line(arena.size, [{**j, "settings": _settings(j)} for j in jobs]), highlight=False, soft_wrap=True
-    )
+    budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
+    results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
+    trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
+    todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
+    planned = [_run_of(job, {}, results.commit) for job in jobs]
+    console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
     if len(todo) < len(jobs):
         count = len(jobs) - len(todo)
         console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
     known = {job["name"]: job for job in todo}
-    results["runs"] = [r for r in results["runs"] if "error" not in r or r["name"] not in known]  # tried again
+    results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
     try:
         missing = _prepare(todo, out, console) if prepare else {}
         ready = [job for job in todo if job["name"] not in missing]
         failed = ({"name": name, "error": why} for name, why in missing.items())
         for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
-            record = {**_record(known[answer["name"]], answer), "commit": results["commit"]}
-            results["failed"] += "error" in record
-            if "error" not in record or record["name"] not in done:  # an error takes nobody's place
-                results["runs"] = [r for r in results["runs"] if r["name"] != record["name"]] + [record]
+            run = _run_of(known[answer["name"]], answer, results.commit)
+            results.failed += run.error is not None
+            if run.error is None or run.name not in trained:  # an error replaces no figures
+                results.runs = [other for other in results.runs if other.name != run.name] + [run]
                 save(results, out / "results.json")
-            console.print(_line(record), highlight=False, markup=False, soft_wrap=True)
+            console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
-        results["interrupted"] = True
-    results["runs"].sort(key=_place)
-    results["quality"] = _quality(of_size(results))
-    left = [job["name"] for job in jobs if job["name"] not in {r["name"] for r in results["runs"] if _finished(r)}]
-    results["left"] = left
+        results.interrupted = True
+    results.runs.sort(key=_place)
+    results.quality = _quality(of_size(results))
+    ended = {run.name for run in results.runs if run.ended_by in ("steps", "minutes") or run.error is not None}
+    results.left = [job["name"] for job in jobs if job["name"] not in ended]
     save(results, out / "results.json")
     return results
 
 
 def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:
-    """Each data set once, before processes ask for it at the same time; which runs lack theirs, and why."""
+    """Prepare each data set once, before several processes need it; returns the runs without data, and why."""
     missing: dict[str, str] = {}
     for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
         begun = time.monotonic()
         task = TASKS[name].from_options(data)
         try:
             sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
-        except (OSError, ValueError) as error:  # of the data of one task; the others have theirs
+        except (OSError, ValueError) as error:  # of one data set: runs on the others go on
             missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
@@ -213,33 +209,25 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
 
 
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
-    """The answers as they come, from so many workers."""
-    waiting: queue.Queue[Json] = queue.Queue()
-    for job in todo:
-        waiting.put(job)
+    """The answers as they come, from at most `arena.jobs` workers."""
+    waiting = deque(todo)
     answers: queue.Queue[Json | None] = queue.Queue()
     count = min(arena.jobs, len(todo))
-    workers = [_Worker(arena, count) for _ in range(count)]
+    workers = [_worker(arena, count) for _ in range(count)]
     threads = [threading.Thread(target=_feed, args=(w, waiting, answers, deadline), daemon=True) for w in workers]
     for thread in threads:
         thread.start()
-    ended = 0
     try:
-        while ended < count:
-            try:
-                answer = answers.get(timeout=0.2)
-            except queue.Empty:
-                continue
+        while count:
+            answer = answers.get()
             if answer is None:
-                ended += 1
+                count -= 1
             else:
                 yield answer
     except BaseException:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
+        waiting.clear()
         for worker in workers:
-            worker.interrupt()
+            worker.interrupt()  # the training saves, and the process ends
         for thread in threads:
             thread.join(timeout=60)
         raise
@@ -248,196 +236,110 @@ def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> 
             worker.close()
 
 
-def _feed(
-    worker: "_Worker", waiting: "queue.Queue[Json]", answers: "queue.Queue[Json | None]", deadline: float | None
-) -> None:
+def _worker(arena: Arena, count: int) -> Worker:
+    """One of `count` that train side by side. On a GPU one thread each is enough to issue the work."""
+    threads = max(1, (os.cpu_count() or 1) // count) if arena.place == "cpu" else 1
+    setup = {"device": arena.place, "threads": threads}
+    return Worker("subquad.studies.lra.worker", setup, {"OMP_NUM_THREADS": str(threads)})
+
+
+def _feed(worker: Worker, waiting: deque[Json], answers: "queue.Queue[Json | None]", deadline: float | None) -> None:
     while True:
         try:
-            job = waiting.get_nowait()
-        except queue.Empty:
+            job = waiting.popleft()
+        except IndexError:
             break
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left < SHORTEST:
             continue  # for the next call
-        answers.put(worker.ask({**job, "leg": None if left is None else left / 60}))
+        try:
+            answers.put(worker.ask({**job, "leg": None if left is None else left / 60}))
+        except Died as death:
+            answers.put({"name": job["name"], "error": f"the training process ended: {death}"})
     answers.put(None)
 
 
-class _Worker:
-    """worker.py in a process of its own, begun when asked, and anew when it has died."""
-
-    def __init__(self, arena: Arena, count: int):
-        self.arena, self.count = arena, count
-        self.process: subprocess.Popen[str] | None = None
-
-    def ask(self, job: Json) -> Json:
-        process = self.process if self.process is not None and self.process.poll() is None else self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if self.arena.place == "cpu" or not line:
-            self.close()
-        if line:
-            answer: Json = json.loads(line)
-            return answer
-        return {"name": job["name"], "error": f"the training process ended: {_why(process.returncode)}"}
-
-    def _start(self) -> "subprocess.Popen[str]":
-        self.close()
-        threads = max(1, (os.cpu_count() or 1) // max(1, self.count))
-        cpu = self.arena.place == "cpu"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "subquad.studies.lra.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # on a GPU the processor only issues work: one thread each, so that neighbours are not slowed
-            env={"OMP_NUM_THREADS": str(threads if cpu else 1), **environment()},
-            start_new_session=True,  # Ctrl-C is passed on
-        )
-        assert self.process.stdin is not None
-        first = {"device": self.arena.place, "threads": threads if cpu else 1, "once": cpu}
-        self.process.stdin.write(json.dumps(first) + "\n")
-        return self.process
-
-    def interrupt(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)  # the loop saves, and the process ends
-
-    def close(self) -> None:
-        if self.process is None:
-            return
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError, ValueError):
-                    pipe.close()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
-
-
-def _why(code: int | None) -> str:
-    if code is not None and code < 0:
-        return signal.strsignal(-code) or f"signal {-code}"
-    return f"exit code {code}"
+def _same(run: ArenaRun, job: Json) -> bool:
+    """Whether a run was trained with a job's settings; those that came later had their defaults then."""
+    defaults = to_json(TASKS[job["task"]].defaults())
+    return {**run.settings, "data": {**defaults, **run.settings["data"]}} == _settings(job)
 
 
 def _settings(job: Json) -> Json:
-    found: Json = json.loads(json.dumps({key: job[key] for key in ("data", "model", "training")}))
-    return found
+    settings: Json = to_json({key: job[key] for key in ("data", "model", "training")})
+    return settings
 
 
-def _completed(settings: Json, job: Json) -> Json:
-    """Settings of an older run with those that came after it, as they were then."""
-    defaults = json.loads(json.dumps(TASKS[job["task"]].defaults()))
-    return {**settings, "data": {**defaults, **settings["data"]}}
-
-
-def _record(job: Json, answer: Json) -> Json:
-    about = {key: job[key] for key in ("name", "column", "mechanism", "seed")}
+def _run_of(job: Json, answer: Json, commit: str | None) -> ArenaRun:
     recipe = RECIPES[job["column"]]
     stand_in = getattr(TASKS[recipe.task], "stand_in", None) if not job["data"].get("folder") else None
-    about |= {"task": stand_in or recipe.title, "settings": _settings(job)}
-    return {**about, **answer.get("result", {}), **({"error": answer["error"]} if "error" in answer else {})}
+    about = {key: job[key] for key in ("name", "column", "mechanism", "seed")}
+    about |= {"task": stand_in or recipe.title, "settings": _settings(job), "commit": commit}
+    run: ArenaRun = from_json(ArenaRun, {**about, **answer.get("result", {}), "error": answer.get("error")}, "run")
+    return run
 
 
-def _finished(record: Json) -> bool:
-    return record.get("ended_by") in ("steps", "minutes") or "error" in record
+def of_size(results: ArenaTable) -> list[ArenaRun]:
+    """The runs of the size that this call is about, in the order of the paper's table: a folder may hold both sizes."""
+    return sorted((run for run in results.runs if run.name.startswith(f"{results.budget.size}/")), key=_place)
 
 
-def of_size(results: Json) -> list[Json]:
-    """The runs of the size that this call is about, as the paper's table has them: a folder may hold both sizes."""
-    return sorted((r for r in results["runs"] if r["name"].startswith(f"{results['budget']['size']}/")), key=_place)
-
-
-def _place(record: Json) -> tuple[Any, ...]:
+def _place(run: ArenaRun) -> tuple[Any, ...]:
     """In the table, whichever call made it."""
     known = [*OPTIONS]
-    rank = known.index(record["mechanism"]) if record["mechanism"] in known else len(known)
-    return rank, record["mechanism"], [*RECIPES].index(record["column"]), record["seed"]
+    rank = known.index(run.mechanism) if run.mechanism in known else len(known)
+    return rank, run.mechanism, [*RECIPES].index(run.column), run.seed
 
 
-def _quality(runs: Sequence[Json]) -> list[Json]:
-    """Records as `subquad report` reads them: means over the seeds."""
-    found: dict[tuple[str, str], list[Json]] = {}
-    for r in runs:
-        if r.get("accuracy") is not None:
-            found.setdefault((r["mechanism"], r["task"]), []).append(r)
+def _quality(runs: Sequence[ArenaRun]) -> list[Quality]:
+    """As `subquad report` reads it: means over the seeds."""
+    trained: dict[tuple[str, str], list[ArenaRun]] = {}
+    for run in runs:
+        if run.accuracy is not None:
+            trained.setdefault((run.mechanism, run.task), []).append(run)
     return [
-        {
-            "mechanism": mechanism,
-            "task": task,
-            "metric": "accuracy",
-            "value": statistics.fmean(r["accuracy"] for r in seeds),
-            "lower_is_better": False,
-            "steps": seeds[0]["steps"],
-            "seconds": seeds[0]["seconds"],
-            "curve": seeds[0].get("curve", []),
-        }
-        for (mechanism, task), seeds in found.items()
+        Quality(
+            mechanism=mechanism,
+            task=task,
+            metric="accuracy",
+            value=statistics.fmean(run.accuracy or 0.0 for run in seeds),
+            lower_is_better=False,
+            steps=seeds[0].steps,
+            seconds=seeds[0].seconds,
+            curve=seeds[0].curve or [],
+        )
+        for (mechanism, task), seeds in trained.items()
     ]
 
 
-def budget_line(size: str, runs: Sequence[Json]) -> str:
+def budget_line(size: str, runs: Sequence[ArenaRun]) -> str:
     """What a run of each column may take, as the runs' own settings say."""
     columns: dict[str, dict[str, None]] = {}
     for run in runs:
-        training = run["settings"]["training"]
+        training = run.settings["training"]
         seconds = "" if training.get("minutes") is None else f" or {60 * training['minutes']:.0f} s"
         allowed = f"{training['steps']:,} steps of {training['batch']}{seconds}"
-        columns.setdefault(RECIPES[run["column"]].title, {})[allowed] = None
-    seeds = len({run["seed"] for run in runs})
-    told = [f"{size} models, {seeds} seed{'s' * (seeds != 1)}"]
-    told += [f"{title} {' and '.join(allowed)}" for title, allowed in columns.items()]
+        columns.setdefault(RECIPES[run.column].title, {})[allowed] = None
+    seeds = len({run.seed for run in runs})
+    parts = [f"{size} models, {seeds} seed{'s' * (seeds != 1)}"]
+    parts += [f"{title} {' and '.join(allowed)}" for title, allowed in columns.items()]
     equal = columns and all(len(allowed) == 1 for allowed in columns.values())
-    return "; ".join(told) + (": the same for every mechanism" if equal else "")
+    return "; ".join(parts) + (": the same for every mechanism" if equal else "")
 
 
-def _line(record: Json) -> str:
-    where = f"{record['column']}, {record['mechanism']}, seed {record['seed']}"
-    if "error" in record:
-        return f"{where}: {record['error']}"
-    if record["ended_by"] == "leg":
-        return f"{where}: {record['steps']:,} steps so far, the rest in the next call"
-    short = "" if record["ended_by"] == "steps" else " (the time was over)"
-    return f"{where}: {record['accuracy']:.2f} % after {record['steps']:,} steps{short}, {record['seconds']:.0f} s"
+def _line(run: ArenaRun) -> str:
+    where = f"{run.column}, {run.mechanism}, seed {run.seed}"
+    if run.error is not None:
+        return f"{where}: {run.error}"
+    if run.ended_by == "leg":
+        return f"{where}: {run.steps:,} steps so far, the rest in the next call"
+    cut = "" if run.ended_by == "steps" else " (the time was over)"
+    return f"{where}: {run.accuracy:.2f} % after {run.steps:,} steps{cut}, {run.seconds:.0f} s"
 
 
-def _begin(arena: Arena, cap: float | None, before: Json) -> Json:
-    return {
-        "kind": "lra",
-        **origin(arena.place),
-        "budget": {
-            "size": arena.size,
-            "seeds": arena.seeds,
-            "steps": arena.steps,
-            "seconds_a_run": cap,
-            "jobs": arena.jobs,
-        },
-        "runs": before.get("runs", []),
-        "quality": [],
-        "rows": [],
-        "left": [],
-        "failed": 0,  # runs of this call
-        "interrupted": False,
-    }
-
-
-def _before(path: Path) -> Json:
+def _earlier(path: Path) -> ArenaTable:
     """What an earlier call left."""
-
-    def whole(found: Json) -> bool:
-        runs, cap = found["runs"], found["budget"].get("seconds_a_run")
-        if not isinstance(cap, int | float | None):
-            return False
-        return all(r["column"] in RECIPES and {"data", "training"} <= r["settings"].keys() for r in runs) and all(
-            {"name", "mechanism", "seed", "task"} <= r.keys() for r in runs
-        )
-
-    return earlier(path, "lra", whole)
+    results = continued(path, ArenaTable)
+    if all(run.column in RECIPES and {"data", "training"} <= run.settings.keys() for run in results.runs):
+        return results
+    raise ValueError(f"{path} is not what subquad lra wrote: move it away, or choose another folder with --out")

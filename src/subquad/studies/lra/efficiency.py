@@ -7,9 +7,9 @@ gradients from a CUDA graph where a mechanism can ("captured"). Exact softmax st
 
 import contextlib
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,14 +37,13 @@ from subquad.models import Classifier
 from subquad.models.blocks import Block
 from subquad.studies.lra.arena import BUSY
 from subquad.studies.lra.recipes import mixer
-from subquad.studies.results import save, set_aside
+from subquad.studies.results import EfficiencyRow, EfficiencyTable, save, set_aside
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
 from subquad.training.capture import Captured
 from subquad.training.task import Batch, Loss
 
-Json = dict[str, Any]
 NAIVE = "softmax, naive"
 LENGTHS = (1024, 2048, 3072, 4096, 8192, 16384)
 BATCH = 32
@@ -109,7 +108,7 @@ def efficiency(
     lengths: Sequence[int] = LENGTHS,
     batch: int = BATCH,
     dtype: str | None = None,
-) -> Json:
+) -> EfficiencyTable:
     """Measure, write `out` after each row, and return what it holds."""
     if not lengths or not counts(lengths):
         refuse("lengths", list(lengths), "integers of at least 1")
@@ -126,31 +125,25 @@ def efficiency(
 
 def _measure(
     mechanisms: Sequence[str], out: Path, console: Console, place: str, lengths: Sequence[int], batch: int, dtype: str
-) -> Json:
+) -> EfficiencyTable:
     kind = torch.device(place).type
     text, source = byte_text(batch * max(lengths))
     set_aside(out, console)
-    results: Json = {
-        "kind": "lra-efficiency",
-        **origin(place),
-        "settings": {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)},
-        "rows": [],
-        "interrupted": False,
-    }
+    settings = {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)}
+    results = EfficiencyTable(**origin(place), settings=settings)
     names = [NAIVE, "softmax", *(name for name in mechanisms if name != "softmax")]
     try:
         for length in sorted(lengths):
             tokens = text[: batch * length].view(batch, length)
             shape = Shape(length=length, batch=batch, causal=False, device=place, dtype=dtype)
             for name in names:
-                row = _row(name, shape, tokens, results["rows"], LIMIT[kind])
-                results["rows"].append(row)
+                row = _row(name, shape, tokens, results.rows, LIMIT[kind])
+                results.rows.append(row)
                 save(results, out)
-                rate = row["steps_per_second"]
-                said = row["skipped"] or f"{rate:.3g} steps/s, {readable(row['peak_bytes'])}"
-                console.print(f"{name} at {length:,}: {said}", highlight=False, markup=False, soft_wrap=True)
+                figures = row.skipped or f"{row.steps_per_second:.3g} steps/s, {readable(row.peak_bytes or 0)}"
+                console.print(f"{name} at {length:,}: {figures}", highlight=False, markup=False, soft_wrap=True)
     except KeyboardInterrupt:
-        results["interrupted"] = True
+        results.interrupted = True
     save(results, out)
     return results
 
@@ -166,60 +159,57 @@ def byte_text(count: int) -> tuple[Tensor, str]:
     return text.repeat(-(-count // len(text)))[:count], "IMDb reviews"
 
 
-def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[Json], limit: float) -> Json:
-    row: Json = {"mechanism": name, "length": shape.length, "steps_per_second": None, "peak_bytes": None}
-    row |= {"step_ms": None, "captured": False, "skipped": None}
-    reason = _too_much(name, shape, rows, limit)
-    if reason is not None:
-        return {**row, "skipped": reason}
+def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[EfficiencyRow], limit: float) -> EfficiencyRow:
+    row = EfficiencyRow(mechanism=name, length=shape.length, skipped=_too_much(name, shape, rows, limit))
+    if row.skipped is not None:
+        return row
+    step = None
     try:
         step = Step(name, shape, tokens)
         peak, slow = first_run(step)
-        row["captured"] = torch.device(shape.device).type == "cuda" and step.capture()
+        row.captured = torch.device(shape.device).type == "cuda" and step.capture()
         times, _ = time_beside({"training": step.training}, shape.device, None, 0.5, 8, slow=slow, wait=False)
-        found = spread(times["training"])
-        assert found is not None
-        row |= {"steps_per_second": 1000 / found["median"], "peak_bytes": peak, "step_ms": found}
+        row.step_ms, row.peak_bytes = spread(times["training"]), peak
+        row.steps_per_second = 1000 / statistics.median(times["training"])
     except (torch.OutOfMemoryError, MemoryError):
-        row["skipped"] = "out of memory"
+        row.skipped = "out of memory"
     except Exception as error:
-        row["skipped"] = f"{type(error).__name__}: {first_line(error)}"
+        row.skipped = f"{type(error).__name__}: {first_line(error)}"
     finally:
-        step = None  # type: ignore[assignment]
+        step = None
         gc.collect()
         if torch.device(shape.device).type == "cuda":
             torch.cuda.empty_cache()
     return row
 
 
-def _too_much(name: str, shape: Shape, rows: Sequence[Json], limit: float) -> str | None:
-    """By what the length before cost."""
-    before = [r for r in rows if r["mechanism"] == name]
-    if before and before[-1]["skipped"]:
-        return f"not tried: {before[-1]['skipped']}".replace("not tried: not tried", "not tried")
-    if not before:
+def _too_much(name: str, shape: Shape, rows: Sequence[EfficiencyRow], limit: float) -> str | None:
+    """Why a row is skipped, by what the length before cost; None: it is measured."""
+    last = next((row for row in reversed(rows) if row.mechanism == name), None)
+    if last is None:
         return None
-    last, cls = before[-1], mechanism("softmax" if name == NAIVE else name)
-    seconds = grown(1 / last["steps_per_second"], last["length"], shape.length, cls.exponent)
-    size = grown(last["peak_bytes"], last["length"], shape.length, 2.0 if name == NAIVE else cls.memory)
+    if last.steps_per_second is None or last.peak_bytes is None:
+        return f"not tried: {last.skipped}".replace("not tried: not tried", "not tried")
+    cls = mechanism("softmax" if name == NAIVE else name)
+    seconds = grown(1 / last.steps_per_second, last.length, shape.length, cls.exponent)
+    size = grown(last.peak_bytes, last.length, shape.length, 2.0 if name == NAIVE else cls.memory)
     if seconds > limit and seconds > SLOW:
         return f"about {seconds:.0f} s a step; the limit is {limit:.0f} s"
     free = SAFE * free_bytes(shape.device)
     return f"about {readable(size)}, {readable(free)} can be used" if size > free else None
 
 
-def efficiency_tables(results: Json) -> list[Table]:
+def efficiency_tables(results: EfficiencyTable) -> list[Table]:
     """Steps a second and memory by length, and both over those of naive and of flash softmax at the longest shared."""
-    rows = {(r["mechanism"], r["length"]): r for r in results["rows"]}
-    names = list(dict.fromkeys(r["mechanism"] for r in results["rows"]))
-    shared = {other: _longest(results["rows"], other) for other in (NAIVE, "softmax")}
-    lengths = sorted({r["length"] for r in results["rows"]})
-    settings = results["settings"]
-    about = f"{settings['text']}, batch {settings['batch']}, {settings['dtype']}, {results['machine']['device']}"
+    rows = {(row.mechanism, row.length): row for row in results.rows}
+    names, lengths = list(dict.fromkeys(row.mechanism for row in results.rows)), sorted({n for _, n in rows})
+    shared = {other: _longest(results.rows, other) for other in (NAIVE, "softmax")}
+    settings = results.settings
+    about = f"{settings['text']}, batch {settings['batch']}, {settings['dtype']}, {results.machine['device']}"
     tables = []
-    for title, key, shape in (
-        ("training steps a second", "steps_per_second", "{:.3g}"),
-        ("peak memory, GB", "peak_bytes", "{:.3g}"),
+    for title, field, scale in (
+        ("training steps a second", "steps_per_second", 1.0),
+        ("peak memory, GB", "peak_bytes", 1e9),
     ):
         table = Table(title=f"{title}: {about}", title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("mechanism", no_wrap=True)
@@ -227,21 +217,19 @@ def efficiency_tables(results: Json) -> list[Table]:
             table.add_column(f"{length:,}", justify="right", no_wrap=True)
         for other, label in ((NAIVE, "naive"), ("softmax", "flash")):
             table.add_column(f"{shared[other]:,} over {label}" if shared[other] else f"over {label}", justify="right")
+        figures = {at: getattr(row, field) for at, row in rows.items()}
         for name in names:
-            found = [rows[name, length][key] if (name, length) in rows else None for length in lengths]
-            scale = 1e9 if key == "peak_bytes" else 1
-            cells = ["-" if value is None else shape.format(value / scale) for value in found]
-            table.add_row(name, *cells, *(_over(rows, name, other, key, shared[other]) for other in shared))
+            ours = [figures.get((name, length)) for length in lengths]
+            cells = ["-" if value is None else f"{value / scale:.3g}" for value in ours]
+            for other, length in shared.items():
+                mine, theirs = figures.get((name, length)), figures.get((other, length))
+                cells.append("-" if mine is None or theirs is None else f"{mine / theirs:.2f}")
+            table.add_row(name, *cells)
         tables.append(table)
     return tables
 
 
-def _longest(rows: Sequence[Json], name: str) -> int:
-    """At which it was measured; 4,096, the paper's, where it was."""
-    found = [r["length"] for r in rows if r["mechanism"] == name and r["steps_per_second"]]
-    return 4096 if 4096 in found else max(found, default=0)
-
-
-def _over(rows: dict[tuple[str, int], Json], name: str, other: str, key: str, length: int) -> str:
-    ours, theirs = (rows.get((n, length), {}).get(key) for n in (name, other))
-    return "-" if ours is None or theirs is None else f"{ours / theirs:.2f}"
+def _longest(rows: Sequence[EfficiencyRow], name: str) -> int:
+    """The length at which all are compared: the longest that was measured, or 4,096, the paper's, if it was."""
+    lengths = [row.length for row in rows if row.mechanism == name and row.steps_per_second]
+    return 4096 if 4096 in lengths else max(lengths, default=0)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from subquad.checks import nearest
 from subquad.mechanisms import mechanism
+from subquad.studies.published import TABLES
 from subquad.tasks.lra.task import SMALL
 
 Size = Literal["small", "original"]
@@ -115,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gmlp": {"expansion": 4},
     "mixed": {"parts": [["linear", 1], ["local", 1, {"window": 64}]]},
 }
-PUBLISHED = tuple(OPTIONS)[:11]
+PUBLISHED = tuple(name for _, name, _ in TABLES["lra"].rows if name is not None)
 # where a row of the picture, or a length, asks for another size
 BY_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("image", "fixed"): {"block": 32, "summary": 4},

@@ -1,24 +1,15 @@
-"""The process that trains: one run after the other, as the harness tells it, several of these side by side on one GPU.
-
-Reads a job a line from standard input and writes what came of it a line to standard output, both JSON. When standard
-input closes, nobody waits any more, and it ends.
-"""
+"""The process that trains runs of the arena, one after the other; several of them share a GPU."""
 
 import gc
-import json
-import os
-import signal
-import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from subquad.measure.cost import first_line
-from subquad.pool import end_with
+from subquad.pool import serve
 from subquad.training.config import TrainingConfig
 from subquad.training.log import curve, logged
 from subquad.training.loop import Result
@@ -28,7 +19,7 @@ Json = dict[str, Any]
 
 
 def run(job: Json, device: str) -> Json:
-    """The figures of one run, or why there are none; nothing is raised but interruptions."""
+    """The figures of one run, or the error that ended it; only interruptions are raised."""
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     cuda = torch.device(device).type == "cuda"
@@ -40,18 +31,18 @@ def run(job: Json, device: str) -> Json:
         console = Console(file=file, width=160)
         for compile, capture in _ways(job, cuda):
             try:
-                trained = _trained(job, device, compile, capture, console)
-                return {"result": {**_figures(trained), "curve": curve(logged(folder), "accuracy")}}
+                result = _trained(job, device, compile, capture, console)
+                return {"result": {**_figures(result), "curve": curve(logged(folder), "accuracy")}}
             except Exception as error:
-                said = f"{type(error).__name__}: {first_line(error)}"
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 if not compile and not (capture and isinstance(error, ValueError) and "training.capture" in str(error)):
                     break
-                console.print(f"{'not compiled' if compile else 'without a graph'}: {said}", markup=False)
-        return {"error": said}
+                console.print(f"{'not compiled' if compile else 'without a graph'}: {reason}", markup=False)
+        return {"error": reason}
 
 
 def _ways(job: Json, cuda: bool) -> Iterator[tuple[bool, bool]]:
-    """(compile, capture), the fastest first; what a mechanism cannot is left out."""
+    """(compile, capture), the fastest first: the next is tried where a mechanism cannot do one."""
     capture = cuda and job["capture"]
     if job["compile"]:
         yield True, capture
@@ -86,30 +77,16 @@ def _figures(result: Result) -> Json:
     }
 
 
-def serve(jobs: IO[str], answers: IO[str]) -> None:
-    first = json.loads(jobs.readline())
-    torch.set_num_threads(first["threads"])
-    for line in jobs:
-        job = json.loads(line)
-        answer = run(job, first["device"])
-        try:
-            answers.write(json.dumps({"name": job["name"], **answer}) + "\n")
-            answers.flush()
-        except BrokenPipeError:
-            break  # nobody asks any more
-        if first["once"] or "CUDA error" in answer.get("error", ""):
-            break  # memory of a CPU process is only ever counted up, and an error of the GPU outlives its run
+def begin(setup: Json) -> Callable[[Json], Json]:
+    torch.set_num_threads(setup["threads"])
 
+    def answer(job: Json) -> Json:
+        reply = {"name": job["name"], **run(job, setup["device"])}
+        # the peak memory of a CPU process never falls again, and after an error of the GPU a process is of no use
+        return {**reply, "last": setup["device"] == "cpu" or "CUDA error" in reply.get("error", "")}
 
-def main() -> None:
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    try:
-        serve(sys.stdin, answers)
-    except KeyboardInterrupt:  # the run has saved, and whoever pressed Ctrl-C is told so by the harness
-        sys.exit(128 + signal.SIGINT)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(begin)

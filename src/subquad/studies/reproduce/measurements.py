@@ -10,8 +10,9 @@ from subquad.checks import check_plain, counts, refuse
 from subquad.machine import readable
 from subquad.measure.cost import DTYPES
 from subquad.studies.reproduce import scaling
-from subquad.studies.reproduce.row import Json, Reproduction, heading, settings_of
+from subquad.studies.reproduce.row import Reproduction, heading, settings_of
 from subquad.studies.reproduce.tables import Row
+from subquad.studies.results import Json, Picture
 from subquad.studies.settings import parse_lengths
 from subquad.tasks.configure import configure
 from subquad.training.config import differences, parse
@@ -27,48 +28,48 @@ def measure_scaling(run: Reproduction) -> None:
     usual |= {} if cuda else {"tokens": 8192, "samples": 3}
     given = _scaling_settings(run.budget.settings)
     lengths = given.pop("lengths", scaling.LENGTHS)
-    options, rows = {**usual, **given}, run.results["rows"]
-    changed = differences(options, run.results.get("scaling", {})) if rows else []
+    options, results = {**usual, **given}, run.results
+    changed = differences(options, results.scaling or {}) if results.rows else []
     if changed:
         raise ValueError(
             f"{run.folder} was measured with other settings ({'; '.join(changed)}): --out chooses another folder"
         )
-    run.results["scaling"] = options
+    results.scaling = options
     order = {row.name: place for place, row in enumerate(run.table.rows)}
     for row in run.rows:
-        have = {found["length"] for found in rows if found["label"] == row.name}
+        have = {measured.length for measured in results.rows if measured.label == row.name}
         left = sorted({*lengths} - have)
-        if not left and row.name in run.results["results"]:
+        if not left and row.name in results.results:
             run.say(row.name, "done before")
             continue
-        for found in scaling.layers(lengths=left, contenders=(row.name,), **options):
-            rows.append(found)
-            rows.sort(key=lambda r: (order[r["label"]], r["length"]))
-            run.results["growth"] = scaling.growth(rows)
-            run.measures()
+        for new in scaling.layers(lengths=left, contenders=(row.name,), **options):
+            results.rows.append(new)
+            results.rows.sort(key=lambda r: (order[r.label], r.length))
+            results.growth = scaling.growth(results.rows)
+            run.measured_now()
             run.keep()
-            time = found["training_ms"]
-            cost = "" if time is None else f"{time['median']:.3g} ms, {readable(found['peak_bytes'])} a sample"
-            run.say(row.name, f"N = {found['length']:,}: {found['skipped'] or found['error'] or cost}")
-        timed = [r for r in rows if r["label"] == row.name and r["training_ms"]]
-        last = max(timed, key=lambda r: r["length"], default=None)
-        grown: Json = next((g for g in run.results["growth"] if g["mechanism"] == row.name), {})
-        run.results["results"][row.name] = {
-            **heading(run.table, row),
-            "settings": [f"{key}={value}" for key, value in given.items() if usual.get(key) != value],
-            "value": None,
-            "longest": last["length"] if last else 0,
-            "training_ms": last["training_ms"]["median"] if last else None,
-            "peak_bytes": last["peak_bytes"] if last else None,
-            "growth": {key: grown.get(key) for key in ("time", "memory")},
-        }
+            time = new.training_ms
+            cost = "" if time is None else f"{time.median:.3g} ms, {readable(new.peak_bytes or 0)} a sample"
+            run.say(row.name, f"N = {new.length:,}: {new.skipped or new.error or cost}")
+        timed = [r for r in results.rows if r.label == row.name and r.training_ms]
+        last = max(timed, key=lambda r: r.length, default=None)
+        grown = next((g for g in results.growth if g.mechanism == row.name), None)
+        results.results[row.name] = heading(
+            run.table,
+            row,
+            settings=[f"{key}={value}" for key, value in given.items() if usual.get(key) != value],
+            longest=last.length if last else 0,
+            training_ms=last.training_ms.median if last and last.training_ms else None,
+            peak_bytes=last.peak_bytes if last else None,
+            growth={"time": grown and grown.time, "memory": grown and grown.memory},
+        )
         run.keep()
 
 
 def _scaling_settings(settings: tuple[str, ...]) -> Json:
-    """Of the scaling test, which has no run and so none of `subquad train`'s."""
+    """Settings of the scaling test, which trains nothing and so has none of `subquad train`."""
     known = ("tokens", "limit", "samples", "dim", "heads", "dtype", "lengths")
-    found: Json = {}
+    options: Json = {}
     for setting in settings:
         (key, *rest), value = parse(setting)
         if key not in known or rest:
@@ -85,11 +86,11 @@ def _scaling_settings(settings: tuple[str, ...]) -> Json:
                 refuse(key, value, "a positive number of seconds")
         if key not in ("dtype", "limit") and not counts(value if key == "lengths" else [value]):
             refuse(key, value, f"{'integers' if key == 'lengths' else 'an integer'} of at least 1")
-        found[key] = value
-    dim, heads = found.get("dim", scaling.DIM), found.get("heads", scaling.HEADS)
+        options[key] = value
+    dim, heads = options.get("dim", scaling.DIM), options.get("heads", scaling.HEADS)
     if dim % heads:
         refuse("heads", heads, f"a divisor of dim={dim}")
-    return found
+    return options
 
 
 def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> None:
@@ -109,19 +110,14 @@ def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> N
     for row in run.rows:
         least = int(row.published["context"]) * length // 12288
         precision = torch.bfloat16 if cuda else None
-        (found,) = context_table(model, tokens, length, (least,), batch=8 if cuda else 1, precision=precision)
-        value = found["bits/byte"]
-        run.results["results"][row.name] = {
-            **heading(run.table, row),
-            "data": corpus.name,
-            "settings": settings,
-            "value": value,
-            "context": least,
-            "window": length,
-            "bytes": found["bytes"],
-        }
+        (scored,) = context_table(model, tokens, length, (least,), batch=8 if cuda else 1, precision=precision)
+        value = scored["bits/byte"]
+        run.results.results[row.name] = heading(
+            run.table, row, data=corpus.name, settings=settings, value=value, context=least, window=length,
+            bytes=scored["bytes"],
+        )  # fmt: skip
         run.say(row.name, f"{value:.4f} bits/byte with at least {least:,} bytes before each")
-        run.measures()
+        run.measured_now()
         run.keep()
 
 
@@ -136,13 +132,13 @@ def measure_iterations(run: Reproduction) -> None:
         )
         return
     makers = {name: _maker(run, chosen[name]) for name in (first, *(name for name in chosen if name != first))}
-    found = scaling.iterations(makers, told=lambda line: run.say("iterations", line))
-    for name, timed in found.items():
-        if name in run.results["results"]:
-            run.results["results"][name]["iteration"] = timed
+    models = scaling.iterations(makers, on_line=lambda line: run.say("iterations", line))
+    for name, timed in models.items():
+        if name in run.results.results:
+            run.results.results[name].iteration = timed
         run.say(name, f"{timed['iteration_ms']['median']:.1f} ms, {timed['ratio']['median']:.2f} of {first}")
-    run.results["iterations"] = {"beside": first, "models": found}
-    run.measures()
+    run.results.iterations = {"beside": first, "models": models}
+    run.measured_now()
     run.keep()
 
 
@@ -174,14 +170,14 @@ def write_samples(run: Reproduction, count: int) -> None:
     for row in run.rows:
         if "out" not in task.write_options or not (run.folder / row.name / RESULT).is_file():
             continue
-        folder, result = run.folder / row.name, run.results["results"][row.name]
+        folder, trained = run.folder / row.name, run.results.results[row.name]
         out = run.folder / f"{row.name}.png" if task.writes == "images" else folder / "piece"
         model, data = LanguageModel.load(folder / "model", run.budget.place), card(folder / "model").get("data", {})
         written = task.write(model, data, WriteOptions(count=count, out=out), run.console)
         if task.writes != "images":
-            result["pieces"] = [str(path.relative_to(run.folder)) for path in written.files]
+            trained.pieces = [str(path.relative_to(run.folder)) for path in written.files]
             continue
-        result["images_per_second_written"] = written.per_second
-        picture = {"title": f"{row.name}: {count} images, {result['value']:.3f} bits/dim", "file": out.name}
-        run.results["pictures"] = [p for p in run.results["pictures"] if p["file"] != out.name] + [picture]
+        trained.images_per_second_written = written.per_second
+        picture = Picture(title=f"{row.name}: {count} images, {trained.value:.3f} bits/dim", file=out.name)
+        run.results.pictures = [p for p in run.results.pictures if p.file != out.name] + [picture]
         run.keep()

@@ -1,11 +1,11 @@
-"""One row of a table: what `subquad train` is told, whether it was done before, and what its run left."""
+"""One row of a table: the settings of its run, whether it was done before, and what its run left."""
 
 import contextlib
 import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from subquad.checks import at_least, refuse
 from subquad.disk import blaming, read_sealed
 from subquad.machine import available, origin
 from subquad.studies.reproduce.tables import Row, Table
-from subquad.studies.results import save
+from subquad.studies.results import Quality, ReproducedTable, TableBudget, TrainedRow, save
 from subquad.tasks import TASKS
 from subquad.tasks.configure import configure
 from subquad.tasks.kinds import TRANSFORMER_ONLY, is_lstm
@@ -23,8 +23,7 @@ from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
 
-Json = dict[str, Any]
-Draw = Callable[[Json, Path], None]  # makes a picture of the results
+Draw = Callable[[ReproducedTable, Path], None]  # makes a picture of the results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,11 @@ class Budget:
     def place(self) -> str:
         return available(self.device)
 
+    @property
+    def written(self) -> TableBudget:
+        """As results.json has it."""
+        return TableBudget(minutes_a_row=self.minutes, rows_side_by_side=self.jobs, settings=list(self.settings))
+
 
 @dataclass
 class Reproduction:
@@ -63,12 +67,14 @@ class Reproduction:
     budget: Budget
     folder: Path
     console: Console
-    results: Json
+    results: ReproducedTable
     draw: Draw | None = None
 
-    def measures(self) -> None:
-        """Something was trained or measured: the whole says where, when and with what that was last."""
-        self.results |= circumstances(self.budget)
+    def measured_now(self) -> None:
+        """Something was trained or measured: the file says where, when and with what that was last."""
+        for name, value in origin(self.budget.place).items():
+            setattr(self.results, name, value)
+        self.results.budget = self.budget.written
 
     def keep(self) -> None:
         save(self.results, self.folder / "results.json")
@@ -79,20 +85,9 @@ class Reproduction:
         self.console.print(f"{name}: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def circumstances(budget: Budget) -> Json:
-    return {
-        **origin(budget.place),
-        "budget": {
-            "minutes_a_row": budget.minutes,
-            "rows_side_by_side": budget.jobs,
-            "settings": list(budget.settings),
-        },
-    }
-
-
 def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
-    """Everything `subquad train` is told, as --set takes it; what comes later wins."""
-    said = []
+    """Everything that is set for a row's run, as --set takes it; what comes later wins."""
+    settings = []
     for part in ("data", "model", "training"):
         merged = {**getattr(table, part), **getattr(row, part)}
         if part == "training":  # a table's warm-up does not follow the steps, so that runs begun before can go on
@@ -101,9 +96,9 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
             merged = {key: value for key, value in merged.items() if key not in ("compile", "capture")}
         if part == "model":
             merged["mechanism"] = row.mechanism
-        said += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
+        settings += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
     left = without(row, budget)
-    return [*said, *(setting for setting in budget.given if setting not in left)]
+    return [*settings, *(setting for setting in budget.given if setting not in left)]
 
 
 def without(row: Row, budget: Budget) -> list[str]:
@@ -146,71 +141,71 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
     return ("done", "done before") if (run / RESULT).is_file() else ("run", "")
 
 
-def gather(table: Table, row: Row, run: Path) -> Json:
+def gather(table: Table, row: Row, run: Path) -> TrainedRow:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
     with blaming(str(run)):
         return _gather(table, row, run)
 
 
-def _gather(table: Table, row: Row, run: Path) -> Json:
+def _gather(table: Table, row: Row, run: Path) -> TrainedRow:
     task, _ = configure(table.task, (), run)
     begun, lines = read_sealed(run / CONFIG)[0], logged(run)
+    found = heading(table, row)
     try:
-        data = getattr(task, "data_name", task.name)
+        found.data = getattr(task, "data_name", task.name)
     except (OSError, ValueError):  # of a run whose data went away or broke
-        data = getattr(task, "set", task.name)
-    found = {**heading(table, row), "data": data}
-    found |= {"config": {key: begun[key] for key in ("data", "model", "training")}}
-    found |= {"settings": settings_in(table, row, run)}
-    found |= {"commit": begun.get("commit"), "device": begun["machine"]["device"], "curve": curve(lines, table.metric)}
+        found.data = getattr(task, "set", task.name)
+    found.config = {key: begun[key] for key in ("data", "model", "training")}
+    found.settings = settings_in(table, row, run)
+    found.commit, found.device = begun.get("commit"), begun["machine"]["device"]
+    found.curve = curve(lines, table.metric)
     if not (run / RESULT).is_file():
         last = (lines or [{}])[-1]
-        return {**found, "value": None, "unfinished": True, "steps": last.get("step"), "seconds": last.get("seconds")}
-    result = read_result(run)
-    training, whole = begun["training"], {}
+        found.unfinished, found.steps, found.seconds = True, last.get("step"), last.get("seconds")
+        return found
+    result, training = read_result(run), begun["training"]
     rates = [line["examples_per_second"] for line in lines if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
     with contextlib.suppress(OSError, ValueError):
         examples = len(task.source("train"))
-        whole = {"epochs": result["steps"] * training["batch"] / examples}
-        whole |= {"seconds_per_epoch": examples / max(rate, 1e-9)}
-    return {
-        **found,
-        "value": result["test"][table.metric],
-        "test": result["test"],
-        "steps": result["steps"],
-        "steps_wanted": training["steps"],
-        "cut_short_by_time": result["ended_by"] == "minutes",
-        "seconds": result["seconds"],
-        "examples_per_second": rate,  # of updates alone, the median over the run
-        "warm_up_counted": not warm,  # the run was too short for anything else: it is the overall rate
-        "examples_per_second_overall": result["examples_per_second"],  # with warm-up, evaluations and checkpoints
-        "peak_bytes": result["peak_bytes"],
-        "parameters": result["parameters"],
-        **whole,
-    }
+        found.epochs = result["steps"] * training["batch"] / examples
+        found.seconds_per_epoch = examples / max(rate, 1e-9)
+    return replace(
+        found,
+        value=result["test"][table.metric],
+        test=result["test"],
+        steps=result["steps"],
+        steps_wanted=training["steps"],
+        cut_short_by_time=result["ended_by"] == "minutes",
+        seconds=result["seconds"],
+        examples_per_second=rate,
+        warm_up_counted=not warm,
+        examples_per_second_overall=result["examples_per_second"],
+        peak_bytes=result["peak_bytes"],
+        parameters=result["parameters"],
+    )
 
 
-def heading(table: Table, row: Row) -> Json:
-    return {"mechanism": row.plain, "label": row.name, "metric": table.metric, "published": dict(row.published)}
+def heading(table: Table, row: Row, **figures: Any) -> TrainedRow:
+    return TrainedRow(
+        mechanism=row.plain, label=row.name, metric=table.metric, published=dict(row.published), **figures
+    )
 
 
-def quality_of(found: Json) -> list[Json]:
-    """Records as `subquad report` reads them. The Sparse Transformer's image models are counted in bits/byte there."""
-    if found.get("value") is None:
+def quality_of(row: TrainedRow) -> list[Quality]:
+    """As `subquad report` reads it. The Sparse Transformer's image models are counted in bits/byte there."""
+    if row.value is None or row.data is None:
         return []
-    sparse = found["label"].startswith("sparse-")
-    plain = found["label"] if found["label"] in ("reformer-1", "linear-taps") else found["mechanism"]
     return [
-        {
-            "mechanism": plain,
-            "task": found["data"],
-            "metric": "bits/byte" if sparse else found["metric"],
-            "value": found["value"],
-            "lower_is_better": found["metric"] != "accuracy",
-            "steps": found["steps"],
-            "seconds": found["seconds"],
-            "curve": found["curve"],
-        }
+        Quality(
+            mechanism=row.label if row.label in ("reformer-1", "linear-taps") else row.mechanism,
+            task=row.data,
+            metric="bits/byte" if row.label.startswith("sparse-") else row.metric,
+            value=row.value,
+            lower_is_better=row.metric != "accuracy",
+            steps=row.steps,
+            seconds=row.seconds,
+            curve=row.curve or [],
+        )
     ]

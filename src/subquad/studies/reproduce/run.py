@@ -6,21 +6,21 @@ row. results.json is written after each; what a time budget cut short says so.
 
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from subquad.checks import check_count, nearest
 from subquad.disk import lock_folder
+from subquad.machine import origin
 from subquad.measure.cost import first_line
 from subquad.pool import run_all
 from subquad.studies.reproduce.measurements import measure_contexts, measure_iterations, measure_scaling, write_samples
 from subquad.studies.reproduce.row import (
     Budget,
     Draw,
-    Json,
     Reproduction,
-    circumstances,
     command_of,
     gather,
     heading,
@@ -31,11 +31,11 @@ from subquad.studies.reproduce.row import (
     without,
 )
 from subquad.studies.reproduce.tables import TABLES, Row, Table
-from subquad.studies.results import earlier
+from subquad.studies.results import ReproducedTable, TrainedRow, continued
 from subquad.tasks.configure import configure
 from subquad.training.folder import CONFIG, RESULT, Folder, read_config
 
-# of a row that is trained; the last two of its data, which may be gone by now
+# what a row keeps of an earlier call: measured after its training; the last two need its data, which may be gone
 AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
 
 
@@ -49,10 +49,10 @@ def reproduce(
     timing: bool | None = None,
     samples: int = 0,
     draw: Draw | None = None,
-) -> Json:
+) -> ReproducedTable:
     """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds.
 
-    What was asked for and did not come to be stands in its "failed", with the reason.
+    Its "failed" names what was asked for and is not there, with the reason.
 
     timing   whether iterations of whole models are timed too; None: on a GPU
     samples  images or pieces of music that each trained model then writes
@@ -67,7 +67,7 @@ def reproduce(
         _check(table, chosen, budget)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "another process reproduces this table there"):
-        run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, _before(folder)), draw)
+        run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
         _measure(run, out, timing, samples)
         return run.results
 
@@ -88,7 +88,7 @@ def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) ->
             if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
                 _afterwards(run, "iterations", lambda: measure_iterations(run))
     except KeyboardInterrupt:
-        run.results["interrupted"] = True
+        run.results.interrupted = True
         for row in run.rows:
             if (folder / row.name / CONFIG).is_file():
                 _collect(run, row)
@@ -96,13 +96,13 @@ def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) ->
 
 
 def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
-    """Whatever happens here, what was trained is there to be shown."""
+    """Measure something more; an error is kept, and costs nothing that was trained."""
     try:
         measure()
     except Exception as error:
-        told = first_line(error, type(error).__name__)
-        run.results["failed"][what] = told
-        run.say(what, f"failed: {told}")
+        reason = first_line(error, type(error).__name__)
+        run.results.failed[what] = reason
+        run.say(what, f"failed: {reason}")
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
@@ -141,13 +141,13 @@ def _train(run: Reproduction) -> None:
         run.say(row.name, note)
         _collect(run, row)
         if state == "changed":
-            run.results["failed"][row.name] = note
+            run.results.failed[row.name] = note
     rows = {row.name: row for row in run.rows}
     for name, code, last in run_all(todo, run.budget.jobs, run.say):
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise KeyboardInterrupt
         if code == 0:
-            run.measures()
+            run.measured_now()
         _collect(run, rows[name], last if code else None)
         run.keep()
 
@@ -160,10 +160,10 @@ def _contexts(run: Reproduction, out: Path) -> None:
         Folder(trained).check(read_config(trained).override(run.budget.given), resume=True)
     else:
         run.say(run.table.name, "the model comes first: the row fixed of the table enwik8")
-        found = reproduce(table.name, out, run.console, run.budget, rows=(row.name,), timing=False, draw=run.draw)
-        run.results |= {key: found[key] for key in ("interrupted", "failed")}
+        model = reproduce(table.name, out, run.console, run.budget, rows=(row.name,), timing=False, draw=run.draw)
+        run.results.interrupted, run.results.failed = model.interrupted, model.failed
         if not (trained / RESULT).is_file():
-            if not found["failed"]:
+            if not model.failed:
                 run.say(run.table.name, "the model is not finished yet: the same command goes on with it")
             return
     measure_contexts(run, trained, settings_in(table, row, trained))
@@ -171,50 +171,36 @@ def _contexts(run: Reproduction, out: Path) -> None:
 
 def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     """What a run left, into the results, in the order of the table. An error replaces no figure that was there."""
-    place, before = run.folder / row.name, run.results["results"].get(row.name, {})
+    place, before = run.folder / row.name, run.results.results.get(row.name, TrainedRow())
     try:
         found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
     except ValueError as unreadable:  # costs no other row
         found, error = heading(run.table, row), error or str(unreadable)
         run.say(row.name, error)
     if error is not None:
-        run.results["failed"][row.name] = error
-        found = {**found, "error": error} if before.get("value") is None else before
-    elif before.get("config") == found.get("config"):
-        found = {**{key: before[key] for key in AFTERWARDS if key in before}, **found}
-    known = {**run.results["results"], row.name: found}
-    run.results["results"] = {row.name: known[row.name] for row in run.table.rows if row.name in known}
-    run.results["quality"] = [record for found in run.results["results"].values() for record in quality_of(found)]
+        run.results.failed[row.name] = error
+        found.error = error
+        found = found if before.value is None else before
+    elif before.config == found.config:
+        for name in AFTERWARDS:
+            if getattr(found, name) is None:
+                setattr(found, name, getattr(before, name))
+    known = {**run.results.results, row.name: found}
+    run.results.results = {row.name: known[row.name] for row in run.table.rows if row.name in known}
+    run.results.quality = [record for row in run.results.results.values() for record in quality_of(row)]
 
 
-def _begin(table: Table, budget: Budget, before: Json) -> Json:
-    """What is known before the first row. Where, when and how stay those of the last call that trained or measured."""
-    now = circumstances(budget)
-    return {
-        "kind": "reproduce",
-        "table": table.name,
-        "title": table.title,
-        "source": table.source,
-        **{key: before.get(key, now[key]) for key in now},
-        "metric": table.metric,
-        "published": {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published},
-        "differs": list(table.differs),
-        "results": before.get("results", {}),
-        "rows": before.get("rows", []),
-        "growth": before.get("growth", []),
-        "quality": before.get("quality", []),
-        "pictures": before.get("pictures", []),
-        **({"iterations": before["iterations"]} if "iterations" in before else {}),
-        **({"scaling": before["scaling"]} if "scaling" in before else {}),
-        "interrupted": False,
-        "failed": {},
-    }
-
-
-def _before(folder: Path) -> Json:
-    """What an earlier call left: its rows stand until they are run again."""
-    found = earlier(folder / "results.json", "reproduce", lambda results: "settings" in results["budget"])
-    for row in found.get("results", {}).values():
-        if "error" not in row:  # older files have the settings of the whole alone
-            row.setdefault("settings", found["budget"]["settings"])
-    return found
+def _begin(table: Table, budget: Budget, folder: Path) -> ReproducedTable:
+    """What is known before the first row: rows of an earlier call stand until they are run again, and so do device,
+    versions and date until something is trained or measured."""
+    results = continued(folder / "results.json", ReproducedTable)
+    if not results.date:
+        results = ReproducedTable(**origin(budget.place), budget=budget.written)
+    for row in results.results.values():
+        if row.error is None and row.settings is None:  # older files have the settings of the whole alone
+            row.settings = results.budget.settings
+    published = {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published}
+    return replace(
+        results, table=table.name, title=table.title, source=table.source, metric=table.metric, published=published,
+        differs=list(table.differs), interrupted=False, failed={},
+    )  # fmt: skip

@@ -6,6 +6,7 @@ Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.2: attention forwar
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, spread
-from subquad.measure.growth import exponent
+from subquad.measure.growth import Growth, exponent
 from subquad.mechanisms import build, mechanism
+from subquad.studies.results import Json, ScalingRow, to_json
 from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
@@ -30,7 +32,6 @@ CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "reformer-4": ("reformer", REFORMER_4),
     "lstm": ("lstm", {}),
 }
-Row = dict[str, Any]
 
 
 class Recurrent(nn.Module):
@@ -68,7 +69,7 @@ def layers(
     dtype: str = "float32",
     limit: float = 10.0,
     samples: int = 5,
-) -> Iterator[Row]:
+) -> Iterator[ScalingRow]:
     """A row for each contender and length, forward + backward: time and peak memory a sample, or why there is none.
 
     tokens  in a batch, so that it holds tokens / N samples
@@ -80,32 +81,33 @@ def layers(
         before: tuple[int, int, float] | None = None  # length, samples, ms a sample
         for length in sorted(lengths):
             batch = max(1, tokens // length)
-            row: Row = {"mechanism": CONTENDERS[label][0], "label": label, "length": length, "batch": batch}
-            row |= {"causal": True, "training_ms": None, "peak_bytes": None, "skipped": None, "error": None}
+            row = ScalingRow(mechanism=CONTENDERS[label][0], label=label, length=length, batch=batch, causal=True)
             expected = 0.0 if before is None else _expected(label, *before, length, batch) / 1000
             if expected > limit:
-                row["skipped"] = f"too slow: about {expected:.2g} s for a step, the limit is {limit:g} s"
+                row.skipped = f"too slow: about {expected:.2g} s for a step, the limit is {limit:g} s"
             else:
                 shape = Shape(length=length, dim=dim, heads=heads, batch=batch, device=device, dtype=dtype)
                 try:
-                    row |= _measured(label, shape, samples)
-                    before = length, batch, row["training_ms"]["median"]
+                    times, row.peak_bytes = _measured(label, shape, samples)
+                    row.training_ms = spread(times)
+                    before = length, batch, statistics.median(times)
                 except (torch.OutOfMemoryError, MemoryError):
-                    row["skipped"] = "out of memory"
+                    row.skipped = "out of memory"
                 except RuntimeError as error:  # of one length: the others stand
-                    row["error"] = first_line(error)
+                    row.error = first_line(error)
             yield row
             gc.collect()
             if torch.device(device).type == "cuda":
                 torch.cuda.empty_cache()
 
 
-def _measured(label: str, shape: Shape, samples: int) -> Row:
+def _measured(label: str, shape: Shape, samples: int) -> tuple[list[float], int]:
+    """For one sequence of the batch: times and share of the peak memory."""
     subject = Contender(label, shape)
     peak = peak_bytes(subject)
     how = calibrate(subject.training, shape.device)
     times = [once(subject.training, shape.device, how) / shape.batch for _ in range(samples)]
-    return {"training_ms": spread(times), "peak_bytes": peak // shape.batch}
+    return times, peak // shape.batch
 
 
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
@@ -116,21 +118,16 @@ def _expected(label: str, before: int, samples: int, ms: float, length: int, bat
     return grown(ms, before, length, mechanism(name).exponent) * batch
 
 
-def growth(rows: Sequence[Row]) -> list[Row]:
+def growth(rows: Sequence[ScalingRow]) -> list[Growth]:
     """Exponents of time and memory a sample over the four longest lengths that were measured."""
-    found = []
-    for label in dict.fromkeys(row["label"] for row in rows):
-        ours = [row for row in rows if row["label"] == label and row["training_ms"]][-4:]
-        lengths = [row["length"] for row in ours]
-        found.append(
-            {
-                "mechanism": label,
-                "time": exponent(lengths, [row["training_ms"]["median"] for row in ours]),
-                "memory": exponent(lengths, [row["peak_bytes"] for row in ours]),
-                "lengths_used": lengths,
-            }
-        )
-    return found
+    growths = []
+    for label in dict.fromkeys(row.label for row in rows):
+        timed = [(row, row.training_ms.median) for row in rows if row.label == label and row.training_ms][-4:]
+        lengths = [row.length for row, _ in timed]
+        time = exponent(lengths, [median for _, median in timed])
+        memory = exponent(lengths, [row.peak_bytes or 0 for row, _ in timed])
+        growths.append(Growth(mechanism=label, time=time, memory=memory, lengths_used=lengths))
+    return growths
 
 
 class Iteration:
@@ -176,8 +173,8 @@ def iterations(
     makers: Mapping[str, Callable[[], Iteration]],
     *,
     rounds: int = 8,
-    told: Callable[[str], None] = lambda _: None,
-) -> dict[str, Row]:
+    on_line: Callable[[str], None] = lambda _: None,
+) -> dict[str, Json]:
     """Milliseconds an iteration of each model, and its ratio to the first one's of the same round.
 
     Each is warmed up first; then they take turns, so that a clock that drifts meets all of them.
@@ -189,7 +186,7 @@ def iterations(
         for _ in range(3):
             run()
         once(run, str(run.device))
-        told(f"{name}: ready after {time.perf_counter() - begun:.0f} s")
+        on_line(f"{name}: ready after {time.perf_counter() - begun:.0f} s")
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -197,8 +194,8 @@ def iterations(
     yardstick = next(iter(times.values()))
     return {
         name: {
-            "iteration_ms": spread(ours),
-            "ratio": spread([a / b for a, b in zip(ours, yardstick, strict=True)]),
+            "iteration_ms": to_json(spread(ours)),
+            "ratio": to_json(spread([a / b for a, b in zip(ours, yardstick, strict=True)])),
             "parameters": sum(p.numel() for p in runs[name].model.parameters()),
             "batch": {key: list(tensor.shape) for key, tensor in runs[name].batch.items()},
         }

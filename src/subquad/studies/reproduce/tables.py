@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from subquad.studies.published import printed
 from subquad.studies.reproduce.scaling import REFORMER_4
 from subquad.tasks.images import SPARSE_CIFAR10, SPARSE_IMAGENET64
 
@@ -69,6 +70,7 @@ GRAPH: Settings = {"capture": True}  # on a GPU a step waits for its launches ot
 TODAY: Settings = {"positions": "waves", "norm_position": "pre", "activation": "gelu", "mixture": None}
 FULL: Settings = {"precision": "fp32"}  # cuDNN's LSTM under autocast is float16, which gradients of sums overflow
 STRIDED_TEXT = ("strided", {"stride": 128})
+SPARSE_152M, MUSIC = "Sparse Transformer 152M (strided)", "Classical music, 5 s at 12 kHz"
 FIXED_TEXT = ("fixed", {"block": 128, "summary": 32})
 SPARSE_TRAINING: Settings = {
     "optimiser": "adamw",
@@ -90,10 +92,10 @@ TABLES: dict[str, Table] = {
         model={"dropout": 0.05, "ff_dropout": 0.0, "attention_dropout": 0.0},
         training={**SHORT, "steps": 115_000},
         rows=(
-            Row(name="linear", mechanism="linear", published={"bits/dim": 0.644}, training=GRAPH),
-            Row(name="softmax", mechanism="softmax", published={"bits/dim": 0.621}, training=GRAPH),
-            Row(name="reformer-1", mechanism=lsh(1, 29), published={"bits/dim": 0.745}),
-            Row(name="reformer-4", mechanism=lsh(4, 29), published={"bits/dim": 0.676}),
+            Row(name="linear", mechanism="linear", published=printed("mnist", "Linear", "bits/dim"), training=GRAPH),
+            Row(name="softmax", mechanism="softmax", published=printed("mnist", "Softmax", "bits/dim"), training=GRAPH),
+            Row(name="reformer-1", mechanism=lsh(1, 29), published=printed("mnist", "LSH-1", "bits/dim")),
+            Row(name="reformer-4", mechanism=lsh(4, 29), published=printed("mnist", "LSH-4", "bits/dim")),
             Row(
                 name="linear-taps",
                 mechanism="linear",
@@ -124,10 +126,12 @@ TABLES: dict[str, Table] = {
         model={"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0},
         training={**SHORT, "batch": 64, "lr": 5e-4, "warmup": 2000, "steps": 75_000, "evaluate_batch": 50},
         rows=(
-            Row(name="linear", mechanism="linear", published={"bits/dim": 3.40}, training=GRAPH),
-            Row(name="softmax", mechanism="softmax", published={"bits/dim": 3.47}, training=GRAPH),
-            Row(name="reformer-1", mechanism=lsh(1, 37), published={"bits/dim": 3.39}),
-            Row(name="reformer-4", mechanism=lsh(4, 37), published={"bits/dim": 3.51}),
+            Row(name="linear", mechanism="linear", published=printed("cifar10", "Linear", "bits/dim"), training=GRAPH),
+            Row(
+                name="softmax", mechanism="softmax", published=printed("cifar10", "Softmax", "bits/dim"), training=GRAPH
+            ),
+            Row(name="reformer-1", mechanism=lsh(1, 37), published=printed("cifar10", "LSH-1", "bits/dim")),
+            Row(name="reformer-4", mechanism=lsh(4, 37), published=printed("cifar10", "LSH-4", "bits/dim")),
             Row(
                 name="linear-taps",
                 mechanism="linear",
@@ -138,7 +142,7 @@ TABLES: dict[str, Table] = {
                 Row(
                     name=f"sparse-{name}",
                     mechanism=mechanism,
-                    published={"bits/dim": bits, "iteration_s": seconds},
+                    published=printed("sparse-speed", label, "bits/dim", "iteration_s", first=3),
                     model={k: v for k, v in SPARSE_CIFAR10.items() if k != "mechanism"},
                     training={
                         **SPARSE_TRAINING,
@@ -149,10 +153,10 @@ TABLES: dict[str, Table] = {
                         "steps": 360_000,
                     },
                 )
-                for name, mechanism, bits, seconds in (
-                    ("dense", "softmax", 2.82, 0.54),
-                    ("fixed", ("fixed", {"block": 96, "summary": 24}), 2.85, 0.47),
-                    ("strided", ("strided", {"stride": 96}), 2.80, 0.38),
+                for name, label, mechanism in (
+                    ("dense", "Dense attention", "softmax"),
+                    ("fixed", "Fixed", ("fixed", {"block": 96, "summary": 24})),
+                    ("strided", "Strided", ("strided", {"stride": 96})),
                 )
             ),
         ),
@@ -216,14 +220,26 @@ TABLES: dict[str, Table] = {
         model={"dim": 512, "depth": 30, "heads": 8, "dropout": 0.1, "positions": "grid"},
         training={**SPARSE_TRAINING, "batch": 8, "micro_batch": 4, "lr": 3.5e-4, "steps": 75_000, "evaluate_batch": 8},
         rows=(
-            Row(name="dense", mechanism="softmax", published={"bits/byte": 1.00, "iteration_s": 1.31}),
-            Row(name="fixed", mechanism=FIXED_TEXT, published={"bits/byte": 0.99, "iteration_s": 0.55}),
-            Row(name="strided", mechanism=STRIDED_TEXT, published={"bits/byte": 1.13, "iteration_s": 0.35}),
+            Row(
+                name="dense",
+                mechanism="softmax",
+                published=printed("sparse-speed", "Dense attention", "bits/byte", "iteration_s"),
+            ),
+            Row(
+                name="fixed",
+                mechanism=FIXED_TEXT,
+                published=printed("sparse-speed", "Fixed", "bits/byte", "iteration_s"),
+            ),
+            Row(
+                name="strided",
+                mechanism=STRIDED_TEXT,
+                published=printed("sparse-speed", "Strided", "bits/byte", "iteration_s"),
+            ),
             Row(name="linear", mechanism="linear"),
             Row(
                 name="transformer_xl",
                 mechanism=("transformer_xl", {"memory": 512}),
-                published={"bits/byte": 1.03},
+                published=printed("sparse", "Transformer-XL 88M", "bits/byte", first=1),
                 model={"positions": "none"},
             ),
         ),
@@ -240,15 +256,12 @@ TABLES: dict[str, Table] = {
         metric="bits/byte",
         kind="context",
         rows=tuple(
-            Row(name=f"{context:,}", mechanism=FIXED_TEXT, published={"bits/byte": bits, "context": context})
-            for context, bits in (
-                (6144, 0.9952),
-                (9216, 0.9936),
-                (10752, 0.9932),
-                (11904, 0.9930),
-                (12096, 0.9922),
-                (12160, 0.9908),
+            Row(
+                name=f"{context:,}",
+                mechanism=FIXED_TEXT,
+                published={**printed("sparse-context", f"{context:,} tokens", "bits/byte"), "context": context},
             )
+            for context in (6144, 9216, 10752, 11904, 12096, 12160)
         ),
         differs=("the model is the row `fixed` of the table enwik8, as far as that was trained",),
     ),
@@ -262,7 +275,11 @@ TABLES: dict[str, Table] = {
         model={k: v for k, v in SPARSE_IMAGENET64.items() if k != "mechanism"},
         training={**SPARSE_TRAINING, "batch": 16, "lr": 3.5e-4, "warmup": 5000, "steps": 600_000, "evaluate_batch": 8},
         rows=(
-            Row(name="strided", mechanism=STRIDED_TEXT, published={"bits/dim": 3.44}),
+            Row(
+                name="strided",
+                mechanism=STRIDED_TEXT,
+                published=printed("sparse", SPARSE_152M, "bits/dim", first=1, data="ImageNet 64x64"),
+            ),
             Row(name="linear", mechanism="linear"),
         ),
         differs=("theirs: 70 epochs on 64 V100 for seven days",),
@@ -283,7 +300,9 @@ TABLES: dict[str, Table] = {
                     data={"set": "audio", "length": 16384},
                     model={"dim": 512, "depth": 12, "heads": 8, "dropout": 0.1},
                     training={"batch": 4},
-                    published={"bits/token": 1.97} if name == "strided" else {},
+                    published=printed("sparse", SPARSE_152M, "bits/token", first=1, data=MUSIC)
+                    if name == "strided"
+                    else {},
                 )
                 for name, mechanism in (("strided", STRIDED_TEXT), ("linear", "linear"))
             ),
@@ -304,13 +323,27 @@ TABLES: dict[str, Table] = {
             Row(
                 name="bi-lstm",
                 mechanism="lstm",
-                published={"per": 10.94, "epoch_s": 1047},
+                published=printed("speech", "Bi-LSTM", "per", "epoch_s"),
                 model={"dim": 320, "depth": 3},
                 training={**FULL, "optimiser": "adam", "lr": 1e-3},
             ),
-            Row(name="softmax", mechanism="softmax", published={"per": 5.12, "epoch_s": 2711}, training=GRAPH),
-            Row(name="reformer-4", mechanism=("reformer", REFORMER_4), published={"per": 9.33, "epoch_s": 2250}),
-            Row(name="linear", mechanism="linear", published={"per": 8.08, "epoch_s": 824}, training=GRAPH),
+            Row(
+                name="softmax",
+                mechanism="softmax",
+                published=printed("speech", "Softmax", "per", "epoch_s"),
+                training=GRAPH,
+            ),
+            Row(
+                name="reformer-4",
+                mechanism=("reformer", REFORMER_4),
+                published=printed("speech", "LSH-4", "per", "epoch_s"),
+            ),
+            Row(
+                name="linear",
+                mechanism="linear",
+                published=printed("speech", "Linear", "per", "epoch_s"),
+                training=GRAPH,
+            ),
         ),
         differs=(
             "AN4, 948 utterances of three seconds, validation among them, not 80 hours of the Wall Street Journal; 13 "

@@ -1,4 +1,4 @@
-"""The kernel of `linear_deferred`: one head of one row a program.
+"""The kernel of `deferred`: one head of one row a program.
 
 Legend: B batch, H heads, K key width, V value width, GROUP tokens between two writes of S.
 """
@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import Plan, launch, tile_of
-from subquad.ops.linear_deferred import GROUP
-from subquad.ops.linear_triton import _phi
+from subquad.ops.linear.deferred import GROUP
+from subquad.ops.linear.maps_triton import phi
+from subquad.ops.linear.spec import Spec
 
 TILE = 1024  # numbers of S a warp holds: with fewer, what concerns the whole head is computed by more warps than needed
 
@@ -22,7 +23,7 @@ def _once(x):
 
 
 @triton.jit
-def step(
+def kernel(
     q, k, v, s, z, keys, values, start, position, o, eps,
     H: tl.constexpr, qb: tl.constexpr, qh: tl.constexpr, kb: tl.constexpr, kh: tl.constexpr, vb: tl.constexpr,
     vh: tl.constexpr, sb: tl.constexpr, sh: tl.constexpr, zb: tl.constexpr, zh: tl.constexpr, wb: tl.constexpr,
@@ -49,12 +50,12 @@ def step(
     x = tl.load(s + rows[:, :, None] * V + cols[None, None, :], mask=(rows < K)[:, :, None] & (cols < V), other=0.0)
     n = ((tl.load(position + b) - tl.load(start + b)) & (GROUP - 1)).to(tl.int32)
     queued = (dn <= n)[:, None]
-    qf = _phi(tl.load(q + b * qb + h * qh + dk, mask=dk < K, other=0.0).to(tl.float32), MAP)
+    qf = phi(tl.load(q + b * qb + h * qh + dk, mask=dk < K, other=0.0).to(tl.float32), MAP)
     qf = _once(qf if K == BK else tl.where(dk < K, qf, 0.0))
     zx = tl.load(z + dk, mask=dk < K, other=0.0)
     from_queue = tl.where(dn[:, None] < n, keys + dn[:, None] * wn, k)
     waiting = tl.load(from_queue + dk[None, :], mask=queued & (dk < K)[None, :], other=0.0)
-    scores = tl.where(dn <= n, tl.sum(_phi(waiting.to(tl.float32), MAP) * qf[None, :], 1), 0.0)  # [GROUP]
+    scores = tl.where(dn <= n, tl.sum(phi(waiting.to(tl.float32), MAP) * qf[None, :], 1), 0.0)  # [GROUP]
     d = tl.sum(qf * zx, 0) + tl.sum(scores, 0)
     if NORM:
         if SIGNED:
@@ -66,7 +67,7 @@ def step(
     else:
         for j in tl.static_range(GROUP):
             kj = tl.load((keys + j * wn if j < GROUP - 1 else k) + dk, mask=dk < K, other=0.0)
-            zx += _phi(kj.to(tl.float32), MAP)
+            zx += phi(kj.to(tl.float32), MAP)
         tl.store(z + dk, zx, mask=dk < K)
     spread = tl.reshape(qf, (BK // GROUP, GROUP))
     for v0 in tl.static_range(0, V, BV):
@@ -83,7 +84,7 @@ def step(
             for j in tl.static_range(GROUP):
                 kj = tl.load((keys + j * wn if j < GROUP - 1 else k) + dk, mask=dk < K, other=0.0).to(tl.float32)
                 vj = tl.load((values + j * xn if j < GROUP - 1 else v) + dv, mask=dv < V, other=0.0).to(tl.float32)
-                x += tl.reshape(_once(_phi(kj, MAP)), (BK // GROUP, GROUP))[:, :, None] * vj[None, None, :]
+                x += tl.reshape(_once(phi(kj, MAP)), (BK // GROUP, GROUP))[:, :, None] * vj[None, None, :]
             tile = s + rows[:, :, None] * V + dv[None, None, :]
             tl.store(tile, x, mask=(rows < K)[:, :, None] & (dv < V)[None, None, :])
         if v0 + BV < V:
@@ -99,23 +100,23 @@ def warps(block_k: int, block_v: int) -> int:
     return max(1, block_k * block_v // TILE)
 
 
-def launch_step(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, keys: Tensor, values: Tensor, start: Tensor,
-    position: Tensor, o: Tensor, feature_map: str, signed: bool, normalize: bool, eps: float,
-) -> None:  # fmt: skip
-    """One token for every row and head."""
+def step(tensors: tuple[Tensor, ...], spec: Spec) -> Tensor:
+    """o of one token for every row and head; the tensors are the first nine of the kernel."""
+    q, k, v, s, z, keys, values, _, _ = tensors
     if not (s[0, 0].is_contiguous() and z.stride(-1) == 1 and s.dtype == torch.float32):
         raise ValueError(f"s is {s.dtype} with strides {s.stride()}: accepted is float32, K and V contiguous")
     b, h, width_k = q.shape
     width_v = v.shape[2]
     block_k = tile_of(width_k)
     block_v = min(tile_of(width_v), max(16, 4096 // block_k))
+    o = q.new_empty(v.shape)
     strides = [d for x in (q, k, v, s, z) for d in x.stride()[:2]]
     strides += [d for x in (keys, values) for d in x.stride()[:3]]
     constants = {
         **dict(zip(STRIDES, (h, *strides), strict=True)),
-        "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "GROUP": GROUP, "MAP": feature_map,
-        "SIGNED": signed, "NORM": normalize,
+        "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "GROUP": GROUP, "MAP": spec.feature_map,
+        "SIGNED": spec.signed, "NORM": spec.normalize,
     }  # fmt: skip
-    plan = Plan((b * h,), (eps,), constants, warps(block_k, block_v))
-    launch(step, (q, k, v, s, z, keys, values, start, position, o), plan)
+    plan = Plan((b * h,), (spec.eps,), constants, warps(block_k, block_v))
+    launch(kernel, (*tensors, o), plan)
+    return o

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.ops.feature_maps import FEATURE_MAPS
+from subquad.ops.feature_maps import FEATURE_MAPS, FUSED
 from subquad.ops.impl import Impl, choose
-from subquad.ops.linear_fused import MAPS
+from subquad.ops.linear.spec import Spec
 
 GROUP = 4  # tokens between two writes, a power of two; 8 saves 4% more traffic and costs more instructions than that
 
@@ -33,7 +33,7 @@ def make_queue(like: Tensor, position: Tensor, heads: int, width_k: int, width_v
 
 def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
     """Whether the fused step serves this kind of call; the torch path gains nothing by waiting."""
-    known = isinstance(feature_map, str) and feature_map in MAPS and like.dtype != torch.float64
+    known = isinstance(feature_map, str) and feature_map in FUSED and like.dtype != torch.float64
     return known and choose(impl, "linear_attention_step", like) == "triton"
 
 
@@ -52,10 +52,8 @@ def deferred_linear_attention_step(
 ) -> Tensor:
     """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed."""
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
-    signed = FEATURE_MAPS[feature_map].signed
-    return torch.ops.subquad.linear_attention_step_deferred(
-        q_t, k_t, v_t, s, z, *queue, position, feature_map, signed, normalize, eps
-    )
+    spec = Spec(True, feature_map, FEATURE_MAPS[feature_map].signed, normalize, eps)
+    return torch.ops.subquad.linear_attention_step_deferred(q_t, k_t, v_t, s, z, *queue, position, *spec)
 
 
 def settle(s: Tensor, z: Tensor, queue: Queue, count: int, feature_map: str = "elu+1") -> None:
@@ -64,38 +62,3 @@ def settle(s: Tensor, z: Tensor, queue: Queue, count: int, feature_map: str = "e
         k = FEATURE_MAPS[feature_map].apply(queue.keys[:, j].to(s.dtype))  # [B, H, K]
         s.addcmul_(k[..., None], queue.values[:, j, :, None].to(s.dtype))
         z.add_(k)
-
-
-torch.library.define(
-    "subquad::linear_attention_step_deferred",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, Tensor(c!) keys, Tensor(d!) values, Tensor start,"
-    " Tensor position, str feature_map, bool signed, bool normalize, float eps) -> Tensor",
-)
-
-
-@torch.library.impl("subquad::linear_attention_step_deferred", "CompositeExplicitAutograd")
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    s: Tensor,
-    z: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: Tensor,
-    position: Tensor,
-    feature_map: str,
-    signed: bool,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
-    from subquad.ops.linear_deferred_triton import launch_step
-
-    o = q.new_empty(v.shape)
-    launch_step(q, k, v, s, z, keys, values, start, position, o, feature_map, signed, normalize, eps)
-    return o
-
-
-@torch.library.register_fake("subquad::linear_attention_step_deferred")
-def _(q: Tensor, _k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return q.new_empty(v.shape)

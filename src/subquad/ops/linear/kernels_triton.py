@@ -21,43 +21,10 @@ constants: addresses then take few registers, and twice as many programs share a
 Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers.
 """
 
-import itertools
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, tile_of
-
-
-@triton.jit
-def _phi(x, MAP: tl.constexpr):
-    if MAP == "elu+1":
-        y = tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * 1.4426950408889634)
-    elif MAP == "relu":
-        y = tl.maximum(x, 0.0)
-    elif MAP == "exp":
-        y = tl.exp(x)
-    else:
-        # a sum, so that the operand passes through registers: Triton 3.6 refills a loaded tile that a dot still reads
-        y = x + 0.0
-    return y
-
-
-@triton.jit
-def _phi_grad(d, f, MAP: tl.constexpr):
-    """d·φ'(x), from f = φ(x)."""
-    if MAP == "elu+1":
-        y = d * tl.minimum(f, 1.0)
-    elif MAP == "relu":
-        y = tl.where(f > 0.0, d, 0.0)
-    elif MAP == "exp":
-        y = d * f
-    else:
-        y = d
-    return y
+from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
 
 
 @triton.jit
@@ -114,11 +81,8 @@ def _features(
     EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """φ of rows t .. t + ROWS, and zeros where there is no token: what is loaded there is where φ vanishes."""
-    if MAP == "elu+1" or MAP == "exp":
-        x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN, float("-inf"))
-    else:
-        x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN)
-    return _phi(x.to(ACC), MAP)
+    x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN, phi_zero(MAP))
+    return phi(x.to(ACC), MAP)
 
 
 @triton.jit
@@ -550,7 +514,7 @@ def backward_q(
             back = back * w[:, None]
         if GATED:
             tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, tl.sum(f * back, 1), mask=i < size - t)
-        _store(dq, _phi_grad(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
+        _store(dq, phi_pull(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
         if SUMS:
             if NORM:
                 f = f * w[:, None]
@@ -717,7 +681,7 @@ def backward_kv(
                 here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
                 tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
                 carried += tl.sum(push, 0)
-            gk = _phi_grad(gk, f_k, MAP)
+            gk = phi_pull(gk, f_k, MAP)
             if not EVEN:
                 gk = tl.where((i < left)[:, None], gk, 0.0)
             _store(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
@@ -743,8 +707,8 @@ def step(
     h = (pid % H).to(tl.int64)
     dk = tl.arange(0, BK)
     some = dk < K
-    qf = tl.where(some, _phi(tl.load(q + b * qb + h * qh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
-    kf = tl.where(some, _phi(tl.load(k + b * kb + h * kh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
+    qf = tl.where(some, phi(tl.load(q + b * qb + h * qh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
+    kf = tl.where(some, phi(tl.load(k + b * kb + h * kh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
     zx = tl.load(z + b * zb + h * zh + dk, mask=some, other=0.0).to(ACC)
     if GATED:
         fade = tl.exp(tl.load(g + b * gb + h * gh).to(ACC))
@@ -783,384 +747,3 @@ def step(
         if NORM:
             y = y / d
         tl.store(o + (b * H + h) * V + dv, y.to(o.dtype.element_ty), mask=dv < V)
-
-
-class Config(NamedTuple):
-    chunk: int
-    block: int  # columns of the state in one program: of V in forward and backward_v, of K in the others
-    warps: int
-    stages: int
-    registers: int = (
-        255  # a cap, so that more programs share a multiprocessor; without one ptxas gives up on large tiles
-    )
-
-
-# (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`. "many":
-# whole sequences, more than two for each multiprocessor
-TUNED: dict[tuple[str, bool, int, int, int], Config] = {
-    ("states", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
-    ("states", False, 64, 64, 2): Config(128, 64, 4, 2, 168),
-    ("forward many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
-    ("backward_q many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
-    ("backward_kv many", True, 64, 64, 2): Config(64, 64, 4, 2, 255),
-    ("backward_kv", False, 64, 64, 2): Config(64, 64, 4, 2, 168),
-    ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
-    ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
-}
-
-
-def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int, many: bool = False) -> Config:
-    """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap.
-
-    backward_kv is launched as backward_k and backward_v, one after the other, where no program can hold a whole state.
-    """
-    k, v = tile_of(width_k), tile_of(width_v)
-    tuned = TUNED.get((kernel, causal, k, v, itemsize))
-    if many:
-        tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
-    if tuned:
-        return tuned
-    across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
-    if itemsize > 2:  # exact products run on scalar units and want small tiles
-        block = min(across, max(16, 2048 // along))
-        return Config(16, block, 8 if block * along > 1024 else 4, 1)
-    block = min(across, 64, max(16, 8192 // along))
-    small = block * along <= 4096
-    return Config(64, block, 4, 3 if small else 2, 128 if small and not causal else 255)
-
-
-class Call(NamedTuple):
-    """What forward and backward have in common: the inputs, the cut into segments, the options."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_gate: Tensor | None
-    lengths: Tensor | None
-    cu_seqlens: Tensor | None
-    causal: bool
-    feature_map: str
-    signed: bool
-    normalize: bool
-    eps: float
-    segment: int
-
-    @property
-    def sequences(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
-
-    def cut(self, tokens: int) -> tuple[int, int, bool]:
-        """Slots, segments per sequence (1 when packed, where only the device knows), whether there may be several."""
-        if self.cu_seqlens is not None:
-            return tokens // self.segment + self.sequences, 1, True
-        segments = blocks_of(tokens, self.segment)
-        return self.q.shape[0] * segments, segments, segments > 1
-
-    def kind(self, do: Tensor | None) -> tuple[Any, ...]:
-        """Everything but the numbers in the tensors: calls of one kind launch the same kernels in the same way."""
-        q, k, v, g, lengths, cu = self[:6]
-        return (
-            q.device.index, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), self[6:],
-            None if g is None else (g.dtype, g.stride()),
-            None if lengths is None else lengths.dtype,
-            None if cu is None else (cu.dtype, cu.shape),
-            None if do is None else do.stride(),
-            torch.backends.cuda.matmul.allow_tf32,
-        )  # fmt: skip
-
-
-def _owner(call: Call) -> Tensor:
-    """Packed: the sequence of each slot. Sequence n has slots from cu[n] // L + n on, enough for any length."""
-    if call.cu_seqlens is None:
-        return call.q
-    first = call.cu_seqlens[:-1] // call.segment + torch.arange(call.sequences, device=call.q.device)
-    slots = torch.arange(call.q.shape[1] // call.segment + call.sequences, device=call.q.device)
-    return (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
-
-
-_KINDS: dict[tuple[Any, ...], int] = {}
-_numbers = itertools.count()
-
-
-def _number_of(kind: tuple[Any, ...]) -> int:
-    """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
-    if len(_KINDS) > 1024:
-        _KINDS.clear()
-    number = _KINDS.get(kind)
-    if number is None:
-        number = _KINDS[kind] = next(_numbers)
-    return number
-
-
-_DOT = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-
-
-class _Launcher:
-    """Starts the kernels of one call; a tensor that is not there is replaced by one that is, and never read."""
-
-    def __init__(self, call: Call, do: Tensor | None = None) -> None:
-        self.call = call
-        self.do = call.q if do is None else do
-        q, g = call.q, call.log_gate
-        self.kind = _number_of(call.kind(do))
-        self.gate = q if g is None else g
-        self.where = (
-            q if call.cu_seqlens is None else call.cu_seqlens,
-            _owner(call),
-            q if call.lengths is None else call.lengths,
-        )
-        self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], call.v.shape[3]
-
-    def config(self, kernel: str) -> Config:
-        call = self.call
-        slots, _, split = call.cut(call.q.shape[1])
-        many = not split and slots * self.heads > 264
-        return config(kernel, call.causal, self.width_k, self.width_v, call.q.element_size(), many)
-
-    def merged(self) -> bool:
-        """Whether one program of backward_kv holds a whole state."""
-        k, v = tile_of(self.width_k), tile_of(self.width_v)
-        return k * v <= 4096 and self.config("backward_k").block == k and self.config("backward_v").block == v
-
-    def plan(
-        self, cfg: Config, tokens: int, block_k: int, block_v: int, inputs: dict[str, Tensor], **more: bool
-    ) -> Plan:  # fmt: skip
-        """How to start a kernel that walks over this many tokens, by blocks of K and of V; `inputs` by their letter."""
-        call = self.call
-        slots, segments, _ = call.cut(tokens)
-        programs = slots * self.heads * blocks_of(self.width_k, block_k) * blocks_of(self.width_v, block_v)
-        lengths = call.lengths is not None and tokens == call.k.shape[1]  # else queries, which are never padded
-        whole = self.width_k % block_k == 0 and self.width_v % block_v == 0 and tokens % cfg.chunk == 0
-        dot = _DOT[call.q.dtype]
-        if call.q.dtype is torch.bfloat16 and INTERPRETED:
-            dot = tl.float32  # the interpreter has no bfloat16 dot
-        gate = (0, 0, 0) if call.log_gate is None else call.log_gate.stride()
-        apart = (d for x in inputs.values() for d in (x.stride(0), x.stride(2)))
-        constants = {
-            **{f"{letter}T": x.stride(1) for letter, x in inputs.items()},
-            "K": self.width_k,
-            "V": self.width_v,
-            "H": self.heads,
-            "C": cfg.chunk,
-            "BK": block_k,
-            "BV": block_v,
-            "EVEN": whole and not lengths and call.cu_seqlens is None,
-            "MAP": call.feature_map,
-            "CAUSAL": call.causal,
-            "NORM": call.normalize,
-            "GATED": call.log_gate is not None,
-            "PACKED": call.cu_seqlens is not None,
-            "LENGTHS": lengths,
-            **more,
-            "DOT": dot,
-            "ACC": tl.float64 if call.q.dtype is torch.float64 else tl.float32,
-            "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        }
-        numbers = (call.eps, tokens, call.segment, segments, call.q.shape[0] * tokens, *gate, *apart)
-        return Plan((programs,), numbers, constants, cfg.warps, cfg.stages, cfg.registers)
-
-    def states(
-        self, rows: Tensor, zrows: Tensor | None, init: tuple[Tensor, Tensor] | None, grows: Tensor | None
-    ) -> None:  # fmt: skip
-        """Sums of k and v by segment; zrows: there is one segment, and its sums are the result."""
-        k, v = self.call.k, self.call.v
-        split, some = zrows is None, init is not None
-
-        def plan() -> Plan:
-            cfg = self.config("states")
-            inputs = {"K": k, "V": v}
-            return self.plan(cfg, k.shape[1], cfg.block, tile_of(self.width_v), inputs, SPLIT=split, INIT=some)
-
-        launch_by_key(
-            (self.kind, split, some), states,
-            (k, v, self.gate, rows, rows if zrows is None else zrows, *(init or (rows, rows)),
-             rows if grows is None else grows, *self.where),
-            plan,
-        )  # fmt: skip
-
-    def scan(
-        self, x: Tensor, rows: Tensor, grows: Tensor | None, init: tuple[Tensor, Tensor] | None,
-        final: tuple[Tensor, Tensor] | None, reverse: bool,
-    ) -> None:  # fmt: skip
-        """Scan the rows of every sequence of x, in place (causal), and put the last sums into `final`."""
-        call = self.call
-        packed = call.cu_seqlens is not None
-
-        def plan() -> Plan:
-            elements = rows.shape[2]
-            segments = call.cut(x.shape[1])[1]
-            unroll = 16 if packed else min(16, 1 << (segments - 1).bit_length())
-            block = min(2048 // unroll, 512, tile_of(elements))
-            constants = {
-                "K": self.width_k, "V": self.width_v, "CAUSAL": call.causal, "REVERSE": reverse,
-                "GATED": grows is not None, "PACKED": packed, "INIT": init is not None, "FINAL": final is not None,
-                "U": unroll, "BE": block, "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
-            }  # fmt: skip
-            programs = call.sequences * self.heads * blocks_of(elements, block)
-            return Plan((programs,), (call.segment, segments, self.heads), constants)
-
-        launch_by_key(
-            (self.kind, reverse, init is not None, final is not None), scan,
-            (rows, rows if grows is None else grows, *(init or (rows, rows)), *(final or (rows, rows)), self.where[0]),
-            plan,
-        )  # fmt: skip
-
-    def forward(
-        self, o: Tensor, inv: Tensor | None, init: tuple[Tensor, Tensor] | None, final: tuple[Tensor, Tensor],
-        split: bool,
-    ) -> None:  # fmt: skip
-        call = self.call
-        some, save = init is not None, inv is not None
-
-        def plan() -> Plan:
-            cfg = self.config("forward")
-            return self.plan(
-                cfg, call.q.shape[1], tile_of(self.width_k), cfg.block, {"Q": call.q, "K": call.k, "V": call.v},
-                SPLIT=split, INIT=some, SIGNED=call.signed, SAVE=save,
-            )  # fmt: skip
-
-        launch_by_key(
-            (self.kind, split, some, save), forward,
-            (call.q, call.k, call.v, self.gate, o, o if inv is None else inv, *(init or final), *final, *self.where),
-            plan,
-        )  # fmt: skip
-
-    def backward_q(
-        self, o: Tensor, inv: Tensor, pull: Tensor, dq: Tensor, qdq: Tensor | None,
-        init: tuple[Tensor, Tensor] | None, start: tuple[Tensor, Tensor] | None, sums: tuple[Tensor, Tensor] | None,
-        gsums: Tensor | None, split: bool,
-    ) -> None:  # fmt: skip
-        call, do = self.call, self.do
-        some, started = init is not None, start is not None
-
-        def plan() -> Plan:
-            cfg = self.config("backward_q")
-            if call.log_gate is not None:
-                cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
-            inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
-            return self.plan(
-                cfg, call.q.shape[1], cfg.block, tile_of(self.width_v), inputs,
-                SPLIT=split, INIT=some, SIGNED=call.signed, START=started,
-            )  # fmt: skip
-
-        none = inv, inv
-        launch_by_key(
-            (self.kind, split, some, started), backward_q,
-            (call.q, call.k, call.v, self.gate, o, inv, do, pull, dq, inv if qdq is None else qdq,
-             *(init or none), *(start or none), *(sums or none), inv if gsums is None else gsums, *self.where),
-            plan,
-        )  # fmt: skip
-
-    def backward_kv(
-        self, inv: Tensor, pull: Tensor, dk: Tensor, dv: Tensor, gates: tuple[Tensor, Tensor] | None,
-        init: tuple[Tensor, Tensor] | None, ahead: Tensor | None, end: tuple[Tensor, Tensor],
-        final: tuple[Tensor, Tensor] | None, split: bool,
-    ) -> None:  # fmt: skip
-        """gates: q·dq and d log_gate, by block of K."""
-        call, do = self.call, self.do
-        some, last = init is not None, final is not None
-        none = inv, inv
-        tensors = (
-            call.q, call.k, call.v, self.gate, inv, do, pull, (gates or none)[0], dk, dv, (gates or none)[1],
-            *(init or none), inv if ahead is None else ahead, *end, *(final or none), *self.where,
-        )  # fmt: skip
-        for name in ("backward_kv",) if self.merged() else ("backward_v", "backward_k"):
-
-            def plan(name: str = name) -> Plan:
-                cfg = self.config(name)
-                block_k, block_v = tile_of(self.width_k), tile_of(self.width_v)
-                if name == "backward_v":
-                    block_v = cfg.block
-                elif name == "backward_k":
-                    block_k = cfg.block
-                inputs = {"Q": call.q, "K": call.k, "V": call.v, "O": do}
-                return self.plan(
-                    cfg, call.k.shape[1], block_k, block_v, inputs,
-                    SPLIT=split, INIT=some, DK=name != "backward_v", DV=name != "backward_k", FINAL=last,
-                )  # fmt: skip
-
-            launch_by_key((self.kind, name, split, some, last), backward_kv, tensors, plan)
-
-
-def launch_forward(
-    call: Call, init: tuple[Tensor, Tensor] | None, o: Tensor, s: Tensor, z: Tensor, inv: Tensor | None,
-    rows: Tensor | None,
-) -> None:  # fmt: skip
-    """Fill o, s, z and, where given, one over each denominator.
-
-    rows [slots, H, K·V + K], given where sequences are cut, end up (causal) with the state before each segment.
-    """
-    run = _Launcher(call)
-    if rows is not None:
-        grows = None if call.log_gate is None else rows.new_empty(rows.shape[:2])
-        run.states(rows, None, None, grows)
-        run.scan(call.k, rows, grows, init, None if call.causal else (s, z), False)
-    elif not call.causal:
-        run.states(s, z, init, None)
-    if not call.causal:
-        init = s, z
-    elif rows is not None:
-        init = rows, rows
-    run.forward(o, inv, init, (s, z), call.causal and rows is not None)
-
-
-def launch_backward(
-    call: Call, do: Tensor, dend: tuple[Tensor, Tensor] | None, o: Tensor, end: tuple[Tensor, Tensor], inv: Tensor,
-    init: tuple[Tensor, Tensor] | None, dq: Tensor, dk: Tensor, dv: Tensor, dinit: tuple[Tensor, Tensor] | None,
-) -> Tensor | None:  # fmt: skip
-    """Fill dq, dk, dv and, where given, the gradients of the initial state; returns that of log_gate.
-
-    init: the states before each segment, before each sequence (one segment), or the full sums (not causal).
-    end: the states after each sequence; dend: the gradients of those.
-    """
-    run = _Launcher(call, do)
-    slots, _, split = call.cut(call.q.shape[1])
-    pull = torch.empty_like(inv)
-    grows = gates = sums = None
-    after, first = dend, dinit
-    if split:
-        rows = inv.new_empty((slots, run.heads, run.width_k * (run.width_v + 1)))
-        sums = rows, rows
-    if call.log_gate is not None:
-        parts = blocks_of(run.width_k, run.config("backward_k").block)
-        gates = inv.new_empty((parts, *call.log_gate.shape)), inv.new_empty((parts, *call.log_gate.shape))
-        grows = inv.new_empty((slots, run.heads))
-    if not call.causal:  # R and r are the same after every token, and before
-        after = dinit or (torch.empty_like(end[0]), torch.empty_like(end[1]))
-        sums = sums or after
-        first = None
-    run.backward_q(
-        o, inv, pull, dq, None if gates is None else gates[0], init, None if split or call.causal else dend, sums,
-        grows, split,
-    )  # fmt: skip
-    if split:
-        run.scan(call.q, rows, grows, dend, None if call.causal else after, True)
-    if split and call.causal:
-        after = sums
-    run.backward_kv(inv, pull, dk, dv, gates, after, None if init is None else init[0], end, first, split)
-    return None if gates is None else gates[1].sum(0)
-
-
-def launch_step(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, o: Tensor,
-    snew: Tensor, znew: Tensor, feature_map: str, signed: bool, normalize: bool, eps: float,
-) -> None:  # fmt: skip
-    """One token for every row and head; snew and znew may be s and z themselves."""
-    b, h, width_k = q.shape
-    width_v = v.shape[2]
-    block_k = tile_of(width_k)
-    block_v = min(tile_of(width_v), max(16, 4096 // block_k))
-    g = q if log_gate is None else log_gate
-    constants = {
-        "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "MAP": feature_map, "SIGNED": signed,
-        "NORM": normalize, "GATED": log_gate is not None, "INPLACE": snew is s,
-        "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
-    }  # fmt: skip
-    strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
-    warps = min(4, max(1, block_k * block_v // 512))
-    launch(step, (q, k, v, g, s, z, o, snew, znew), Plan((b * h,), (eps, h, *strides), constants, warps))

@@ -1,0 +1,178 @@
+"""What the public methods of a mechanism refuse: tokens, contexts, states and options that it cannot work with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from subquad.checks import FLOATS, check_strided, check_tensor
+from subquad.ops.autocast import autocasts
+from subquad.ops.lengths import check_lengths, shape_of, zero_padding
+
+if TYPE_CHECKING:
+    from subquad.mechanisms.base import Mixer, Options
+
+Shape = tuple[int | None, ...]  # None: any size
+
+
+def check_options(cls: type[Mixer], options: Options) -> None:
+    """Refuse base options that have no meaning for this mechanism, and directions and widths that it does not have."""
+    name = cls.__name__
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in cls.unused - {"heads", "dim"} and value != field.default:
+            raise ValueError(f"{field.name}={value!r} has no meaning for {name}: leave it at {field.default!r}")
+    if options.causal and not cls.traits.causal:
+        raise ValueError(f"causal=True cannot work: {name} has no causal form ({cls._why_not_causal})")
+    if not options.causal and not cls.traits.bidirectional:
+        raise ValueError(f"causal=False cannot work: {name} is causal only; pass causal=True")
+    if cls.traits.fixed_length and options.max_length is None:
+        raise ValueError(
+            f"max_length=None cannot work: {name} has parameters for each position; pass the longest T you need"
+        )
+    if "heads" not in cls.unused and options.dim % options.heads:
+        raise ValueError(f"heads={options.heads} cannot work: it must divide dim={options.dim}")
+    if options.rotary and (options.dim // options.heads) % 2:
+        raise ValueError(f"rotary=True cannot work: dim/heads={options.dim // options.heads} must be even")
+
+
+def check_tokens(mix: Mixer, x: Tensor, name: str = "x") -> None:
+    """Refuse what is not [B, T, D] of this module's width, type and device."""
+    dim, like = mix.options.dim, mix._like
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(f"{name} has shape {shape_of(x)}: accepted is [batch, T, {dim}]")
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        raise ValueError(f"{name} has shape {shape_of(x)}: at least one row and one token are needed")
+    check_strided(name, x)
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}: this module is on {like.device}")
+    cast = autocasts(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if x.dtype != like.dtype and not cast:
+        raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {like.dtype}")
+    limit = mix.options.max_length
+    if limit is not None and mix.traits.fixed_length and x.shape[1] > limit:
+        raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
+
+
+def check_padded(mix: Mixer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Checked tokens with zeros for padding, and their lengths."""
+    check_tokens(mix, x)
+    lengths = check_lengths(lengths, x)
+    return zero_padding(x, lengths), lengths
+
+
+def check_context(
+    mix: Mixer, x: Tensor, context: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What came as the context of x, checked, with zeros for padding; None if there is none."""
+    if context is None:
+        if lengths is not None:
+            raise ValueError("context_lengths came without context: pass both or neither")
+        return None, None
+    context, lengths = check_keys(mix, context, lengths)
+    if context.shape[0] != x.shape[0]:
+        raise ValueError(f"context has batch {context.shape[0]}: x has batch {x.shape[0]}")
+    return context, lengths
+
+
+def check_keys(mix: Mixer, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A checked context with zeros for padding, and its lengths."""
+    if mix.options.causal:
+        raise ValueError("context was given to a causal module: cross-attention needs causal=False")
+    if not mix.traits.cross:
+        raise ValueError(f"context was given, but {type(mix).__name__} has no cross-attention")
+    if mix.options.rotary:
+        raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
+    check_tokens(mix, context, "context")
+    lengths = check_lengths(lengths, context, "context_lengths")
+    return zero_padding(context, lengths), lengths
+
+
+def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) -> None:
+    """Refuse a memory that `remember` of this module, or of an equal one, did not make."""
+    if lengths is not None:
+        raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
+    name, like = type(mix).__name__, mix._like
+    if not isinstance(memory, mix.memory_type):
+        came = f"{type(memory).__module__}.{type(memory).__name__}"
+        raise ValueError(f"context is a {came}: accepted is a tensor, or the memory that this {name}'s remember made")
+    if torch.compiler.is_compiling():
+        return
+    for field, t, shape in zip(memory._fields, memory, memory_shapes(mix), strict=True):
+        check_tensor(f"context.{field}", t)
+        double = torch.float64  # autocast makes the others
+        if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (like.dtype == double)):
+            raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {like.dtype}")
+        if field == "lengths" and t.dtype != torch.int64:
+            raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
+        if t.shape[:1] != (batch,):
+            raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+        if not _fits(t, shape):
+            raise ValueError(f"context.{field} has shape {list(t.shape)}: this {name} remembers {_words(shape)}")
+        if t.device != like.device:
+            raise ValueError(f"context.{field} is on {t.device}: this module is on {like.device}")
+
+
+def check_stateful(mix: Mixer, method: str) -> None:
+    if mix.traits.state is None:
+        causal_only = type(mix).traits.state and not mix.options.causal
+        why = "built with causal=False" if causal_only else "without a recurrent form"
+        raise NotImplementedError(
+            f"{method}: {type(mix).__name__} is {why}, so there is no state; recompute with forward"
+        )
+
+
+def check_state(mix: Mixer, state: Any, batch: int) -> None:
+    """Refuse a state that a module with other options made."""
+    name, like = type(mix).__name__, mix._like
+    if mix.state_type is not None and not isinstance(state, mix.state_type):
+        raise ValueError(f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill")
+    if torch.compiler.is_compiling():
+        return
+    for field, t, (dtype, shape) in zip(state._fields, state, state_shapes(mix), strict=True):
+        check_tensor(f"state.{field}", t)
+        if t.shape[:1] != (batch,):
+            raise ValueError(f"state has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+        if not _fits(t, shape) or t.dtype != dtype:
+            raise ValueError(
+                f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {_words(shape)}; "
+                "a state goes with the module, or the options, it came from"
+            )
+        if t.device != like.device:
+            raise ValueError(f"state.{field} is on {t.device}: this module is on {like.device}")
+
+
+def memory_shapes(mix: Mixer) -> list[Shape]:
+    """The shape of each field of a memory; the size that follows the context's length is None."""
+    if mix._memory_shapes is None:
+        made = []
+        for size in (1, mix.options.max_length or 1000):
+            context = mix._like.new_zeros(1, size, mix.options.dim)
+            with torch.no_grad():
+                made.append(mix._remember(context, torch.full((1,), size, device=context.device)))
+        mix._memory_shapes = [_common(a, b) for a, b in zip(*made, strict=True)]
+    return mix._memory_shapes
+
+
+def state_shapes(mix: Mixer) -> list[tuple[torch.dtype, Shape]]:
+    """Type and shape of each field of a state; the size that follows the capacity is None."""
+    if mix._state_shapes is None or mix._state_shapes[0] != mix._like.dtype:
+        made = zip(mix._init_state(1, 1), mix._init_state(1, 1000), strict=True)
+        mix._state_shapes = mix._like.dtype, [(a.dtype, _common(a, b)) for a, b in made]
+    return mix._state_shapes[1]
+
+
+def _common(a: Tensor, b: Tensor) -> Shape:
+    return tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True))
+
+
+def _fits(t: Tensor, shape: Shape) -> bool:
+    """Whether t has this shape; the first dimension is the batch, which may be anything."""
+    return t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape[1:], t.shape[1:], strict=True))
+
+
+def _words(shape: Shape) -> list[int | str]:
+    return ["batch", *("any" if n is None else n for n in shape[1:])]

@@ -1,0 +1,328 @@
+"""Linear attention: o_t = φ(q_t)ᵀ S_t / (φ(q_t)ᵀ z_t) with S = Σ φ(k)vᵀ and z = Σ φ(k), over s <= t when causal.
+
+Causal sums run in chunks: inside a chunk of C tokens the masked scores are a small matrix, and between chunks one state
+(s and z) is handed on, so time is O(T·(C + M)·V) and nothing of size [T, T] exists. Gates, and the borders of packed
+sequences, only change how a state travels from chunk to chunk: it is multiplied by exp(g), or by zero.
+
+Legend: B batch, T queries, S keys, H heads, K key width, M features, V value width.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from subquad.checks import check_eps, check_heads, check_strided, check_tensor, checked, shown
+from subquad.ops.autocast import uncast
+from subquad.ops.feature_maps import FeatureMap
+from subquad.ops.feature_maps import feature_map as find_map
+from subquad.ops.impl import Impl, choose
+from subquad.ops.lengths import check_op_lengths, readable
+from subquad.ops.linear import chunked
+from subquad.ops.linear.operators import attend, fused_step
+from subquad.ops.linear.spec import Inputs, Spec
+
+Map = str | Callable[[Tensor], Tensor]
+
+
+class LinearState(NamedTuple):
+    """Everything linear attention remembers of the tokens so far."""
+
+    s: Tensor  # [B, H, M, V] at least float32
+    z: Tensor  # [B, H, M]
+
+
+class _Options(TypedDict, total=False):
+    causal: bool
+    feature_map: Map
+    normalize: bool
+    eps: float
+    lengths: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    log_gate: Tensor | None
+    initial_state: LinearState | None
+    impl: Impl
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, LinearState]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, LinearState]: ...
+
+
+@checked
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: Map = "elu+1",
+    normalize: bool = True,
+    eps: float = 1e-6,
+    lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    log_gate: Tensor | None = None,
+    initial_state: LinearState | None = None,
+    return_state: bool = False,
+    impl: Impl = "auto",
+) -> Tensor | tuple[Tensor, LinearState]:
+    """q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> o [B, T, H, V] in v's type; (o, state) with return_state.
+
+    S may differ from T when not causal. Sums, states and denominators are at least float32.
+
+    feature_map    a name of FEATURE_MAPS or a callable [..., K] -> [..., M], applied to q and k
+    normalize      divide by d = φ(q)·z: by d + eps for positive maps, by sign(d)·max(|d|, eps) for signed ones
+    lengths        [B] right padding of q, k and v alike: padded keys add nothing, padded outputs are zero, the state is
+                   the one at the row's own length. Where T differs from S it is taken as key_lengths
+    key_lengths    [B] right padding of keys and values alone, for cross-attention, where T may equal S by chance
+    cu_seqlens     [N+1] rising from 0 to T: B is 1 and holds N sequences one after the other; states are [N, ...]
+    log_gate       [B, T, H] <= 0, causal only: S_t = exp(g_t) S_{t-1} + φ(k_t) v_tᵀ, z likewise; -inf forgets all
+    initial_state  added to the sums, decayed by the gates
+    """
+    phi = find_map(feature_map)
+    _check_inputs(q, k, v, causal, eps)
+    _check_masks(q, k, causal, lengths, key_lengths, cu_seqlens, log_gate)
+    spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
+    shape = q.shape
+    if key_lengths is not None and q.shape[1] == k.shape[1]:
+        # the kernels would take lengths for queries and keys alike, so these keys are emptied here
+        padded = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]  # [B, S]
+        padded = padded[:, :, None, None]
+        q, k, v = phi.apply(q), phi.apply(k).masked_fill(padded, 0), v.masked_fill(padded, 0)
+        spec = spec._replace(feature_map="identity")
+    elif key_lengths is not None:
+        lengths = key_lengths
+    elif phi.fused is None:
+        q, k = phi.apply(q), phi.apply(k)
+    if phi.fused is None:
+        _check_features(q, k, v, shape)
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    s0, z0 = _check_state("initial_state", initial_state, rows, q, v)
+    impl = choose(impl, "linear_attention", q, _unsupported(q, v))
+    o, s, z = attend(Inputs(q, k, v, log_gate, lengths, cu_seqlens, s0, z0), spec, impl)
+    return (o, LinearState(s, z)) if return_state else o
+
+
+@checked
+def linear_attention_step(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    state: LinearState,
+    *,
+    feature_map: Map = "elu+1",
+    normalize: bool = True,
+    eps: float = 1e-6,
+    log_gate: Tensor | None = None,
+    inplace: bool = False,
+    impl: Impl = "auto",
+) -> tuple[Tensor, LinearState]:
+    """One token, causal: q_t, k_t [B, H, K], v_t [B, H, V], log_gate [B, H] -> o [B, H, V] and the new state.
+
+    The old state is left alone unless `inplace`, which writes the new one over it and returns it.
+    """
+    phi = find_map(feature_map)
+    _check_step(q_t, k_t, v_t, log_gate, eps)
+    if phi.fused is None:
+        shape = q_t.shape
+        q_t, k_t = phi.apply(q_t), phi.apply(k_t)
+        _check_features(q_t, k_t, v_t, shape)
+    s, z = _check_state("state", state, q_t.shape[0], q_t[:, None], v_t[:, None])
+    assert s is not None
+    assert z is not None
+    spec = Spec(True, _name_of(phi, feature_map), phi.signed, normalize, eps)
+    triton = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton"
+    o, s, z = (fused_step if triton else chunked.step)(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
+    return o, LinearState(s, z)
+
+
+def linear_attention_sums(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: Map = "elu+1",
+    lengths: Tensor | None = None,
+) -> LinearState:
+    """What a context is to linear attention, in constant size: k [B, S, H, K], v [B, S, H, V] -> s [B, H, M, V], z.
+
+    `linear_attention_read` then equals linear_attention(q, k, v, causal=False, key_lengths=lengths), in O(M·V) a query.
+    """
+    phi, v = _wide_features(k, feature_map), v.to(torch.promote_types(v.dtype, torch.float32))
+    if lengths is not None:
+        padded = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]  # [B, S]
+        phi = phi.masked_fill(padded[..., None, None], 0)
+    with uncast(k):
+        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, v), phi.sum(1))
+
+
+def linear_attention_read(
+    q: Tensor,
+    state: LinearState,
+    *,
+    feature_map: Map = "elu+1",
+    normalize: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
+    phi = _wide_features(q, feature_map)
+    with uncast(q):
+        o = torch.einsum("bthm,bhmv->bthv", phi, state.s.to(phi.dtype))
+        if normalize:
+            d = torch.einsum("bthm,bhm->bth", phi, state.z.to(phi.dtype))
+            o = o / chunked.divisor_of(d, find_map(feature_map).signed, eps)[..., None]
+    return chunked.saturate(o, q.dtype).to(q.dtype)
+
+
+def _wide_features(x: Tensor, feature_map: Map) -> Tensor:
+    """φ(x) in at least float32; a caller's own map sees x in its own type."""
+    phi, wide = find_map(feature_map), torch.promote_types(x.dtype, torch.float32)
+    return phi.apply(x).to(wide) if phi.fused is None else phi.apply(x.to(wide))
+
+
+def _name_of(phi: FeatureMap, feature_map: Map) -> str:
+    """The map that is left to the kernels."""
+    return feature_map if phi.fused is not None and isinstance(feature_map, str) else "identity"
+
+
+def _unsupported(q: Tensor, v: Tensor) -> str | None:
+    if q.dtype == torch.float64:
+        return "float64"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"{q.shape[-1]} features and values of width {v.shape[-1]}, where at most 256 fit"
+    return None
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
+    if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}: accepted is the same batch, heads and width"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: accepted is the same batch, length and heads"
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"causal=True with {q.shape[1]} queries and {k.shape[1]} keys: accepted is as many keys as queries"
+        )
+    check_eps(eps)
+
+
+def _check_masks(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    log_gate: Tensor | None,
+) -> None:
+    batch, length, heads, _ = q.shape
+    keys = k.shape[1]
+    if lengths is not None:
+        check_op_lengths("lengths", lengths, batch, keys, q.device)
+    if key_lengths is not None:
+        if causal or lengths is not None:
+            raise ValueError(
+                "key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False"
+            )
+        check_op_lengths("key_lengths", key_lengths, batch, keys, q.device)
+    if cu_seqlens is not None:
+        if lengths is not None or key_lengths is not None:
+            raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
+        if batch != 1 or length != keys:
+            raise ValueError(
+                f"cu_seqlens with q {tuple(q.shape)} and k {tuple(k.shape)}:"
+                " accepted is a batch of one with as many keys as queries"
+            )
+        whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
+        if not whole or cu_seqlens.device != q.device:
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}:"
+                f" accepted are int32 or int64 of shape [N+1] on {q.device}"
+            )
+        check_strided("cu_seqlens", cu_seqlens)
+        if readable(cu_seqlens):
+            ends = cu_seqlens.tolist()
+            if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
+                raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
+    if log_gate is not None:
+        if not causal:
+            raise ValueError(
+                "log_gate with causal=False: accepted is a gate with causal=True, since a decay needs an order"
+            )
+        if log_gate.shape != (batch, length, heads) or not log_gate.is_floating_point() or log_gate.device != q.device:
+            raise ValueError(
+                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
+                f" accepted are floating point numbers of shape [B, T, H] = {(batch, length, heads)} on {q.device}"
+            )
+        _check_gate(log_gate)
+
+
+def _check_gate(log_gate: Tensor) -> None:
+    check_strided("log_gate", log_gate)
+    if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
+        raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
+
+
+def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:
+    """Refuse what a caller's map made of q, which was of that shape, and k, if it is no map [..., K] -> [..., M]."""
+    for x in (q, k):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != v.device:
+            raise ValueError(f"feature_map gave {shown(x)}: accepted is a map of tensors [..., K] -> [..., M]")
+    if q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
+        raise ValueError(
+            f"feature_map gave shapes {tuple(q.shape)} and {tuple(k.shape)}: accepted is a map [..., K] -> [..., M]"
+        )
+
+
+def _check_state(
+    which: str, state: LinearState | None, rows: int, q: Tensor, v: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """s and z, in at least float32; q [R, T, H, M] and v [R, T, H, V] give the widths."""
+    if state is None:
+        return None, None
+    s, z = state
+    shape = (rows, q.shape[2] if q.dim() == 4 else q.shape[1], q.shape[-1], v.shape[-1])
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    for name, x, accepted in ((f"{which}.s", s, shape), (f"{which}.z", z, shape[:-1])):
+        check_tensor(name, x)
+        if x.shape != accepted or x.device != q.device:
+            raise ValueError(f"{name} has shape {tuple(x.shape)} on {x.device}: accepted is {accepted} on {q.device}")
+        if x.dtype != dtype:
+            raise ValueError(f"{name} is {x.dtype}: accepted is {dtype} with {v.dtype} values")
+    return s, z
+
+
+def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, eps: float) -> None:
+    check_heads("[B, H, D]", q_t=q_t, k_t=k_t, v_t=v_t)
+    if k_t.shape != q_t.shape:
+        raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
+    if v_t.shape[:2] != q_t.shape[:2]:
+        raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
+    check_eps(eps)
+    if log_gate is not None:
+        if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point() or log_gate.device != q_t.device:
+            raise ValueError(
+                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
+                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])} on {q_t.device}"
+            )
+        _check_gate(log_gate)

@@ -1,0 +1,291 @@
+"""Starts the kernels of linear attention: with which launch parameters, in which order, on which scratch memory."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, tile_of
+from subquad.ops.linear import kernels_triton as kernels
+from subquad.ops.linear.fused import Outputs, cut, segment_of
+from subquad.ops.linear.spec import Inputs, Spec
+
+Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z after s
+
+
+class Config(NamedTuple):
+    chunk: int
+    block: int  # columns of the state in one program: of V in forward and backward_v, of K in the others
+    warps: int
+    stages: int
+    registers: int = 255  # at most, so that more programs share a multiprocessor
+
+
+# (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`. "many":
+# whole sequences, more than two for each multiprocessor
+TUNED: dict[tuple[str, bool, int, int, int], Config] = {
+    ("states", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
+    ("states", False, 64, 64, 2): Config(128, 64, 4, 2, 168),
+    ("forward many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
+    ("backward_q many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
+    ("backward_kv many", True, 64, 64, 2): Config(64, 64, 4, 2, 255),
+    ("backward_kv", False, 64, 64, 2): Config(64, 64, 4, 2, 168),
+    ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
+    ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
+}
+
+
+def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int, many: bool = False) -> Config:
+    """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap.
+
+    backward_kv is launched as backward_k and backward_v, one after the other, where no program can hold a whole state.
+    """
+    k, v = tile_of(width_k), tile_of(width_v)
+    tuned = TUNED.get((kernel, causal, k, v, itemsize))
+    if many:
+        tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
+    if tuned:
+        return tuned
+    across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
+    if itemsize > 2:  # exact products run on scalar units and want small tiles
+        block = min(across, max(16, 2048 // along))
+        return Config(16, block, 8 if block * along > 1024 else 4, 1)
+    block = min(across, 64, max(16, 8192 // along))
+    small = block * along <= 4096
+    return Config(64, block, 4, 3 if small else 2, 128 if small and not causal else 255)
+
+
+class Walk(NamedTuple):
+    """A kernel that walks over tokens: of keys or of queries; each program takes some columns of K, of V, or all."""
+
+    kernel: Any
+    inputs: str  # the letters of the inputs it reads, of which it takes strides
+    over_keys: bool
+    columns: str
+
+
+WALKS = {
+    "states": Walk(kernels.states, "KV", over_keys=True, columns="K"),
+    "forward": Walk(kernels.forward, "QKV", over_keys=False, columns="V"),
+    "backward_q": Walk(kernels.backward_q, "QKVO", over_keys=False, columns="K"),
+    "backward_kv": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns=""),
+    "backward_k": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns="K"),
+    "backward_v": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns="V"),
+}
+_DOT = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.float32 if INTERPRETED else tl.bfloat16,  # the interpreter has no bfloat16 dot
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+_KINDS: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()
+
+
+def _number_of(kind: tuple[Any, ...]) -> int:
+    """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
+    if len(_KINDS) > 1024:
+        _KINDS.clear()
+    number = _KINDS.get(kind)
+    if number is None:
+        number = _KINDS[kind] = next(_numbers)
+    return number
+
+
+class Call:
+    """Starts the kernels of one call; a tensor that is not there is replaced by one that is, and never read."""
+
+    def __init__(self, x: Inputs, spec: Spec, do: Tensor | None = None) -> None:
+        q, k, v, gate, lengths, cu = x[:6]
+        self.x, self.spec, self.gated = x, spec, gate is not None
+        self.inputs = {"Q": q, "K": k, "V": v, "O": q if do is None else do}
+        self.segment = segment_of(q, k, gate, spec.causal)
+        self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], v.shape[3]
+        self.gate = q if gate is None else gate
+        owner = q
+        if cu is not None:  # the sequence of each slot: sequence n has slots from cu[n] // L + n on
+            first = cu[:-1] // self.segment + torch.arange(x.sequences, device=q.device)
+            slots = torch.arange(q.shape[1] // self.segment + x.sequences, device=q.device)
+            owner = (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
+        self.where = (q if cu is None else cu, owner, q if lengths is None else lengths)
+        # everything but the numbers in the tensors: calls of one kind launch the same kernels in the same way
+        self.kind = _number_of((
+            q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), spec, self.segment,
+            None if gate is None else (gate.dtype, gate.stride()),
+            None if lengths is None else lengths.dtype,
+            None if cu is None else (cu.dtype, cu.shape),
+            None if do is None else do.stride(),
+            torch.backends.cuda.matmul.allow_tf32,
+        ))  # fmt: skip
+
+    def cut(self, tokens: int) -> tuple[int, int, bool]:
+        return cut(self.x, tokens, self.segment)
+
+    def config(self, kernel: str) -> Config:
+        slots, _, several = self.cut(self.x.q.shape[1])
+        many = not several and slots * self.heads > 264
+        return config(kernel, self.spec.causal, self.width_k, self.width_v, self.x.q.element_size(), many)
+
+    def walk(self, name: str, *tensors: Tensor, **own: bool) -> None:
+        """Start a kernel of WALKS on its tensors; `own` are the constants that not all of them have."""
+        kernel, letters, over_keys, columns = WALKS[name]
+
+        def plan() -> Plan:
+            x, spec, cfg = self.x, self.spec, self.config(name)
+            if name == "backward_q" and self.gated:
+                cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
+            block_k = cfg.block if columns == "K" else tile_of(self.width_k)
+            block_v = cfg.block if columns == "V" else tile_of(self.width_v)
+            tokens = (x.k if over_keys else x.q).shape[1]
+            slots, segments, _ = self.cut(tokens)
+            programs = slots * self.heads * blocks_of(self.width_k, block_k) * blocks_of(self.width_v, block_v)
+            padded = x.lengths is not None and tokens == x.k.shape[1]  # else queries, which are never padded
+            whole = self.width_k % block_k == 0 and self.width_v % block_v == 0 and tokens % cfg.chunk == 0
+            inputs = [self.inputs[letter] for letter in letters]
+            constants = {
+                **{f"{letter}T": t.stride(1) for letter, t in zip(letters, inputs, strict=True)},
+                "K": self.width_k, "V": self.width_v, "H": self.heads, "C": cfg.chunk, "BK": block_k, "BV": block_v,
+                "EVEN": whole and not padded and x.cu_seqlens is None, "MAP": spec.feature_map,
+                "CAUSAL": spec.causal, "NORM": spec.normalize, "GATED": self.gated,
+                "PACKED": x.cu_seqlens is not None, "LENGTHS": padded, **own,
+                "DOT": _DOT[x.q.dtype], "ACC": tl.float64 if x.q.dtype is torch.float64 else tl.float32,
+                "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            }  # fmt: skip
+            gate = self.gate.stride()[:3] if self.gated else (0, 0, 0)
+            apart = (stride for t in inputs for stride in (t.stride(0), t.stride(2)))
+            numbers = (spec.eps, tokens, self.segment, segments, x.q.shape[0] * tokens, *gate, *apart)
+            return Plan((programs,), numbers, constants, cfg.warps, cfg.stages, cfg.registers)
+
+        launch_by_key((self.kind, name, *own.values()), kernel, (*tensors, *self.where), plan)
+
+    def scan(
+        self, tokens: int, rows: Tensor, grows: Tensor | None, init: Sums | None, final: Sums | None, reverse: bool
+    ) -> None:
+        """Add up the rows of every sequence of so many tokens, in place (causal), and put the last sums in `final`."""
+        packed, causal, none = self.x.cu_seqlens is not None, self.spec.causal, (rows, rows)
+
+        def plan() -> Plan:
+            elements, segments = rows.shape[2], self.cut(tokens)[1]
+            unroll = 16 if packed else min(16, 1 << (segments - 1).bit_length())
+            block = min(2048 // unroll, 512, tile_of(elements))
+            constants = {
+                "K": self.width_k, "V": self.width_v, "CAUSAL": causal, "REVERSE": reverse,
+                "GATED": grows is not None, "PACKED": packed, "INIT": init is not None, "FINAL": final is not None,
+                "U": unroll, "BE": block, "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
+            }  # fmt: skip
+            programs = self.x.sequences * self.heads * blocks_of(elements, block)
+            return Plan((programs,), (self.segment, segments, self.heads), constants)
+
+        tensors = (rows, rows if grows is None else grows, *(init or none), *(final or none), self.where[0])
+        launch_by_key((self.kind, "scan", reverse, init is None, final is None), kernels.scan, tensors, plan)
+
+
+def forward(
+    x: Inputs, spec: Spec, o: Tensor, s: Tensor, z: Tensor, inv: Tensor | None, rows: Tensor | None
+) -> None:  # fmt: skip
+    """Fill o, s, z and, where given, one over each denominator and the state before each segment."""
+    call, causal, keys = Call(x, spec), spec.causal, x.k.shape[1]
+    slots, _, several = call.cut(keys)
+    init = None if x.s0 is None or x.z0 is None else (x.s0, x.z0)
+    if several:
+        if rows is None:
+            rows = s.new_empty((slots, call.heads, call.width_k * (call.width_v + 1)))
+        grows = None if x.log_gate is None else rows.new_empty(rows.shape[:2])
+        each = rows, rows, rows, rows, rows if grows is None else grows
+        call.walk("states", x.k, x.v, call.gate, *each, SPLIT=True, INIT=False)
+        call.scan(keys, rows, grows, init, None if causal else (s, z), reverse=False)
+    elif not causal:
+        call.walk("states", x.k, x.v, call.gate, s, z, *(init or (s, s)), s, SPLIT=False, INIT=init is not None)
+    if not causal:
+        init = s, z
+    elif rows is not None:
+        init = rows, rows
+    call.walk(
+        "forward", x.q, x.k, x.v, call.gate, o, o if inv is None else inv, *(init or (s, z)), s, z,
+        SPLIT=causal and several, INIT=init is not None, SIGNED=spec.signed, SAVE=inv is not None,
+    )  # fmt: skip
+
+
+def backward(
+    do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, log_gate, s0 and z0."""
+    o, s, z, saved_inv, before = done
+    if ds is None and dz is not None:
+        ds = torch.zeros_like(s)
+    if dz is None and ds is not None:
+        dz = torch.zeros_like(z)
+    dend = None if ds is None or dz is None else (ds.contiguous(), dz.contiguous())
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dq, dk, dv = (t.new_empty(t.shape) if x.cu_seqlens is None else t.new_zeros(t.shape) for t in x[:3])
+    dinit = None if x.s0 is None or x.z0 is None else (torch.empty_like(x.s0), torch.empty_like(x.z0))
+    inv = s.new_empty((0,)) if saved_inv is None else saved_inv
+    none = inv, inv
+
+    call, causal = Call(x, spec, do), spec.causal
+    slots, _, several = call.cut(x.q.shape[1])
+    init: Sums | None = None if x.s0 is None or x.z0 is None else (x.s0, x.z0)
+    if not causal:
+        init = s, z
+    elif before is not None and len(before):
+        init = before, before
+    pull = torch.empty_like(inv)
+    grows, gates, sums = None, none, None  # gates: q·dq and d log_gate, by block of K
+    if several:
+        rows = s.new_empty((slots, call.heads, call.width_k * (call.width_v + 1)))
+        sums = rows, rows
+    if x.log_gate is not None:
+        shape = blocks_of(call.width_k, call.config("backward_k").block), *x.log_gate.shape
+        gates = s.new_empty(shape), s.new_empty(shape)
+        grows = s.new_empty((slots, call.heads))
+    after, first = dend, dinit
+    if not causal:  # R and r are the same after every token, and before
+        after = dinit or (torch.empty_like(s), torch.empty_like(z))
+        sums = sums or after
+        first = None
+
+    start = None if several or causal else dend
+    call.walk(
+        "backward_q", x.q, x.k, x.v, call.gate, o, inv, do, pull, dq, gates[0], *(init or none), *(start or none),
+        *(sums or none), inv if grows is None else grows,
+        SPLIT=several, INIT=init is not None, SIGNED=spec.signed, START=start is not None,
+    )  # fmt: skip
+    if several:
+        call.scan(x.q.shape[1], rows, grows, dend, None if causal else after, reverse=True)
+        after = sums if causal else after
+    tensors = (
+        x.q, x.k, x.v, call.gate, inv, do, pull, gates[0], dk, dv, gates[1], *(after or none),
+        inv if init is None else init[0], s, z, *(first or none),
+    )  # fmt: skip
+    k, v = tile_of(call.width_k), tile_of(call.width_v)
+    together = k * v <= 4096 and call.config("backward_k").block == k and call.config("backward_v").block == v
+    for name in ("backward_kv",) if together else ("backward_v", "backward_k"):
+        call.walk(
+            name, *tensors, SPLIT=several, INIT=after is not None,
+            DK=name != "backward_v", DV=name != "backward_k", FINAL=first is not None,
+        )  # fmt: skip
+    dg = None if x.log_gate is None else gates[1].sum(0).to(x.log_gate.dtype)
+    return dq, dk, dv, dg, *(dinit or (None, None))
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, snew: Tensor, znew: Tensor,
+    spec: Spec,
+) -> Tensor:  # fmt: skip
+    """o of one token for every row and head; snew and znew, which may be s and z themselves, are filled."""
+    b, h, width_k = q.shape
+    width_v = v.shape[2]
+    block_k = tile_of(width_k)
+    block_v = min(tile_of(width_v), max(16, 4096 // block_k))
+    g, o = q if log_gate is None else log_gate, q.new_empty(v.shape)
+    constants = {
+        "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "MAP": spec.feature_map, "SIGNED": spec.signed,
+        "NORM": spec.normalize, "GATED": log_gate is not None, "INPLACE": snew is s,
+        "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
+    }  # fmt: skip
+    strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
+    warps = min(4, max(1, block_k * block_v // 512))
+    launch(kernels.step, (q, k, v, g, s, z, o, snew, znew), Plan((b * h,), (spec.eps, h, *strides), constants, warps))
+    return o

@@ -1,0 +1,220 @@
+"""Linear attention as torch operators, so that autograd, torch.compile, export and CUDA graphs see one node.
+
+An operator takes plain types: here, and only here, `Inputs` and `Spec` are taken apart and put together again.
+Registering costs nothing: triton is imported when a Triton kernel first runs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from subquad.ops.feature_maps import FUSED
+from subquad.ops.linear import chunked, fused
+from subquad.ops.linear.spec import INPUTS, SPEC, Inputs, Spec
+
+_PATHS: dict[str, Any] = {"torch": chunked, "triton": fused}  # each has outputs, forward and backward
+_N, _M = len(Inputs._fields), len(Spec._fields)
+
+
+def attend(x: Inputs, spec: Spec, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, T, H, V] and the states after the last token, s [N, H, K, V] and z [N, H, K]; `api` checks the inputs."""
+    if spec.feature_map not in FUSED:
+        raise ValueError(f"feature_map={spec.feature_map!r}: the operators accept {', '.join(map(repr, FUSED))}")
+    if impl == "triton":
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in x[:3])
+        s0, z0 = (None if t is None else t.to(fused.state_type(q)).contiguous() for t in (x.s0, x.z0))
+        x = x._replace(q=q, k=k, v=v, s0=s0, z0=z0)
+    # torch.func's gradients are not seen in requires_grad, and the torch path keeps no more when it saves
+    save = impl == "torch" or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x))
+    work: Callable[..., Any] = torch.ops.subquad.linear_attention
+    if impl == "triton" and _eager(x.q):
+        work = _Eager.apply if save else _forward
+    o, s, z, *_ = work(*x, *spec, impl, save)
+    return o, s, z
+
+
+def _operator(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    torch.library.define(f"subquad::{name}", schema)
+    torch.library.impl(f"subquad::{name}", "CompositeExplicitAutograd", run)
+    torch.library.register_fake(f"subquad::{name}", shapes)
+
+
+def _joined(args: Sequence[Any]) -> tuple[Inputs, Spec, Sequence[Any]]:
+    return Inputs(*args[:_N]), Spec(*args[_N : _N + _M]), args[_N + _M :]
+
+
+def _filled(like: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """An operator returns tensors: empty ones for None."""
+    return tuple(like.new_empty((0,), dtype=fused.state_type(like)) if t is None else t for t in tensors)
+
+
+def _forward(*args: Any) -> tuple[Tensor | None, ...]:
+    x, spec, (impl, save) = _joined(args)
+    done: tuple[Tensor | None, ...] = _PATHS[impl].forward(x, spec, save)
+    return done
+
+
+def _forward_filled(*args: Any) -> tuple[Tensor, ...]:
+    return _filled(args[0], _forward(*args))
+
+
+def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
+    x, spec, (impl, save) = _joined(args)
+    return _filled(x.q, _PATHS[impl].outputs(x, spec, save))
+
+
+_operator(
+    "linear_attention",
+    f"({INPUTS}, {SPEC}, str impl, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_filled,
+    _forward_shapes,
+)
+
+
+def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    x, spec, (impl, *done) = _joined(args)
+    grads: tuple[Tensor | None, ...] = _PATHS[impl].backward(do, ds, dz, x, spec, done)
+    return grads
+
+
+def _backward_filled(*args: Any) -> tuple[Tensor, ...]:
+    return _filled(args[0], _backward(*args))
+
+
+def _backward_shapes(do: Tensor, _ds: Tensor | None, _dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    return _filled(do, [None if t is None else t.new_empty(t.shape) for t in _differentiable(args)])
+
+
+def _differentiable(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    q, k, v, log_gate, _, _, s0, z0 = inputs[:_N]
+    return q, k, v, log_gate, s0, z0
+
+
+_operator(
+    "linear_attention_backward",
+    f"(Tensor do, Tensor? ds, Tensor? dz, {INPUTS}, {SPEC}, str impl,"
+    " Tensor o, Tensor s, Tensor z, Tensor kept, Tensor states) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_filled,
+    _backward_shapes,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    *ctx.spec, ctx.saved = inputs[_N:]
+    ctx.set_materialize_grads(False)
+    if ctx.saved:
+        ctx.save_for_backward(*inputs[:_N], *output)
+
+
+def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, dz: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if not ctx.saved:
+        raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
+    tensors = ctx.saved_tensors  # read once: checkpointing computes them at every reading
+    inputs, done = tensors[:_N], tensors[_N:]
+    do = torch.zeros_like(done[0]) if do is None else do
+    if ctx.spec[-1] == "triton" and _eager(do):
+        grads = _backward(do, ds, dz, *inputs, *ctx.spec, *done)
+    else:
+        grads = torch.ops.subquad.linear_attention_backward(do, ds, dz, *inputs, *ctx.spec, *_filled(do, done))
+        grads = tuple(None if t is None else g for t, g in zip(_differentiable(inputs), grads, strict=True))
+    dq, dk, dv, dg, ds0, dz0 = grads
+    return dq, dk, dv, dg, None, None, ds0, dz0, *[None] * (_M + 2)
+
+
+torch.library.register_autograd("subquad::linear_attention", _gradient, setup_context=_setup)
+
+
+class _Eager(torch.autograd.Function):
+    """The same operator without the dispatcher, whose layers would take longer than the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gradient(ctx, *grads)
+
+
+def _eager(x: Tensor) -> bool:
+    """Whether nobody traces, fakes or counts: the work can be done at once."""
+    return type(x) in (Tensor, Parameter) and not (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def fused_step(
+    q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, spec: Spec, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token by the Triton kernel; the arguments are those of `chunked.step`."""
+    q_t, k_t, v_t = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_t, k_t, v_t))
+    if inplace:
+        if not (s[0, 0].is_contiguous() and z.stride(-1) == 1):
+            raise ValueError(f"inplace=True with strides {s.stride()} of s: K and V of the state must be contiguous")
+        return torch.ops.subquad.linear_attention_step_(q_t, k_t, v_t, log_gate, s, z, *spec), s, z
+    tensors = (q_t, k_t, v_t, log_gate, s, z)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        q, k, v, gate = (None if t is None else t[:, None] for t in tensors[:4])
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        o, s, z = attend(Inputs(q, k, v, gate, s0=s, z0=z), spec, "triton")
+        return o[:, 0], s, z
+    o, s, z = torch.ops.subquad.linear_attention_step(q_t, k_t, v_t, log_gate, s.contiguous(), z.contiguous(), *spec)
+    return o, s, z
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, *spec: Any) -> Any:
+    from subquad.ops.linear import launches_triton
+
+    snew, znew = s.new_empty(s.shape), z.new_empty(z.shape)
+    return launches_triton.step(q, k, v, log_gate, s, z, snew, znew, Spec(*spec)), snew, znew
+
+
+def _step_inplace(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, *spec: Any) -> Tensor:
+    from subquad.ops.linear import launches_triton
+
+    return launches_triton.step(q, k, v, log_gate, s, z, s, z, Spec(*spec))
+
+
+def _step_deferred(*args: Any) -> Tensor:
+    from subquad.ops.linear import deferred_triton
+
+    return deferred_triton.step(args[:-_M], Spec(*args[-_M:]))
+
+
+def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _gate: Tensor | None, s: Tensor, z: Tensor, *_spec: Any) -> Any:
+    return q.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape)
+
+
+def _output_shape(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+_TOKEN = "Tensor q, Tensor k, Tensor v"
+_operator(
+    "linear_attention_step",
+    f"({_TOKEN}, Tensor? log_gate, Tensor s, Tensor z, {SPEC}) -> (Tensor, Tensor, Tensor)",
+    _step,
+    _step_shapes,
+)
+_operator(
+    "linear_attention_step_",
+    f"({_TOKEN}, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z, {SPEC}) -> Tensor",
+    _step_inplace,
+    _output_shape,
+)
+_operator(
+    "linear_attention_step_deferred",
+    f"({_TOKEN}, Tensor(a!) s, Tensor(b!) z, Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position, {SPEC})"
+    " -> Tensor",
+    _step_deferred,
+    _output_shape,
+)

@@ -1,0 +1,44 @@
+"""The columns of a comparison: from this one table come those of the terminal and of the report.
+
+A new column is a field of `measure.cost.Row` and an entry here; the CSV has every field by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from subquad.machine import readable
+from subquad.measure.cost import Spread
+
+
+def duration(milliseconds: float) -> str:
+    for unit, size in (("s", 1000.0), ("ms", 1.0)):
+        if milliseconds >= size:
+            return f"{milliseconds / size:.3g} {unit}"
+    return f"{1000 * milliseconds:.3g} µs"
+
+
+def milliseconds(spread: Spread) -> str:
+    return duration(spread.median)
+
+
+def ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f}"
+
+
+class Column(NamedTuple):
+    field: str  # of a Row
+    title: str  # in the terminal
+    heading: str  # in the report
+    format: Callable[[Any], str]  # in the terminal; "-" where there is no figure
+    wide: bool = False  # only where the terminal is wide
+
+
+COLUMNS = (
+    Column("training_ms", "train", "training, ms", milliseconds),
+    Column("training_ratio", "x", "training / softmax", ratio),
+    Column("forward_ms", "forward", "forward, ms", milliseconds, wide=True),
+    Column("forward_ratio", "x", "forward / softmax", ratio, wide=True),
+    Column("peak_bytes", "memory", "peak memory", readable),
+    Column("decode_ms", "token", "one token, ms", milliseconds),
+    Column("state_bytes", "state", "state", readable),
+)
