@@ -39,8 +39,8 @@ from subquad.studies.generation import (
     rewind,
     run_steps,
     seconds,
-    write,
 )
+from subquad.studies.results import save
 
 BARS = {"mnist": (6000, 8000, 142.8), "cifar10": (800, 1100, 17.85)}
 ROWS = 10240  # of a lane: the same for every batch, so that the step is compiled once
@@ -212,7 +212,7 @@ def cpu(out: Path, rounds: int) -> None:
             "ratio_of_best": min(times["linear"]) / min(times["softmax"]),
         }
         print(f"compiled={compiled}: {figures['compiled' if compiled else 'eager']}", flush=True)
-        write(figures, out / "generation_cpu.json")
+        save(figures, out / "generation_cpu.json")
 
 
 SETTINGS = [(batch, cut, 8) for batch in (10240, 20480) for cut in (1, 2, 4)] + [(20480, 2, 4), (20480, 2, 16)]
@@ -276,7 +276,7 @@ def main() -> None:
             figures[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         tidy()
         figures["commits"][name] = figures["commit"]
-        write(figures, args.out / "generation.json")
+        save(figures, args.out / "generation.json")
         print(f"-- {name} done at {time.time() - begun:.0f} s", flush=True)
 
 

@@ -1,6 +1,8 @@
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 import subquad
 from subquad import pool as processes
-from subquad.pool import environment, run_all
+from subquad.pool import Died, Worker, environment, run_all
 
 # what `subquad reproduce` is to its rows, without its imports
 PARENT = """
@@ -39,6 +41,35 @@ def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -
     assert list(run_all({"row": []}, 1, lambda *_: None)) == [
         ("row", -9, "killed by signal 9 (Killed, often for want of memory)")
     ]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker("tests.answering", {"name": "here"}, {})
+    yield worker
+    worker.close(patience=0)
+
+
+def test_a_worker_answers_job_after_job_in_one_process(worker: Worker) -> None:
+    answers = [worker.ask({"do": "answer"}) for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0]["setup"] == "here"
+    assert worker.ask({"do": "last"}) == answers[0]  # after which it ends, and the next job gets another process
+    assert worker.ask({"do": "answer"})["process"] != answers[0]["process"]
+    assert worker.close() == 0
+
+
+def test_a_worker_that_is_killed_is_named_and_followed_by_another(worker: Worker) -> None:
+    with pytest.raises(Died, match=r"killed by signal 9 \(Killed, often for want of memory\)"):
+        worker.ask({"do": "die"})
+    assert worker.ask({"do": "answer"})["setup"] == "here"
+
+
+def test_a_worker_that_is_interrupted_ends(worker: Worker) -> None:
+    worker.ask({"do": "answer"})
+    threading.Timer(0.5, worker.interrupt).start()
+    with pytest.raises(Died, match="exit code 130"):
+        worker.ask({"do": "sleep"})
 
 
 def test_a_process_saves_and_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

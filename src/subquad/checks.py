@@ -246,7 +246,6 @@ class _Signature:
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
         self.name = function.__qualname__.removesuffix(".__init__")
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.looks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
         self.accepted = {
             name: _Accepted.of(name, hints.get(name, Any))
             for name, p in parameters.items()
@@ -257,6 +256,7 @@ class _Signature:
                 keywords = typing.get_type_hints(typing.get_args(hints[name])[0])
                 self.accepted |= {key: _Accepted.of(key, hint) for key, hint in keywords.items()}
                 self.open = False
+        self.looks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
         self.positional = [
             self.accepted[name]
             for name, p in parameters.items()

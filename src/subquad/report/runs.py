@@ -90,7 +90,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
         runs += [training_runs.load(path)] if learning else []
         if not learning or (path / "results.json").is_file():
             named = [_load(file) for file in _files(path)]
-            figures = [run for run in named if _holds_figures(run.data)]  # a folder may hold other files beside them
+            figures = [run for run in named if _holds_figures(run.data)]  # the folder may hold other JSON files
             if not figures:
                 refuse("RUN", str(path), FIGURES)
             runs += figures
@@ -122,7 +122,7 @@ def _covered(run: Run) -> int:
 
 
 def compared(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad compare` wrote."""
+    """The runs that `subquad compare` wrote."""
     return [run for run in runs if run.kind == "compare"]
 
 
@@ -153,7 +153,7 @@ def _load(file: Path) -> Run:
 
 
 def _holds_figures(data: Json) -> bool:
-    """Every file of figures says what it is, or on what it was measured."""
+    """Every file of figures names its kind, or the machine it was measured on."""
     return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 

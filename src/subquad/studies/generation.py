@@ -4,10 +4,9 @@ Time is that of the whole loop, sampling included, after the step has been compi
 the same batch as the others, and at the largest its memory allows.
 """
 
-import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from subquad.models.footprint import bytes_per_stream, largest_batch
 from subquad.models.generation import UNROLL
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves, positions
+from subquad.studies.results import save
 
 MODELS: dict[str, dict[str, Any]] = {  # "Transformers are RNNs", §4.2
     "mnist": {"depth": 8, "length": 784},
@@ -173,33 +173,27 @@ def sweep(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     compile: bool = False,
-    report: Any = None,
+    report: Callable[[Figures], None] = lambda _: None,
 ) -> list[Figures]:
     """Every mechanism at every length, at each batch and at the largest that its memory allows (up to `most`)."""
     rows: list[Figures] = []
-    row: Figures
     for name in mechanisms:
         for length in lengths:
             model = LanguageModel(vocab=START + 1, dim=dim, depth=depth, heads=heads, mechanism=name, max_length=length)
             model = model.to(device, dtype).eval()
             biggest = min(most, largest_batch(model, length))
-            if biggest < 1:
-                row = {"mechanism": name, "largest_batch": True, "batch": 1, "length": length}
-                rows.append({**row, "error": "not one stream fits into memory"})
-                if report is not None:
-                    report(rows[-1])
-                continue
-            for batch in sorted({*(b for b in batches if b <= biggest), biggest}):
-                row = {"mechanism": name, "largest_batch": batch == biggest}
-                at = sorted({0, length // 4, length // 2, 3 * length // 4, length - min(steps, length)})
+            count = min(steps, length)
+            at = sorted({0, length // 4, length // 2, 3 * length // 4, length - count})
+            for batch in sorted({*(b for b in batches if b <= biggest), max(1, biggest)}):
+                row: Figures = {"mechanism": name, "largest_batch": batch >= biggest, "batch": batch, "length": length}
                 try:
-                    count = min(steps, length)
+                    if biggest < 1:
+                        raise MemoryError("not one stream fits into memory")
                     row |= measure(model, batch, length, compile=compile, unroll=UNROLL, at=at, steps=count)
                 except (RuntimeError, MemoryError) as error:
-                    row |= {"batch": batch, "length": length, "error": first_line(error)}
+                    row["error"] = first_line(error)
                 rows.append(row)
-                if report is not None:
-                    report(row)
+                report(row)
     return rows
 
 
@@ -231,7 +225,7 @@ def bench(
     for name, value in (("most", most), ("steps", steps)):
         check_count(name, value)
 
-    def tell(row: Figures) -> None:
+    def report(row: Figures) -> None:
         mark = "*" if row["largest_batch"] else " "
         head = f"{row['mechanism']:15s} length {row['length']:6d}  batch {row['batch']:5d}{mark}"
         if "error" in row:
@@ -246,9 +240,9 @@ def bench(
     figures: Figures = {**facts(device), "dim": dim, "depth": depth, "heads": heads, "dtype": dtype}
     figures["rows"] = sweep(
         names, _numbers(lengths, "lengths"), _numbers(batches, "batches"), dim=dim, depth=depth, heads=heads,
-        steps=steps, most=most, device=device, dtype=kinds[dtype], compile=compile, report=tell,
+        steps=steps, most=most, device=device, dtype=kinds[dtype], compile=compile, report=report,
     )  # fmt: skip
-    write(figures, out)
+    save(figures, out)
     console.print(f"* the largest batch that memory, or {most} streams, allows; figures: {out}", soft_wrap=True)
     return figures
 
@@ -269,8 +263,3 @@ def facts(device: str = "cpu") -> Figures:
         "python": platform.python_version(),
         "commit": commit(),
     }
-
-
-def write(figures: Figures, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1) + "\n")

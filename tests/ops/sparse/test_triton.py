@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from triton.runtime import interpreter
 
 from subquad.ops.sparse import kernels, sparse_attention, triton_path
 from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
@@ -57,19 +56,12 @@ def test_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a short sequence has interior ones, and loop bounds that numpy's newest versions accept."""
+    """Tiles so small that a short sequence has interior ones."""
     if not INTERPRETED:
         return
     for kind, size in list(CONFIGS):
         monkeypatch.setitem(CONFIGS, (kind, size), Config(16, 16, 4, 1))
     monkeypatch.setattr(triton_path, "SPLIT", 32)
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def agree(

@@ -11,15 +11,15 @@ the earlier one. The backward of each pass only needs the final log-sum-exp, so 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, inf, log2
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from subquad.ops.launch import blocks_of, tile_of
 from subquad.ops.sparse.kernels import (
     BLOCK,
     DENSE,
@@ -150,7 +150,7 @@ def _tables(
     device: torch.device,
 ) -> RandomTables:
     size = gcd(*(a.block_size for a in random))
-    rows = torch.arange(-(-T // size), device=device)[None, None]
+    rows = torch.arange(blocks_of(T, size), device=device)[None, None]
     heads = _on_device(draws, torch.int64, device)[:, None] if draws else None
     drawn = []
     for atom in random:
@@ -158,7 +158,7 @@ def _tables(
         length = S if lengths is None else lengths[:, None, None]
         table = atom.table(rows // ratio, causal=causal, length=length, head=heads)[..., None]
         drawn.append(torch.where(table >= 0, table * ratio + torch.arange(ratio, device=device), -1).flatten(3))
-    blocks = -(-S // size)
+    blocks = blocks_of(S, size)
     table = torch.cat(drawn, 3).sort(3).values
     table.masked_fill_(table >= blocks, -1)  # the last block drawn may reach beyond the last key
     if len(random) > 1:
@@ -209,7 +209,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        return max(16, triton.next_power_of_2(self.x.q.shape[3]))
+        return tile_of(self.x.q.shape[3])
 
     def config(self, kind: str) -> Config:
         size = max(128, self.width * self.x.q.dtype.itemsize)
@@ -218,11 +218,11 @@ class Call:
     def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
         """pad, shift, low: how tiles are cut from the residues."""
         tile = max(config.queries, config.keys)
-        points = -(-max(self.sizes[1:3]) // step)
+        points = blocks_of(max(self.sizes[1:3]), step)
         if step == 1 or points > tile:
-            return -(-points // tile) * tile, 31, -1
-        pad = triton.next_power_of_2(points)
-        return pad, int(log2(pad)), pad - 1
+            return blocks_of(points, tile) * tile, 31, -1
+        shift = (points - 1).bit_length()
+        return 1 << shift, shift, (1 << shift) - 1
 
     def over_queries(self, kind: str) -> Iterator[Pass]:
         """The passes of tiles of queries, "forward" or "dq"."""
@@ -234,7 +234,7 @@ class Call:
             yield Pass(f"{kind}_lattice", (n,), 0, T, step, go_on)
             go_on = True
         if work.rows:
-            yield Pass(f"{kind}_rows", (0,), 0, min(work.rows, T), pieces=-(-S // SPLIT))
+            yield Pass(f"{kind}_rows", (0,), 0, min(work.rows, T), pieces=blocks_of(S, SPLIT))
 
     def over_keys(self) -> Iterator[Pass]:
         """The passes of tiles of keys."""
@@ -248,9 +248,9 @@ class Call:
         for n in work.summaries:
             size, count = work.atoms[4 * n + 1 : 4 * n + 3]
             # the columns that the last block lacks are beyond S
-            yield Pass("dkv_summary", (n,), 0, -(-S // size) * count, go_on=True)
+            yield Pass("dkv_summary", (n,), 0, blocks_of(S, size) * count, go_on=True)
         if work.columns:
-            yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=-(-T // SPLIT))
+            yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=blocks_of(T, SPLIT))
 
     def sums(self, run: Pass, heads: int) -> Tensor:
         """Room for what the pieces of a pass leave."""
@@ -280,7 +280,7 @@ class Call:
         """What kernels over tiles of queries take, and how many programs there are."""
         config = self.config(run.kind)
         common, (B, _, _, H, *_) = self.arguments(run, config), self.sizes
-        tiles = triton.cdiv(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
+        tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
         table = self.random.table if self.random else self.x.q[:1, :1]
         own = {"tiles": tiles, "row0": run.start, "rows": run.stop, "table": table}
         own["table_batch"], own["table_head"] = _shared_strides(table)
@@ -415,7 +415,7 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
     config, (B, *_, Hkv, _) = call.config(run.kind), call.sizes
     arguments = call.arguments(run, config)
     stop = run.stop if run.step == 1 else run.step * arguments["pad"]
-    tiles = triton.cdiv(stop - run.start, config.keys)
+    tiles = blocks_of(stop - run.start, config.keys)
     q = call.x.q
     _, starts, readers = call.random or (q, q[:1, :1], q[:1, :1])
     (starts_batch, starts_head), (readers_batch, readers_head) = _shared_strides(starts), _shared_strides(readers)
@@ -442,7 +442,7 @@ def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | No
         return None
     T = call.sizes[1]
     size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
-    n = -(-T // (size // c)) - c
+    n = blocks_of(T, size // c) - c
     if n <= 0:
         return None
     do, q, o = (_far_queries(t, n, size, c) for t in (given.do, call.x.q, given.o))
@@ -456,7 +456,7 @@ def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | No
 
 def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
     (B, _, _, H, _, D), tile, rows = call.sizes, 32, far_k.shape[1]
-    tiles = triton.cdiv(rows, tile)
+    tiles = blocks_of(rows, tile)
     _far[(tiles * B * H,)](
         k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
         A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,

@@ -169,10 +169,8 @@ def _gather(table: Table, row: Row, run: Path) -> TrainedRow:
     rate = statistics.median(warm) if warm else result["examples_per_second"]
     with contextlib.suppress(OSError, ValueError):
         examples = len(task.source("train"))
-        found.epochs, found.seconds_per_epoch = (
-            result["steps"] * training["batch"] / examples,
-            examples / max(rate, 1e-9),
-        )
+        found.epochs = result["steps"] * training["batch"] / examples
+        found.seconds_per_epoch = examples / max(rate, 1e-9)
     return replace(
         found,
         value=result["test"][table.metric],
