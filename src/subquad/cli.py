@@ -46,7 +46,7 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
                 if isinstance(value, int) and abs(value) > LARGEST:
                     refuse(name, value, "an integer below 2**62")
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:  # OSError: a file that is not there, a folder that cannot be written
+        except (ValueError, OSError, ImportError) as error:  # a missing file or folder, a package of an extra
             raise _failure(error) from None
         except (RuntimeError, MemoryError) as error:
             from subquad.measure.cost import out_of_memory

@@ -14,8 +14,8 @@ from subquad.studies.published import TABLES
 from subquad.studies.results import ArenaRun, ArenaTable
 
 PAPER = TABLES["lra"]
-AT_CHANCE = 2.0  # points above the most frequent answer within which nothing was learned
-FAR = 8.0  # points from the paper from which a figure needs a sentence
+AT_CHANCE = 2.0  # up to so many points above the most frequent answer, nothing was learned
+FAR = 8.0  # a figure so many points from the paper's needs a note
 COSTS = (  # title, field of a run, in what unit, format
     ("seconds", "seconds", 1.0, "{:,.0f}"),
     ("peak memory, GB", "peak_bytes", 1e9, "{:.2f}"),
@@ -58,7 +58,7 @@ def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[flo
 
 
 def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Table]:
-    """What there is to show: nothing before the first run is finished."""
+    """All tables; none before the first run is finished."""
     return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
 
 
@@ -78,7 +78,7 @@ def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> 
         table.add_column(named[c], justify="right")
     if counted:
         table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
-    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # those that failed have a row too
+    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # failed ones too
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None

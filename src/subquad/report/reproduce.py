@@ -1,4 +1,4 @@
-"""A reproduced table as people read it: ours beside the published figures, on the screen and as a picture."""
+"""A reproduced table: ours beside the published figures, in the terminal and as a plot."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -95,9 +95,9 @@ def copy_to(results: ReproducedTable, path: Path) -> None:
 
 
 def draw(results: ReproducedTable, path: Path) -> None:
-    """Curves of the rows, and their figures beside the published ones; nothing where there is nothing yet."""
+    """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
     panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
-    if not panels or find_spec("matplotlib") is None:  # figures are kept where there is nothing to draw with
+    if not panels or find_spec("matplotlib") is None:  # without matplotlib there are figures but no plot
         return
     import matplotlib
 

@@ -122,7 +122,7 @@ def _covered(run: Run) -> int:
 
 
 def compared(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad compare` wrote."""
+    """The runs that `subquad compare` wrote."""
     return [run for run in runs if run.kind == "compare"]
 
 
@@ -153,7 +153,7 @@ def _load(file: Path) -> Run:
 
 
 def _holds_figures(data: Json) -> bool:
-    """A file of figures names its kind or its device; other JSON files do not."""
+    """Every file of figures names its kind, or the machine it was measured on."""
     return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
