@@ -140,8 +140,6 @@ class Seq2Seq(Model):
     generate, stream = generation.generate, generation.stream  # state=model.init_state(*model.encode(source))
 
     def _positions(self, state: State, tokens: Tensor) -> Tensor:
-        if not isinstance(state, State):
-            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         if not isinstance(state.memory, tuple):
             raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
         return self.decoder.check_state(state.decoder, batch_size(tokens))[0]
