@@ -49,15 +49,12 @@ class Config:
         """Counts are at least 1, and a seed 0; a dropout is a probability; a part is a config of its own kind."""
         for name, hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
+            probability = isinstance(value, int | float) and value is not False and 0 <= value < 1
             if hint is int or (hint == int | None and value is not None):
                 check_count(name, value, 0 if name == "seed" else 1)
             elif hint is bool or (isinstance(hint, type) and issubclass(hint, Config)):
                 check_plain(name, value, hint)
-            elif (
-                hint is float
-                and name.endswith("dropout")
-                and not (isinstance(value, int | float) and value is not False and 0 <= value < 1)
-            ):
+            elif hint is float and name.endswith("dropout") and not probability:
                 refuse(name, value, "a probability in [0, 1)")
             if name == "depth" and value > MOST_LAYERS:
                 refuse(name, value, f"an integer of at most {MOST_LAYERS:,}")
@@ -320,6 +317,8 @@ def assemble(
         for part in accepted.get(key, ()):
             given[part].setdefault(key, value)
     own = given.pop("")
+    for part in own.keys() & parts.keys():
+        check_plain(part, own[part], parts[part])
     missing = [name for part in parts if part not in own for name in _missing(parts[part], given[part])]
     if missing:
         raise TypeError(f"{cls.__name__} needs {', '.join(dict.fromkeys(missing))}")
