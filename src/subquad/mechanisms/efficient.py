@@ -93,8 +93,8 @@ class Efficient(Kernelised):
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
-        how = {"lengths": lengths, "initial_state": LinearState(state.s, state.z), "return_state": True, **self._how()}
-        o, added = linear_attention((q / root).to(v.dtype), k, v, **how)
+        how = {"lengths": lengths, "initial_state": LinearState(state.s, state.z), **self._how()}
+        o, added = linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
         return self._merge(o / root), State(*added, state.max, position)
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
