@@ -22,14 +22,7 @@ from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
-from subquad.ops.linear.deferred import (
-    GROUP,
-    Queue,
-    can_defer,
-    deferred_linear_attention_step,
-    make_queue,
-    settle,
-)
+from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
 from subquad.ops.precision import wide
 
 
