@@ -154,11 +154,7 @@ def linear_attention_step(
 
 
 def linear_attention_sums(
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: Map = "elu+1",
-    lengths: Tensor | None = None,
+    k: Tensor, v: Tensor, *, feature_map: Map = "elu+1", lengths: Tensor | None = None
 ) -> LinearState:
     """What a context is to linear attention, in constant size: k [B, S, H, K], v [B, S, H, V] -> s [B, H, M, V], z.
 
@@ -173,12 +169,7 @@ def linear_attention_sums(
 
 
 def linear_attention_read(
-    q: Tensor,
-    state: LinearState,
-    *,
-    feature_map: Map = "elu+1",
-    normalize: bool = True,
-    eps: float = 1e-6,
+    q: Tensor, state: LinearState, *, feature_map: Map = "elu+1", normalize: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
     phi = _wide_features(q, feature_map)
