@@ -82,11 +82,7 @@ class Seq2Seq(Model):
         self.head = None if config.tie else make_head(dim, config.target.vocab)
 
     def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_lengths: Tensor | None = None,
-        target_lengths: Tensor | None = None,
+        self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, target_lengths: Tensor | None = None
     ) -> Tensor:
         """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
         memory, memory_lengths = self._encode(source, source_lengths, "source_lengths")
