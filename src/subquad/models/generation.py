@@ -132,8 +132,7 @@ def stream(
     """
     check_model(model)
     for name, count in (("steps", steps), ("capacity", capacity)):
-        if count is not None:
-            check_count(name, count)
+        check_count(name, 1 if count is None else count)
     prompts = read_prompts(model, prompt, lengths, state, seed)
     drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
 
@@ -242,8 +241,7 @@ def _as_tokens(
             parts = [torch.as_tensor(row) for row in prompt]
             lengths = torch.tensor([len(part) for part in parts])
             prompt = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-    single = prompt.ndim == 1
-    tokens = prompt[None] if single else prompt
+    tokens = prompt[None] if prompt.ndim == 1 else prompt
     if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype not in INTEGERS:
         kind = f"{prompt.dtype} {shape_of(prompt)}"
         raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one a stream")
@@ -258,14 +256,14 @@ def _as_tokens(
     if lengths is not None:
         tokens = torch.where(torch.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens[:, :1])
         lengths = lengths.to(device)
-    return tokens.to(device, torch.int64), lengths, single
+    return tokens.to(device, torch.int64), lengths, prompt.ndim == 1
 
 
 def _check_given_state(model: Any, state: State, batch: int) -> None:
     """Refuse a state that is not this model's, or of another batch."""
     check_state(state)
     wanted = imagine(decoder_of(model), 1)
-    names, accepted = [name for name, _ in leaves(state)], [name for name, _ in leaves(wanted)]
+    names, accepted = ([name for name, _ in leaves(nest)] for nest in (state, wanted))
     if type(state) is not type(wanted) or names != accepted:
         raise ValueError(
             f"state is a {type(state).__name__} of {', '.join(names[:3])}, ...: accepted is a state of this model's "
@@ -326,11 +324,9 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
     user = object()
     try:
         with _lock:
-            users, training = _modes.setdefault(id(model), _Modes(set(), []))
-            if not users:
-                training[:] = [module for module in modules if module.training]
-            users.add(user)
-            for module in training:
+            modes = _modes.setdefault(id(model), _Modes(set(), [module for module in modules if module.training]))
+            modes.users.add(user)
+            for module in modes.training:
                 module.training = False
         yield
     finally:

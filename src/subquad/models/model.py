@@ -34,7 +34,7 @@ class Model(nn.Module):
         """Write model.safetensors and config.json, whole or not at all."""
         if Path(directory).exists() and not Path(directory).is_dir():
             refuse("directory", str(directory), "a folder, or a name that nothing has yet")
-        saving.write(self, directory)
+        saving.write(self, Path(directory))
 
     @classmethod
     def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:

@@ -20,7 +20,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEYS = ("format", "model", "dtype", "config")
 
 
-def write(model: Any, directory: str | Path) -> None:
+def write(model: Any, directory: Path) -> None:
     """Save a model; ValueError if its config holds code, which JSON cannot."""
     from safetensors.torch import save
 
@@ -33,7 +33,6 @@ def write(model: Any, directory: str | Path) -> None:
     text = json.dumps(header, indent=2, allow_nan=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
     sealed = json.dumps({**header, DIGEST: digest_tensors(tensors, json.loads(text))}, indent=2)
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
     write_whole(directory / CONFIG, sealed.encode() + b"\n")
@@ -49,11 +48,11 @@ def read_header(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
         )
-    carried = None if text is None else parse_json(text, weights)
-    if not config.is_file():
-        return _check_header(carried, weights)
-    header = _check_header(read_json(config), config)
-    if text is not None and any(_check_header(carried, weights)[key] != header[key] for key in KEYS):
+    header = _check_header(read_json(config), config) if config.is_file() else {}
+    carried = header if text is None else _check_header(parse_json(text, weights), weights)
+    if not header:
+        return carried
+    if any(carried[key] != header[key] for key in KEYS):
         raise ValueError(
             f"{config} is not the config that {weights} was saved with: "
             f"restore it, or delete it to load the weights with the config they carry"
@@ -147,10 +146,11 @@ def _check_fit(cls: Any, config: Any, weights: Path) -> None:
     except (ValueError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
-    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
-    if missing or unknown:
-        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
-        raise ValueError(f"{weights} does not fit its config: it {' and '.join(parts)}")
+    odd = {"lacks": wanted.keys() - shapes.keys(), "has unknown": shapes.keys() - wanted.keys()}
+    for what, names in odd.items():
+        if names:
+            some = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ValueError(f"{weights} does not fit its config: it {what} {some}")
     for name, tensor in wanted.items():
         if shapes[name] != list(tensor.shape):
             raise ValueError(f"{weights}: {name} has shape {shapes[name]}: accepted is {list(tensor.shape)}")
@@ -171,7 +171,3 @@ def _check_header(header: Any, path: Path) -> dict[str, Any]:
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']!r}: this version reads {FORMAT}")
     return header
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

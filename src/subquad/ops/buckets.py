@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops.lengths import more_blocks, padding, symbolic
+from subquad.ops.precision import wide
 
 
 class Slots(NamedTuple):
@@ -122,7 +123,7 @@ def slot_attention(
     scores are q·k + bias. A query that sees nothing gets zeros and the smallest finite log-sum-exp.
     """
     scores = take(q, query) @ take(k, key).transpose(-1, -2)  # [B, H, N, C, W]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = wide(scores)
     seen = visible.any(-1)
     hidden = ~visible & seen[..., None]  # rows that see nothing stay finite, and are blanked below
     scores = (scores if bias is None else scores + bias).masked_fill(hidden, -torch.inf)
@@ -141,7 +142,7 @@ def pair_attention(
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = q @ k.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = wide(scores)
     seen = visible.any(-1, keepdim=True)
     scores = (scores if bias is None else scores + bias).masked_fill(~visible & seen, -torch.inf)
     weights = torch.nn.functional.dropout(scores.softmax(-1) * seen, dropout)

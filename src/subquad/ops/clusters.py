@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.lengths import symbolic
+from subquad.ops.precision import wide, wide_type
 
 
 @torch.no_grad()
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
     """On which side of each plane x lies, -1 or 1: x [..., K], planes [M, K + 1] with the bias last -> [..., M]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    planes = planes.to(wide)
-    side = x.to(wide) @ planes[:, :-1].T + planes[:, -1]
+    planes = planes.to(wide_type(x))
+    side = wide(x) @ planes[:, :-1].T + planes[:, -1]
     return torch.where(side >= 0, 1.0, -1.0)
 
 
@@ -69,7 +69,7 @@ def kmeans_step(centroids: Tensor, x: Tensor, label: Tensor, decay: float) -> Te
 
     Where torch.distributed is running, the means are those of all ranks' tokens.
     """
-    means, count = cluster_means(x.to(torch.promote_types(x.dtype, torch.float32)), label, centroids.shape[-2])
+    means, count = cluster_means(wide(x), label, centroids.shape[-2])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         stats = torch.cat((means * count[..., None], count[..., None]), dim=-1)
         torch.distributed.all_reduce(stats)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.impl import Impl, choose
+from subquad.ops.precision import wide
 
 MOST = 2047  # labels of a row that one program of the kernel holds: eight warps fit whatever registers they take
 NEVER = -1e30  # in place of -inf, of which differences can be taken
@@ -25,7 +26,7 @@ def ctc_loss(
 
     Only each row's first `lengths` [B] frames and `target_lengths` [B] labels count.
     """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    scores = wide(logits).log_softmax(-1)
     if choose(impl, "ctc_loss", scores, _unsupported(scores, targets)) == "torch":
         return F.ctc_loss(
             scores.transpose(0, 1), targets, lengths, target_lengths, reduction="none", zero_infinity=True

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from subquad.ops.autocast import uncast
+from subquad.ops.precision import wide_type
 
 Norms = Literal["chi", "sqrt"]
 SHORT = 1e-6  # a vector shorter than this has no direction: it is divided by this
@@ -71,7 +72,7 @@ def draw_directions(
 
 def project(x: Tensor, directions: Tensor) -> Tensor:
     """ω·x in at least float32, under autocast too: [B, T, H, K], [H, M, K] -> [B, T, H, M]."""
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = wide_type(x)
     with uncast(x):
         return torch.einsum("bthk,hmk->bthm", x.to(exact), directions.to(exact))
 
@@ -79,14 +80,14 @@ def project(x: Tensor, directions: Tensor) -> Tensor:
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """The Gaussian kernel's features, [B, T, H, 2M], in at least float32 or in `dtype`; unit: those of x/|x|."""
     if torch.compiler.is_exporting():
-        return _plain_fourier(x, directions, unit, dtype or _wide(x))
+        return _plain_fourier(x, directions, unit, dtype or wide_type(x))
     with uncast(x):
-        return _Fourier.apply(x, directions, unit, dtype or _wide(x))
+        return _Fourier.apply(x, directions, unit, dtype or wide_type(x))
 
 
 def trigonometric(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Features [B, T, H, 2M] and the logarithm of the factor to them, [B, T, H]."""
-    return fourier(x, directions), x.to(_wide(x)).square().sum(-1) / 2
+    return fourier(x, directions), x.to(wide_type(x)).square().sum(-1) / 2
 
 
 @torch.no_grad()
@@ -117,11 +118,11 @@ def positive(
     dtype  of the result: at least float32 if not given
     """
     if torch.compiler.is_exporting():
-        return _plain_positive(x, directions, scale, unit, eps, dtype or _wide(x))
+        return _plain_positive(x, directions, scale, unit, eps, dtype or wide_type(x))
     origin = found.largest if unit is None else found.half + unit
     b = eps * (found.largest - origin).exp()[..., None]
     with uncast(x):
-        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or _wide(x))
+        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or wide_type(x))
 
 
 # An exported program keeps what an autograd.Function computes but not its backward, so it gets expressions that torch
@@ -216,7 +217,7 @@ class _Positive(torch.autograd.Function):
 
 def _product(x: Tensor, directions: Tensor) -> Tensor:
     """ω·x in at least float32, [H, B*T, M], without a gradient."""
-    rows, wide = _rows(x), _wide(x)
+    rows, wide = _rows(x), wide_type(x)
     if x.is_cuda and x.dtype != wide:
         # 16-bit factors with sums in float32; float32 directions as two of them
         columns = directions.to(x.dtype)
@@ -246,7 +247,3 @@ def _rows(x: Tensor) -> Tensor:
 def _tokens(rows: Tensor, like: Tensor) -> Tensor:
     """[H, B*T, D] -> [B, T, H, D]"""
     return rows.unflatten(1, like.shape[:2]).permute(1, 2, 0, 3)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

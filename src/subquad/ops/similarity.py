@@ -7,6 +7,7 @@ from torch import Tensor
 
 from subquad.checks import check_heads, checked, shown
 from subquad.ops.lengths import check_op_lengths
+from subquad.ops.precision import wide
 
 
 @checked
@@ -56,7 +57,7 @@ def similarity_attention(
     # waits for a GPU, which is nothing beside a dense matrix, and leaves a wrong sim an error that can be caught
     if not torch.compiler.is_compiling() and weight.device.type != "meta" and not bool((weight >= 0).all()):
         raise ValueError("sim gave negative weights or NaN: accepted are weights of at least 0")
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    weight = wide(weight)
     if causal:
         weight = weight.tril()
     padded_keys = key_lengths if key_lengths is not None else lengths

@@ -87,10 +87,9 @@ def linear_attention(
         # the kernels would take lengths for queries and keys alike, so these keys are emptied here
         q, k, v = phi.apply(q), zero_padding(phi.apply(k), key_lengths), zero_padding(v, key_lengths)
         spec = spec._replace(feature_map="identity")
-    elif key_lengths is not None:
-        lengths = key_lengths
-    elif phi.fused is None:
-        q, k = phi.apply(q), phi.apply(k)
+    else:
+        lengths = lengths if key_lengths is None else key_lengths
+        q, k = (q, k) if phi.fused is not None else (phi.apply(q), phi.apply(k))
     if phi.fused is None:
         _check_features(q, k, v, shape)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

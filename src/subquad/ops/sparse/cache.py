@@ -20,6 +20,7 @@ from torch import Tensor
 from subquad.checks import check_count, check_heads, check_methods, check_tensor, refuse
 from subquad.ops.cache import append, with_room
 from subquad.ops.lengths import check_op_lengths
+from subquad.ops.precision import wide
 from subquad.ops.sparse.patterns import (
     Block,
     Dense,
@@ -140,7 +141,7 @@ class SparseCache:
             at = state.position[:, None] + torch.arange(qs.shape[1], device=q.device)  # [B, T]
             keys = torch.cat((state.k.to(k.dtype), ks), 1)
             values = torch.cat((state.v.to(v.dtype), vs), 1)
-            scores = torch.einsum("bthk,bshk->bhts", _wide(qs), _wide(keys)) * scale
+            scores = torch.einsum("bthk,bshk->bhts", wide(qs), wide(keys)) * scale
             weights = _softmax_over(scores, self._visible(state, at))
             outputs.append(torch.einsum("bhts,bshv->bthv", weights.to(values.dtype), values))
             seen = None if lengths is None else (lengths - start).clamp(0, qs.shape[1])
@@ -227,7 +228,7 @@ class SparseCache:
                 t.gather(1, index.expand(-1, -1, *t.shape[2:])).unflatten(1, j.shape[1:3]).to(q.dtype)
                 for t in (state.k, state.v)
             )  # [B, T, M, H, K]
-            scores = torch.einsum("bthk,btmhk->bhtm", _wide(qs), _wide(ks)) * scale
+            scores = torch.einsum("bthk,btmhk->bhtm", wide(qs), wide(ks)) * scale
             weights = _softmax_over(scores, (j >= 0).movedim(-1, 1))
             outputs.append(torch.einsum("bhtm,btmhv->bthv", weights.to(vs.dtype), vs))
         return torch.cat(outputs, 1)
@@ -262,10 +263,6 @@ def _newest(atom: Pattern) -> int:
         case Block(l, before):
             return (before + 1) * l
     return 0
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _softmax_over(scores: Tensor, allowed: Tensor) -> Tensor:

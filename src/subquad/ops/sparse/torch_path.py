@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.ops.precision import wide, wide_type
 from subquad.ops.sparse.patterns import Summary
 from subquad.ops.sparse.spec import Inputs, Spec
 from subquad.ops.sparse.tiles import Job, cut
@@ -18,8 +19,8 @@ def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     B, T, H, D = x.q.shape
     job, q, k, v = _prepare(x, spec)
     # one row more than there are queries takes what the unused rows of tiles compute
-    o = q.new_zeros(B, T + 1, H, D, dtype=wide(q))
-    lse = q.new_full((B, T + 1, H), -inf, dtype=wide(q))
+    o = q.new_zeros(B, T + 1, H, D, dtype=wide_type(q))
+    lse = q.new_full((B, T + 1, H), -inf, dtype=wide_type(q))
     for at, keys, mask, start, key_start in cut(job):
         qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
         part, part_lse = attend_tiles(qt, kt, vt, _bias(mask, B, q.dtype), spec.scale)
@@ -56,7 +57,7 @@ def backward(
         q, k, o = (F.pad(t, (0, 1)) for t in (q, k, o))
         v = F.pad(v, (0, 1), value=1.0)
         do = torch.cat([do, dlse.masked_fill(lse == inf, 0).to(do.dtype)[..., None]], -1)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=wide_type(t), device=t.device) for t in (q, k, v))
     for at, keys, mask, start, key_start in cut(job):
         qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
         unused = (at >= T).expand(B, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m]
@@ -69,10 +70,6 @@ def backward(
     dk, dv = _from_columns(job, dk), _from_columns(job, dv)
     dq, dk, dv = (g[..., :D].to(q.dtype).contiguous() for g in (dq, dk, dv))
     return dq, dk, dv
-
-
-def wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _prepare(x: Inputs, spec: Spec) -> tuple[Job, Tensor, Tensor, Tensor]:
@@ -157,7 +154,7 @@ def attend_tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
-    s = torch.matmul(q.to(wide(q)) * scale, k.to(wide(q)).mT)
+    s = torch.matmul(wide(q) * scale, k.to(wide_type(q)).mT)
     s = s if bias is None else s + bias
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse.clamp(min=torch.finfo(s.dtype).min)[..., None])
@@ -172,7 +169,7 @@ def _attend_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, False, attn_mask=bias, scale=scale
         )
-    do, q, k, v, o = (x.to(wide(x)) for x in (do, q, k, v, o))
+    do, q, k, v, o = (wide(x) for x in (do, q, k, v, o))
     s = torch.matmul(q * scale, k.mT)
     p = torch.exp((s if bias is None else s + bias) - lse[..., None])
     ds = p * (torch.matmul(do, v.mT) - (do * o).sum(-1, keepdim=True)) * scale
