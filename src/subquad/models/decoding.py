@@ -212,11 +212,10 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 class Categorical:
     """One logit a token."""
 
+    draw = staticmethod(draw)
+
     def __init__(self, values: int):
         self.values = values
-
-    def draw(self, outputs: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
-        return draw(outputs, sampling, seeds, position, seen)
 
     def log_prob(self, outputs: Tensor, token: Tensor) -> Tensor:
         return outputs.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]

@@ -13,8 +13,8 @@ from subquad.checks import INTEGERS, check_count, check_plain, check_strided, ch
 from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import check_fits, imagine
 from subquad.models.inputs import check_ids
-from subquad.models.model import Model
 from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
+from subquad.models.saving import Model
 from subquad.models.state import State, batch_of, check_state, leaves, map_state
 from subquad.models.threads import run_small
 from subquad.ops.lengths import check_lengths, shape_of

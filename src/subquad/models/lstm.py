@@ -18,7 +18,7 @@ from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
 from subquad.models.inputs import batch_size, check_position
 from subquad.models.loss import Reduction, cross_entropy, shift
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 
 
