@@ -76,10 +76,9 @@ def generate(
     first = model.generate(prompt, 10, full=True)
     more = model.generate(first.tokens[:, -1:], 10, state=first.state)
     """
-    check_model(model)
     check_count("steps", steps)
-    prompts = read_prompts(model, prompt, lengths, state, seed)
     drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
     lanes = (2 if len(prompts.tokens) >= LANES_PAY else 1) if lanes is None else lanes
     check_count("lanes", lanes)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
@@ -130,11 +129,10 @@ def stream(
 
     Everything else is as in `generate`. Arguments are checked at once, tokens are made when they are asked for.
     """
-    check_model(model)
     for name, count in (("steps", steps), ("capacity", capacity)):
         check_count(name, 1 if count is None else count)
-    prompts = read_prompts(model, prompt, lengths, state, seed)
     drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
 
     def run() -> Iterator[Any]:
         modules = list(model.modules())
@@ -195,14 +193,10 @@ def _start(
     return loop
 
 
-def check_model(model: object) -> None:
-    """Refuse what does not generate."""
+def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
+    """The sampling, and the stop tokens as a tuple; refused if the model does not generate, or cannot draw them."""
     if not isinstance(model, Model) or not hasattr(model, "generate"):
         raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
-
-
-def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
-    """The sampling, and the stop tokens as a tuple; refused if the model cannot draw them."""
     values = values_of(model)
     sampling.check(values)
     stop = (stop,) if isinstance(stop, int) else tuple(stop)
