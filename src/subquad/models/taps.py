@@ -61,9 +61,8 @@ class Taps(nn.Module):
     def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
         """One token, x [B, D] -> (y [B, D], the new state)."""
         ring, position = state
-        before = ring.take_along_dim(((position[:, None] - self.back) % self.reach)[..., None], 1).to(
-            x.dtype
-        )  # [B, J, D]
+        places = (position[:, None] - self.back) % self.reach
+        before = ring.take_along_dim(places[..., None], 1).to(x.dtype)  # [B, J, D]
         weight = self.weight.to(x.dtype)
         y = weight[0] * x + (weight[1:] * before).sum(1)
         place = _wide((position % self.reach)[:, None], ring)

@@ -131,7 +131,7 @@ torch.library.register_autograd("subquad::linear_attention", _gradient, setup_co
 class _Eager(torch.autograd.Function):
     """The same operator without the dispatcher, whose layers would take longer than the kernels."""
 
-    backward = staticmethod(once_differentiable(_gradient))
+    backward = staticmethod(once_differentiable(_gradient))  # type: ignore[assignment]
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

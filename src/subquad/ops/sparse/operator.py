@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops.precision import wide_type
 from subquad.ops.sparse import torch_path
 from subquad.ops.sparse.spec import Inputs, Spec
 
@@ -43,8 +44,8 @@ def _forward(
 def _forward_shapes(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     if others[-1] == "triton":  # a head's log-sum-exp stands together
-        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch_path.wide(q)).transpose(1, 2)
-    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=torch_path.wide(q))
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=wide_type(q)).transpose(1, 2)
+    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=wide_type(q))
 
 
 def _gradients(
