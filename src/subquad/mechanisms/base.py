@@ -57,19 +57,18 @@ class Options:
     rotary: bool = False  # rotate queries and keys by their position
     layer: AtLeast0 = 0  # index in the stack, for interleaving and sharing
     seed: AtLeast0 = 0  # of everything drawn at random when the module is made
-    max_length: int | None = None  # the longest sequence, where something learned has that size
+    max_length: AtLeast1 | None = None  # the longest sequence, where something learned has that size
 
     def __post_init__(self) -> None:
         plain = typing.get_type_hints(type(self))
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             check_plain(name, value, plain[name])
-            if typing.get_origin(hint) is Annotated:
-                check_count(name, value, *hint.__metadata__)
+            for part in (hint, *typing.get_args(hint)):  # the hint itself, or what it allows besides None
+                if typing.get_origin(part) is Annotated and value is not None:
+                    check_count(name, value, *part.__metadata__)
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
-        if self.max_length is not None:
-            check_count("max_length", self.max_length)
         if not 0 <= self.dropout < 1:
             refuse("dropout", self.dropout, "a probability in [0, 1)")
 

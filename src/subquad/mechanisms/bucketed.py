@@ -40,7 +40,7 @@ class Bucketed(Attention):
     out: nn.Linear
 
     def __init__(self, options: Options, strict: bool, lists: tuple[int, ...], chunk: int):
-        """`lists`: buckets, or rounds and buckets; without `strict` the whole sequence decides, so there is no state."""
+        """`lists`: buckets, or rounds and buckets. Without `strict` the future decides, so there is no state."""
         super().__init__(options, heads=False)
         self.strict = options.causal and strict
         self.lists, self.size = lists, chunk

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
@@ -42,18 +42,14 @@ class Options(base.Options):
     block: AtLeast1 = 64  # tokens that are sorted together
     iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
-    sortcut: int | None = None  # attend to so many sorted blocks only
+    sortcut: AtLeast1 | None = None  # attend to so many sorted blocks only
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.temperature > 0:
             refuse("temperature", self.temperature, "a positive number")
-        if self.sortcut is not None:
-            at_least(self, sortcut=1)
-            if self.causal:
-                refuse(
-                    "sortcut", self.sortcut, "None with causal=True, because the first sorted blocks hold any position"
-                )
+        if self.sortcut is not None and self.causal:
+            refuse("sortcut", self.sortcut, "None with causal=True, because the first sorted blocks hold any position")
 
 
 class Sinkhorn(Attention):
@@ -105,8 +101,7 @@ class Sinkhorn(Attention):
 
     def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
         """R of rows with n [B] tokens, zero beyond them: [B, H, N, N], or its first rows for sortcut."""
-        block, exact = self.options.block, wide_type(q)
-        size = q.shape[1]
+        block, size, exact = self.options.block, q.shape[1], wide_type(q)
         starts = torch.arange(0, size + padding(size, block), block, device=q.device)
         sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
         mean_k = self._blocks(k.to(exact)).sum(2) / sizes
@@ -123,9 +118,7 @@ class Sinkhorn(Attention):
             past = logits.masked_fill(later, -math.inf)[:, :, 1:, :-1].softmax(-1)  # row 0 has no past
             return F.pad(past, (0, 1, 1, 0))
         real = starts < n[:, None]  # [B, N]
-        identity = (
-            torch.eye(starts.shape[0], dtype=torch.bool, device=q.device) & ~real[:, None]
-        )  # for blocks beyond the row
+        identity = torch.eye(len(starts), dtype=torch.bool, device=q.device) & ~real[:, None]  # for blocks of padding
         logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
         logits = logits.masked_fill(identity[:, None], 0)
         return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
@@ -157,11 +150,8 @@ class Sinkhorn(Attention):
         q, k = (t[0] for t in self._rotate(q[None], k[None]))
         identity, rows = torch.eye(n, dtype=sort.dtype, device=sort.device), []
         for i, s in enumerate(blocks):
-            slots = (
-                moved[:, :cut].flatten(1, 2)
-                if cut
-                else torch.cat((identity[s].expand(len(sort), -1, -1), moved[:, i]), 1)
-            )
+            own = identity[s].expand(len(sort), -1, -1)
+            slots = moved[:, :cut].flatten(1, 2) if cut else torch.cat((own, moved[:, i]), 1)
             share = slots.sum(-1)[:, None]  # [H, 1, S]
             scores = torch.einsum("thk,nhk,hsn->hts", q[s], k, slots) / scale
             scores = scores.masked_fill(share < ABSENT, -math.inf)
