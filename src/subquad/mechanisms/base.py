@@ -24,7 +24,7 @@ from subquad.mechanisms import checking
 from subquad.ops.lengths import shape_of, zero_padding
 
 StateKind = Literal["constant", "window", "growing"]
-State = Any  # a NamedTuple of tensors, batch first, one of them `position` [B]; each mechanism has its own
+State = Any  # a NamedTuple of tensors, batch first, the last one `position` [B]; each mechanism has its own
 AtLeast0 = Annotated[int, 0]  # an option that is an integer of at least 0
 AtLeast1 = Annotated[int, 1]
 
