@@ -47,11 +47,8 @@ class Options(base.Options):
 
 
 class Additive(Attention):
-    state_type = State
-    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
-    family = "exact"
-    exponent = 2.0
+    family, exponent = "exact", 2.0
     equivariant = True
     unused = Attention.unused | {"rotary"}
     small = ({}, {"hidden": 3})

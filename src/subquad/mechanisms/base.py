@@ -79,8 +79,8 @@ class Mixer(nn.Module):
 
     # What a mechanism says about itself
     options_type: ClassVar[type[Options]] = Options  # what a subclass says in a line `options: Options`
-    state_type: type | None = None
-    memory_type: type[Any] = Memory
+    state_type: type | None = None  # what `_init_state` of a subclass says that it returns
+    memory_type: type[Any] = Memory  # likewise of `_remember`
     traits: Traits = Traits()
     family: ClassVar[str]  # as the lecture notes sort them
     exponent: ClassVar[float]  # training time grows as T to this power
@@ -262,6 +262,10 @@ class Mixer(nn.Module):
         super().__init_subclass__()
         if "options" in cls.__annotations__:
             cls.options_type = inspect.get_annotations(cls, eval_str=True)["options"]
+        for kind, method in (("state_type", "_init_state"), ("memory_type", "_remember")):
+            made = inspect.get_annotations(vars(cls).get(method, cls), eval_str=True).get("return")
+            if kind not in vars(cls) and isinstance(made, type) and issubclass(made, tuple):
+                setattr(cls, kind, made)
         check_methods(cls)
 
     def __init__(self, options: Options):

@@ -10,8 +10,7 @@ Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over the blocks besi
 Cost        train O(T·block·(5 + random)·D) time, O(T·D) memory; decode O(block·(3 + random)·D) a token; state 2·T·D: a
             later block may draw any earlier one
 Departures  the last global block is the row's last `block` positions, whatever T is, so that padding changes nothing;
-            learned tokens live inside a layer (in the paper they pass through all of them), hence read before they are
-            read. Never dense in silence: short inputs and causal ones take the same path
+            learned tokens live inside a layer (in the paper they pass through all of them). Never dense in silence
 Verified    tests/mechanisms/test_bigbird.py: full attention when every block is covered, 1e-12; the blocks that each
             row reads, one by one; the transformers library's with the same draws, 1e-10
 """

@@ -33,10 +33,8 @@ class Tokens(NamedTuple):
 class Bucketed(Attention):
     """Attention inside buckets that tokens choose one by one, so that the future does not decide who is in them."""
 
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
-    family = "clustering"
-    exponent = 1.0
+    family, exponent = "clustering", 1.0
     out: nn.Linear
 
     def __init__(self, options: Options, strict: bool, lists: tuple[int, ...], chunk: int):

@@ -12,13 +12,10 @@ Definition  Queries are hashed to sign bits and grouped by k-means in Hamming sp
 Cost        train O(T·clusters·(K + V + bits·iterations) + T·topk·(K + V)) time a head, causal also O(T·block·(K + V));
             O(T·(clusters + topk·(K + V) + block)) memory; no decoding
 Departures  The causal form is ours: the published one lets the future decide the groups and drops all but the top-k.
-            k-means starts from queries spread evenly over the row instead of random ones, and the planes are drawn
-            once, not in every forward
+            k-means starts from queries spread evenly over the row, and the planes are drawn once
 Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (causal too), for a cluster per query, for
-            equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups, float32: values equal those of
-            fast-transformers' kernels, plain and improved, padded and not, to 5e-7. Gradients too in the plain form;
-            improved, it passes none through m, and with m detached here they agree to 7e-7. Groups differ, since it
-            starts k-means elsewhere
+            equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups: values and gradients equal those
+            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there
 """
 
 import dataclasses
@@ -57,8 +54,7 @@ class Options(base.Options):
 
 class Clustered(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True)
-    family = "clustering"
-    exponent = 1.0
+    family, exponent = "clustering", 1.0
     joint_queries = True
     small = (
         {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3, "block": 5},

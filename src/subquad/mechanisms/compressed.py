@@ -7,12 +7,10 @@ Definition  kⱼ' = Σᵢ Wᵢ k_{j·stride + i} + b for 0 ≤ i < stride, per h
             at most t; a t before the end of slot 0 reads a learned value that stands for nothing
 Cost        train O(T²/stride·D) time, O(T·D) memory; decode O(T/stride·D) a token; state 2·(T/stride + stride)·D
 Departures  nothing is read only where there is no slot, so stride=1 with W = I is full attention; a query does not see
-            the tokens of its own unfinished slot (its own token arrives by the residual connection around the layer);
-            rotary positions turn a slot at its last position, after the convolution; the paper alternates this with
-            layers of local attention, which here is a choice of mechanism per layer
-Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; the PyPI package
-            memory_compressed_attention 0.0.7 with copied weights, one head, T divisible by the stride, both directions,
-            agrees to 1e-12 once its null slot, which competes with the others, has a score far below theirs
+            the tokens of its own unfinished slot; rotary positions turn a slot at its last position; the paper
+            alternates this with local attention, which here is a choice of mechanism per layer
+Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; memory_compressed_attention 0.0.7 with
+            copied weights, one head, T divisible by the stride, 1e-12 once its null slot scores far below the others
 """
 
 import math
@@ -52,11 +50,8 @@ class Options(base.Options):
 
 
 class Compressed(Attention):
-    state_type = State
-    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
-    family = "fewer queries or keys"
-    exponent = 2.0
+    family, exponent = "fewer queries or keys", 2.0
     small = ({}, {"stride": 1}, {"stride": 8})
     options: Options
 
@@ -152,9 +147,8 @@ class Compressed(Attention):
         if k.shape[1] < stride:
             return k[:, :0], v[:, :0]
         k, v = self.key(k.flatten(2).mT).mT, self.value(v.flatten(2).mT).mT
-        k, v = (
-            t.contiguous().unflatten(-1, (heads, -1)) for t in (k, v)
-        )  # fused attention wants channels side by side
+        # fused attention wants channels side by side
+        k, v = (t.contiguous().unflatten(-1, (heads, -1)) for t in (k, v))
         index = torch.arange(k.shape[1], device=k.device)
         index = index if first is None else first[:, None] + index
         return self._turn(k, index * stride + stride - 1), v
@@ -168,8 +162,8 @@ class Compressed(Attention):
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n. Taken as so many heads,
-        they make an ordinary causal attention over slots, without a mask."""
+        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n. With these as heads it
+        is an ordinary causal attention over slots, without a mask."""
         (batch, size, heads, width), slots, stride = q.shape, k.shape[1], self.options.stride
         early = q.new_zeros(batch, 0, heads, width)
         if self.nothing is not None:

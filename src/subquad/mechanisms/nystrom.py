@@ -9,11 +9,10 @@ Definition  O = softmax(Q K̃ᵀ) Z softmax(Q̃ Kᵀ) V + conv(V) per head, scor
 Cost        train O(T·landmarks·D + landmarks³·H) time, O(T·(D + landmarks)) memory; no decoding
 Departures  each matrix has its own norms in Z₀ (the authors' default takes the largest of the batch, which ties rows
             together); segments need not be equal; no convolution in cross-attention, where values have positions of
-            their own; Z in at least float32, because it can be large; dropout on both long factors
+            their own; Z in at least float32; dropout on both long factors
 Verified    tests/mechanisms/test_nystrom.py: landmarks ≥ T is full attention, 1e-12; Z becomes the pseudo-inverse;
-            transformers 5.22.2 NystromformerSelfAttention with the per-matrix norms, and the PyPI package
-            nystrom-attention 0.0.14 with one row and one head (its norms span the batch), both with copied weights and
-            T divisible by the landmarks, agree to 1e-12
+            transformers 5.22.2 with the per-matrix norms, and nystrom-attention 0.0.14 with one row and head, both with
+            copied weights and T divisible by the landmarks, 1e-12
 """
 
 import math
@@ -28,7 +27,6 @@ from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.ops.autocast import uncast
-from subquad.ops.dense import dense_attention
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import wide, wide_type
 
@@ -50,8 +48,7 @@ class Options(base.Options):
 
 class Nystrom(Attention):
     traits = Traits(cross=True)
-    family = "fewer queries or keys"
-    exponent = 1.0
+    family, exponent = "fewer queries or keys", 1.0
     joint_queries = True
     small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
     approximates = True
@@ -61,8 +58,9 @@ class Nystrom(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         width, heads = options.conv, options.heads
-        conv = {"padding": (width // 2, 0), "groups": heads, "bias": False}
-        self.conv = nn.Conv2d(heads, heads, (width, 1), **conv) if width else None
+        self.conv: nn.Conv2d | None = None
+        if width:
+            self.conv = nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False)
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self._project(x)
@@ -100,9 +98,9 @@ class Nystrom(Attention):
                 q, k, v = (F.pad(t, (0, 0, 0, 0, 0, few + 1)) for t in (q, k, v))
                 return first(self._attend_long(q, k, v, lengths, key_lengths), size).to(dtype)
             if size <= few or k.shape[1] <= few:
-                return dense_attention(q, k, v, visible_keys(key_lengths, k.shape[1]), dropout=self._dropout()).to(
-                    dtype
-                )
+                q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), visible_keys(key_lengths, k.shape[1])
+                o = F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout())
+                return o.transpose(1, 2).to(dtype)
             return self._attend_long(q, k, v, lengths, key_lengths).to(dtype)
 
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:

@@ -10,16 +10,13 @@ Definition  k = q/|q| (one projection for both).  Each round hashes h(x) = argma
             bidirectional: chunk(i) = ⌊rank of i in the sort by (bucket, position) / C⌋, and chunks -1, 0, 1 apart count
 Cost        train O(rounds·T·C·(K + V)) time, O(rounds·T·(C + K + V)) memory a head, sorting aside;
             decode O(rounds·C·(K + V)) a token and head; state 2·T·D, and rounds·buckets·2C integers a head
-Departures  Causal chunks follow the rank inside the bucket, not the sort of the whole sequence, because that sort lets
-            the future decide who sees whom; strict_causal=False is the paper's. The bidirectional form also looks one
-            chunk ahead. The first chunk does not look around to the last. The number of buckets does not follow T.
-            Rotary positions turn q and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
-Verified    tests/mechanisms/test_reformer.py: one bucket, or all in two chunks, is full shared-QK attention with the
-            self mask, and rounds that agree are one round, 1e-10. By hand, in float64, weights and rotations copied:
-            strict_causal=False equals reformer-pytorch 1.4.4 (bucket mask, no duplicates, q·√K for its 1/√K) exactly
-            with one round and to 1.1e-8 with four (it adds 1e-9 to its counts); the one-bucket limit equals
-            transformers 5.22 LSHSelfAttention in one and in two chunks to 3e-6 (its norm adds 1e-6). transformers lets
-            buckets mix inside a chunk and counts pairs once a round, so nothing else of it is comparable
+Departures  Causal chunks follow the rank inside the bucket: in a sort of the whole sequence the future decides who sees
+            whom (strict_causal=False does as the paper). The bidirectional form also looks one chunk ahead. The first
+            chunk does not look around to the last. The number of buckets does not follow T. Rotary positions turn q
+            and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
+Verified    tests/mechanisms/test_reformer.py: one bucket is full shared-QK attention with the self mask, 1e-10. By
+            hand, in float64: strict_causal=False equals reformer-pytorch 1.4.4 (1e-8 with four rounds), the one-bucket
+            limit equals transformers 5.22 LSHSelfAttention to 3e-6, whose other cases mix buckets inside a chunk
 """
 
 import math

@@ -14,14 +14,12 @@ Cost        train O(T·(clusters·K + w·(K + V))) time, O(T·(clusters + w + K 
             The paper's T^1.5 comes from clusters = √T and w = √T: choose clusters·window ≥ T, or tokens go unchosen
 Departures  Causal by cluster and rank, because the w nearest of a whole sequence depend on its future;
             strict_causal=False is the paper's, with the causal mask inside a cluster. 1/√K, which the released code
-            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where that code
-            adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
-            `commitment` returns it (β = 1e-4 there). Rotary positions turn q and k, not what is routed
-Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps,
-            accumulation and recomputation against the formula. By hand, in float64: the bidirectional form equals
-            KmeansAttention of routing-transformer 1.6.1 with the same q, k, v and centroids to 1.1e-5 (its mean adds
-            1e-5 to the count); with padding it differs, since there padding competes for the window. Two gloo ranks
-            moved to the same mean
+            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact. share_qk=None
+            shares when causal, as there. The loss is left to you: `commitment` returns it (β = 1e-4 there). Rotary
+            positions turn q and k, not what is routed
+Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps
+            against the formula. By hand, in float64: the bidirectional form equals KmeansAttention of
+            routing-transformer 1.6.1 without padding, 1.1e-5; two gloo ranks moved to the same mean
 """
 
 import math
@@ -228,11 +226,8 @@ class Routing(Bucketed):
                 near_q, near_k = (
                     wide(t[b, :, h]) @ self.centroids[h].T.to(wide_type(x)) for t in (normed[0], normed[-1])
                 )
-                sets = self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k)
                 total, times = torch.zeros_like(scores), scores.new_zeros(len(scores), 1)
-                for queries, keys in sets:
-                    seen = torch.zeros_like(scores, dtype=torch.bool)
-                    seen[queries[:, None], keys] = True
+                for seen in self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k):
                     seen = seen.tril() if self.options.causal else seen
                     some = seen.any(-1, keepdim=True)
                     weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
@@ -240,24 +235,24 @@ class Routing(Bucketed):
                 rows.append(total / times.clamp(min=1))
         return torch.stack(rows).unflatten(0, (len(x), -1)), v
 
-    def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each centroid, the queries and the keys nearest to it."""
-        grid, sets = math.sqrt(torch.finfo(near_q.dtype).eps), []
+    def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[Tensor]:
+        """One mask for each centroid: the queries nearest to it with the keys nearest to it."""
+        grid, masks = math.sqrt(torch.finfo(near_q.dtype).eps), []
         for c in range(self.options.clusters):
             rows = ((-near[:, c] / grid).round().tolist() for near in (near_q, near_k))
-            queries, keys = (sorted((far, t) for t, far in enumerate(row))[: self.options.window] for row in rows)
-            first, second = (torch.tensor([t for _, t in chosen], dtype=torch.int64) for chosen in (queries, keys))
-            sets.append((first, second))
-        return sets
+            queries, keys = (sorted(range(len(far)), key=far.__getitem__)[: self.options.window] for far in rows)
+            masks.append(torch.zeros(len(near_q), len(near_k), dtype=torch.bool, device=near_q.device))
+            masks[-1][torch.tensor(queries)[:, None], torch.tensor(keys)] = True
+        return masks
 
-    def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each query, the newest chunk of its cluster and the one before."""
-        sets = []
+    def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[Tensor]:
+        """One mask: each query with the newest chunk of its cluster and the one before."""
+        seen = torch.zeros(len(near_q), len(near_k), dtype=torch.bool, device=near_q.device)
         for i, cluster in enumerate(near_q.argmax(-1)):
             members = (near_k[: i + 1].argmax(-1) == cluster).nonzero()[:, 0]
             newest = (len(members) - 1) // self.options.window
-            sets.append((torch.tensor([i], device=near_q.device), members[max(0, newest - 1) * self.options.window :]))
-        return sets
+            seen[i, members[max(0, newest - 1) * self.options.window :]] = True
+        return [seen]
 
     def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, None]:
         return near, near >= 0, None

@@ -10,13 +10,12 @@ Definition  q̄, k̄ are means over blocks. R = balance((q̄ k̄ᵀ/√K + Gumbe
 Cost        train O(T·block·D + T²/block·D) time, O(T·(D + block·H) + (T/block)²·H) memory; the quadratic term mixes
             the T/block blocks into sorted ones; with sortcut O(T·sortcut·block·D + (T/block)²·D) time; no decoding
 Departures  R from q̄·k̄, as in the sinkhorn_transformer package, where the paper has a network with an output per block,
-            so that T is free. Causal rows are not balanced against each other: column sums would see the future, and
-            the only lower triangular matrix whose rows and columns sum to one is the identity. The last block may be
-            short: a sorted slot counts in the softmax by the part of R that falls on real tokens. R ignores rotary
+            so that T is free. Causal rows are not balanced against each other, because column sums would see the
+            future. The last block may be short: a sorted slot counts in the softmax by the part of R that falls on real
+            tokens. R ignores rotary
 Verified    tests/mechanisms/test_sinkhorn.py: R = I is block-local attention, R = a shift is attention to the own and
-            the next block, 1e-9. The PyPI package sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and
-            its attention given our R and v = k agree to 1e-7 in float32; with v ≠ k it differs, because it sorts keys
-            in place of values. Its causal form, which picks one block of a learned score, was not compared
+            the next block, 1e-9. sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and its attention
+            given our R and v = k (it sorts keys in place of values), 1e-7 in float32; its causal form not compared
 """
 
 import math
@@ -54,8 +53,7 @@ class Options(base.Options):
 
 class Sinkhorn(Attention):
     traits = Traits(causal=True, bidirectional=True)
-    family = "learnable patterns"
-    exponent = 2.0
+    family, exponent = "learnable patterns", 2.0
     small = ({"block": 6}, {"block": 8, "sortcut": 2}, {"block": 5, "iterations": 3, "temperature": 0.2})
     approximates = True
     options: Options
