@@ -102,7 +102,7 @@ def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) ->
     if torch.compiler.is_compiling():
         return
     for field, t, shape in zip(memory._fields, memory, memory_shapes(mix), strict=True):
-        _check_batch(mix, f"context.{field}", t, batch)
+        _check_batch(mix, f"context.{field}", t, batch, f"context.{field}")
         if field == "lengths" and t.dtype != torch.int64:
             raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
         # autocast makes any of the other types
@@ -129,7 +129,7 @@ def check_state(mix: Mixer, state: Any, batch: int) -> None:
     if torch.compiler.is_compiling():
         return
     for field, t, (dtype, shape) in zip(state._fields, state, state_shapes(mix), strict=True):
-        _check_batch(mix, f"state.{field}", t, batch)
+        _check_batch(mix, f"state.{field}", t, batch, "state")
         if not _fits(t, shape) or t.dtype != dtype:
             raise ValueError(
                 f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {_words(shape)}; "
@@ -137,11 +137,11 @@ def check_state(mix: Mixer, state: Any, batch: int) -> None:
             )
 
 
-def _check_batch(mix: Mixer, name: str, t: Any, batch: int) -> None:
+def _check_batch(mix: Mixer, name: str, t: Any, batch: int, whole: str) -> None:
     """Refuse a field of a state or memory that is no tensor with this batch on the module's device."""
     check_tensor(name, t)
     if t.shape[:1] != (batch,):
-        raise ValueError(f"{name} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+        raise ValueError(f"{whole} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
     if t.device != mix._like.device:
         raise ValueError(f"{name} is on {t.device}: this module is on {mix._like.device}")
 
