@@ -1,6 +1,6 @@
-"""The operator subquad::sparse and its gradient, so that programs compile and export.
+"""The operators subquad::sparse and subquad::sparse_backward, so that programs compile and export.
 
-An operator takes tensors and plain types, so a Spec is taken apart on the way in and put together again here.
+An operator accepts only tensors and plain types, so it gets the fields of a Spec one by one.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops.precision import wide_type
 from subquad.ops.sparse import torch_path
 from subquad.ops.sparse.spec import Inputs, Spec
 
@@ -42,9 +43,9 @@ def _forward(
 
 def _forward_shapes(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
-    if others[-1] == "triton":  # a head's log-sum-exp stands together
-        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch_path.wide(q)).transpose(1, 2)
-    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=torch_path.wide(q))
+    if others[-1] == "triton":  # which writes [B, H, T]
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=wide_type(q)).transpose(1, 2)
+    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=wide_type(q))
 
 
 def _gradients(
