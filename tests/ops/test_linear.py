@@ -537,8 +537,8 @@ G = torch.zeros(2, 5, 2)
         ("eps=1e-60 .*at least 1e-30", (Q, Q, Q), {"eps": 1e-60, "feature_map": "relu"}),  # 0 in float32
         ("lengths=\\[6, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([6, 1])}),
         ("lengths=\\[-1, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([-1, 1])}),
-        ("lengths is", (Q, Q, Q), {"lengths": torch.tensor([1])}),
-        ("lengths is", (Q, Q, Q), {"lengths": torch.tensor([1.0, 2.0])}),
+        ("lengths has shape", (Q, Q, Q), {"lengths": torch.tensor([1])}),
+        ("lengths has dtype", (Q, Q, Q), {"lengths": torch.tensor([1.0, 2.0])}),
         ("key_lengths", (Q, Q, Q), {"key_lengths": torch.tensor([1, 2])}),
         ("key_lengths=", (Q, Q, Q), {"causal": False, "key_lengths": torch.tensor([1, 9])}),
         ("cu_seqlens with q", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 5])}),
