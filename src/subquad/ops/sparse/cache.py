@@ -21,7 +21,7 @@ from subquad.checks import check_count, check_heads, check_methods, check_tensor
 from subquad.ops.cache import append, with_room
 from subquad.ops.lengths import check_op_lengths
 from subquad.ops.precision import wide
-from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 
 ROWS = 256  # queries that attend to the cache at once
 GATHERED = 1 << 24  # elements of keys that are gathered at once
@@ -234,7 +234,7 @@ class SparseCache:
         return torch.stack([results[pattern] for pattern in heads], -1)
 
 
-def _newest(atom: Pattern) -> int:
+def _newest(atom: Atom) -> int:
     """How many of the newest keys, its own included, a causal query of that atom may read."""
     match atom:
         case Local(before):
