@@ -41,7 +41,7 @@ def _unsupported(scores: Tensor, targets: Tensor) -> str | None:
     if scores.dtype != torch.float32:
         return f"it computes float32, not {scores.dtype}"
     if targets.shape[-1] > MOST:
-        return f"it takes at most {MOST} labels, not {targets.shape[-1]}"
+        return f"{targets.shape[-1]} labels: at most {MOST} are accepted"
     return "no elements" if scores.numel() == 0 else None
 
 

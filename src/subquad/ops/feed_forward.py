@@ -54,7 +54,7 @@ def _unsupported(x: Tensor, w_in: Tensor) -> str | None:
     if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != w_in.dtype:
         return f"it computes 16-bit types, not {x.dtype} with weights in {w_in.dtype}"
     if width not in (64, 128, 256) or inner % 64:
-        return f"it takes widths of 64, 128 or 256 and inner widths that are a multiple of 64, not {width} and {inner}"
+        return f"widths {width} and {inner}: accepted are 64, 128 or 256, and a multiple of 64"
     return None
 
 
