@@ -1,9 +1,9 @@
-# Two commands: `make demo` and `make test`. Each makes .venv by itself and installs only when something changed.
+# Two commands: `make demo` and `make test`; between edits, `make quick`. Each makes .venv by itself and installs only when something changed.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test format clean
+.PHONY: demo test quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -13,7 +13,19 @@ test: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
+
+# Between edits, under a minute on two idle cores: leaves out what compiles, starts processes, trains for seconds or draws
+# pictures, and the laws over a mechanism's second and later sets of options.
+QUICK := not (compile or export or own_process or interpreter or distributed or torchrun or kill or pool or importing \
+  or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
+  or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
+  or l-1 or l-2 or l-3 or l-4 or l-5)
+
+quick: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
 
 format: $(STAMP)
 	$(BIN)/ruff format

@@ -1,9 +1,11 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from subquad.checks import plain_name
-from subquad.disk import DEEPEST, parse_json, read_json, read_object, read_sealed, set_aside, write_sealed
+from subquad.disk import DEEPEST, lock_folder, parse_json, read_json, read_object, read_sealed, set_aside, write_sealed
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,29 @@ def test_the_error_proposes_a_name() -> None:
     with pytest.raises(ValueError, match=r"such as 'evil-one'$"):
         plain_name("name", "../../evil one")
     assert plain_name("name", "mnist_linear-2.0") == "mnist_linear-2.0"
+
+
+def test_a_locked_folder_is_refused_by_name_until_its_process_ends(tmp_path: Path) -> None:
+    """Also when that process is killed."""
+    hold = "import sys, time, pathlib; from subquad.disk import lock_folder\n"
+    hold += "with lock_folder(pathlib.Path(sys.argv[1]), ''): print('locked', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    with (
+        pytest.raises(ValueError, match="is in use: somebody works there"),
+        lock_folder(tmp_path, "somebody works there"),
+    ):
+        pass
+    process.kill()
+    process.wait()
+    with lock_folder(tmp_path, "busy"), pytest.raises(ValueError, match="busy"), lock_folder(tmp_path, "busy"):
+        pass
+    with lock_folder(tmp_path, "released above"):
+        pass
+
+
+def test_training_needs_neither_fcntl_nor_resource() -> None:
+    """Which Windows does not have."""
+    code = "import sys; sys.modules.update(fcntl=None, resource=None); import subquad.training.train, subquad.tasks"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms.card import card
 from subquad.tasks.configure import configure
+from tests.mechanisms import laws
 
 GUIDES = Path(__file__).parents[1] / "guides"
 NAMES = sorted(path.name for path in GUIDES.glob("*.md"))
@@ -114,6 +117,27 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mechanisms() -> None:
     names = run(blocks("mechanisms.md", "python"), "mechanisms.md")
     assert names["o"].shape == (1, 1000, 4, 16)
+
+
+def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's mechanism obeys the laws, and its known answer holds."""
+    definition, known_answer = blocks("add_mechanism.md", "python")
+    module = types.ModuleType("subquad.mechanisms.decay")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(definition, "add_mechanism.md", "exec"), vars(module))
+    decay = vars(module)["Decay"]
+    monkeypatch.setitem(MECHANISMS, "decay", decay)
+    for causal in (False, True):
+        case = laws.Case(decay, {"dim": 12, "heads": 2, "causal": causal, "half_life": 3})
+        laws.forward_equals_reference(case)
+        laws.large_tokens_equal_reference(case)
+        laws.padding_is_invisible(case, [laws.T, 13, 0, 1])
+        laws.pattern_is_a_picture(case)
+        laws.cost_grows_as_documented(case, 256, 1024)
+    laws.strictly_causal(case)
+    assert all(card(decay))
+    torch.manual_seed(0)
+    run([f"import torch\n{known_answer}"], "add_mechanism.md")
 
 
 class StandIn(types.ModuleType):

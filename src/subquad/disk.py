@@ -166,8 +166,16 @@ def set_aside(path: Path) -> Path:
     return path.replace(aside)
 
 
+def user_cache() -> Path:
+    """The folder that the operating system gives this package for files that can be made again.
+
+    On Linux that is $XDG_CACHE_HOME/subquad, by default ~/.cache/subquad.
+    """
+    import pooch
+
+    return Path(pooch.os_cache("subquad")).expanduser()
+
+
 def cache_folder() -> Path:
-    """Where this machine's figures are kept: $SUBQUAD_CACHE, or subquad in the user's cache directory."""
-    if "SUBQUAD_CACHE" in os.environ:
-        return Path(os.environ["SUBQUAD_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subquad"
+    """Where this machine's figures are kept: $SUBQUAD_CACHE, by default the user's cache."""
+    return Path(os.environ["SUBQUAD_CACHE"]) if "SUBQUAD_CACHE" in os.environ else user_cache()

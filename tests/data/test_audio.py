@@ -1,4 +1,5 @@
 import struct
+import sys
 import wave
 from pathlib import Path
 
@@ -89,6 +90,34 @@ def test_a_broken_file_is_named(tmp_path: Path, body: bytes, said: str) -> None:
     with pytest.raises(Broken, match=said) as error:
         audio.read_wav(tmp_path / "a.wav")
     assert str(tmp_path / "a.wav") in str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["flac", "ogg", "aiff"])
+def test_other_files_are_read_with_soundfile(tmp_path: Path, ending: str) -> None:
+    import soundfile
+
+    left, right = tone(8000), tone(8000, 300)
+    soundfile.write(tmp_path / f"a.{ending}", np.stack((left, right), 1), 8000)
+    assert audio.sound_files(tmp_path) == [tmp_path / f"a.{ending}"]
+    found, rate = audio.read_sound(tmp_path / f"a.{ending}")
+    assert (rate, found.shape) == (8000, left.shape)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, (left + right) / 2, atol=0.1 if ending == "ogg" else 1e-4)
+    audio.write_wav(tmp_path / "a.wav", left, 8000)
+    assert audio.sound_files(tmp_path) == [tmp_path / "a.wav"]  # where there are WAV files only these are read
+    (tmp_path / "b.flac").write_bytes(b"fLaC and nothing else")
+    with pytest.raises(Broken, match=r"b\.flac is not a whole sound file"):
+        audio.read_sound(tmp_path / "b.flac")
+
+
+def test_without_soundfile_wav_is_read_and_for_others_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    audio.write_wav(tmp_path / "a.wav", tone(8000), 8000)
+    assert audio.read_sound(tmp_path / "a.wav")[1] == 8000
+    with pytest.raises(ImportError, match=r"\.flac files need the package soundfile.*'subquad\[audio\]'"):
+        audio.read_sound(tmp_path / "a.flac")
 
 
 def test_mu_law_is_the_curve_and_its_inverse() -> None:

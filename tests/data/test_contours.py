@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from subquad.data import tracing
 from subquad.data.contours import DEGREES, FULL, HARD, Scene, disc, draw, render, scenes, stamps, weights
 from subquad.tasks.lra import pathfinder
+from tests.data import tracing
 
 # of the public generator: sums of the light and of the masks of all dashes, ways to go on, the likeliest after a dash
 # at an angle of 0.3, directions of a first dash

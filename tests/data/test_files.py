@@ -20,6 +20,7 @@ import pytest
 
 from subquad.data import files
 from subquad.data.files import Broken, File, Missing
+from subquad.disk import user_cache
 
 BODY = bytes(range(256)) * 300
 
@@ -57,7 +58,8 @@ def sha256(body: bytes) -> str:
 
 
 def everything(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    """All that lies in a folder but the lock, a file that stays."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != ".lock")
 
 
 def test_a_file_that_is_here_is_not_asked_for_elsewhere(data: Path) -> None:
@@ -281,9 +283,9 @@ def test_what_a_killed_process_left_is_removed(data: Path) -> None:
     assert everything(path.parent) == [path.name]
 
 
-def test_a_folder_nobody_may_write_to_is_left_alone(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_nobody_may_write_to_is_leftlock(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert files.prepared("x", Path.touch).is_relative_to(files.user_cache())
+    assert files.prepared("x", Path.touch).is_relative_to(user_cache())
     assert everything(data) == []
 
 
@@ -304,6 +306,29 @@ def test_what_several_ask_for_is_prepared_by_one(data: Path) -> None:
     assert len(made) == 1
 
 
+def test_a_lock_is_freed_when_its_holder_is_killed(data: Path) -> None:
+    code = (
+        "import time\nfrom subquad.data import files\n"
+        "files.prepared('x', lambda new: (print('holds it', flush=True), time.sleep(600)))"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holds it\n"
+    with pytest.raises(TimeoutError):
+        files.lock(data / "prepared").acquire(timeout=0.1)
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert files.prepared("x", Path.touch).is_file()
+
+
+def test_nothing_needs_a_module_of_unix(data: Path) -> None:
+    code = "import sys\nsys.modules.update(fcntl=None, resource=None)\nfrom pathlib import Path\n"
+    code += "import subquad.disk, subquad.machine\nfrom subquad.data import files\n"
+    code += "assert files.prepared('x', Path.touch).is_file()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_folder_has_changed_when_anything_in_it_has(data: Path) -> None:
     (data / "set/class/images").mkdir(parents=True)
     picture = data / "set/class/images/1.png"
@@ -322,7 +347,7 @@ def test_a_folder_has_changed_when_anything_in_it_has(data: Path) -> None:
     assert len({first, second, kept()}) == 3
 
 
-def test_a_bar_is_for_people_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_for_peoplelock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(files.shown("abc", "letters")) == ["a", "b", "c"]
     assert not capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

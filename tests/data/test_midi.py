@@ -1,4 +1,5 @@
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,23 @@ def test_a_repeated_note_stays_two(tmp_path: Path) -> None:
     twice = [Note(0, 1, 60), Note(1, 2, 60)]
     write_midi(tmp_path / "a.mid", twice)
     assert read_midi(tmp_path / "a.mid").notes == twice
+
+
+def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Written before mido did it."""
+    notes = [Note(0, 1, 60), Note(1, 2, 60), Note(0.5, 3.25, 64, 100, 3), Note(2, 2, 36, 1, 15)]
+    write_midi(tmp_path / "a.mid", notes, 83.0, (52, 52, 0, 19))
+    assert (tmp_path / "a.mid").read_bytes().hex() == (
+        "4d546864000000060000000101e04d54726b0000003b00ff51030b07cc00c03400c13400c20000c31300903c508170934064817080"
+        "3c0000903c508360803c00009f2401018f2400845783400000ff2f00"
+    )
+
+
+def test_without_mido_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mido", None)
+    for use in (lambda: read_midi(tmp_path / "a.mid"), lambda: write_midi(tmp_path / "a.mid", [])):
+        with pytest.raises(ImportError, match=r"MIDI files need the package mido.*pip install 'subquad\[midi\]'"):
+            use()
 
 
 @pytest.mark.parametrize(

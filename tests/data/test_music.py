@@ -152,7 +152,7 @@ def test_one_sound_is_split_by_time_and_resampled(data: Path, tmp_path: Path) ->
     with pytest.raises(Missing, match="none is not there"):
         music.sound("none")
     (tmp_path / "few").mkdir()
-    with pytest.raises(Broken, match="few holds 0 WAV files"):
+    with pytest.raises(Broken, match="few holds 0 sound files"):
         music.sound(tmp_path / "few")
 
 

@@ -212,7 +212,7 @@ def test_folders_that_cannot_be_split_are_named(data: Path, tmp_path: Path) -> N
     with pytest.raises(Missing, match="nowhere is not a folder here or in"):
         speech.folder("nowhere")
     (tmp_path / "a/train").mkdir(parents=True)
-    with pytest.raises(Broken, match="train holds no WAV files"):
+    with pytest.raises(Broken, match="train holds no sound files"):
         speech.folder(tmp_path / "a")
     noise(tmp_path / "a/train/x.wav", 0)
     (tmp_path / "a/train/x.txt").write_text("x")

@@ -3,21 +3,13 @@
 Both need their own process, as in test_linear_triton.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted
 from tests.ops.test_cache import dense, inputs
 
 pytest.importorskip("triton")
-
-
-@outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
 
 
 @interpreted

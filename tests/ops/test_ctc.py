@@ -5,7 +5,6 @@ Both need their own process, as in test_linear_triton.
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops.ctc import MOST, ctc_loss
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted
 
 pytest.importorskip("triton")
 
@@ -42,12 +41,6 @@ def results(logits: Tensor, rows: dict[str, Tensor], **how: Any) -> tuple[Tensor
     loss = ctc_loss(given, **rows, **how)
     (grad,) = torch.autograd.grad((loss * torch.linspace(1, 2, len(loss))).sum(), given)
     return loss.detach(), grad
-
-
-@outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
 
 
 def one_by_one(p: Tensor, said: list[int]) -> float:

@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED, feature_map
-from tests.ops.own_process import interpreted, outside, run_again
+from tests.ops.own_process import interpreted
 
 
 def test_named_maps_are_their_formulas() -> None:
@@ -63,12 +61,6 @@ def test_the_triton_code_of_a_row_is_the_same_map(name: str) -> None:
     torch.testing.assert_close(f, row.apply_(x.clone()))
     torch.testing.assert_close(pulled, row.pull_(d.clone(), f))
     assert not zero.any()
-
-
-@outside
-def test_in_its_own_process(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    run_again(__file__, "interpret", tmp_path)
 
 
 def test_a_callable_is_taken_as_signed() -> None:

@@ -4,7 +4,6 @@ Both need their own process, as in test_linear_triton.
 """
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ from torch import Tensor
 from subquad import Transformer
 from subquad.models import blocks
 from subquad.ops.feed_forward import feed_forward, pays
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
 OPTIONS = list(itertools.product(("relu", "gelu"), ("layer", "rms"), (False, True)))
-
-
-@outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
 
 
 def draw(rows: int, width: int, inner: int, norm: str) -> list[Tensor | None]:

@@ -3,7 +3,6 @@
 Both need their own process, as in test_linear_triton.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,9 @@ from torch import Tensor, nn
 
 from subquad import Transformer
 from subquad.ops.layer_norm import LayerNorm, layer_norm
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
-
-
-@outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, size: float = 1.0) -> list[Tensor]:

@@ -3,8 +3,6 @@
 Both need their own process, as in test_linear_triton.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,15 +12,9 @@ from subquad.models.sampling import Sampling
 from subquad.models.state import leaves
 from subquad.ops.linear import LinearState, deferred, linear_attention_step
 from subquad.ops.linear.deferred import GROUP, deferred_linear_attention_step, make_queue
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
-
-
-@outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
 
 
 def start(rows: int, heads: int, width_k: int, width_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

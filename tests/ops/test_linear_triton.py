@@ -1,13 +1,12 @@
 """The fused kernels against the dense definition in float64, through Triton's interpreter, and compiled for sm_90.
 
 Interpreting and compiling need opposite settings when triton is first imported, so both run in processes of their own:
-`test_in_its_own_process` starts this file again with TRITON_INTERPRET set, and again without.
+`test_kernels.py` runs this file again with TRITON_INTERPRET set, and again without.
 """
 
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch import Tensor
 from subquad.ops.linear import fused, linear_attention
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
-from tests.ops.own_process import compiled, interpreted, outside, run_again
+from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
 
@@ -37,11 +36,6 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, **opt: Any) -> tuple[Tensor
 
 
 @outside
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_in_its_own_process(mode: str, tmp_path: Path) -> None:
-    run_again(__file__, mode, tmp_path)
-
-
 def test_registering_the_operators_does_not_import_triton() -> None:
     code = "import subquad.ops.linear.operators, sys; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -113,9 +113,7 @@ def outcome(original: Path, whole: Path, copy: Path, seed: int) -> tuple[str, st
     assert same, f"flip {seed} of {file}: another result"
     assert_same_run(copy, whole)
     assert "error: " not in str(seen(copy)["model"]), f"flip {seed} of {file}: the model stays damaged"
-    named = any(
-        words in said for words in ("damaged", "is written again", "is done again", "makes these weights again")
-    )
+    named = any(words in said for words in ("damaged", "was written again", "is repeated", "makes these weights again"))
     return str(file), "named, the same result" if named else "the same result"
 
 
@@ -165,7 +163,7 @@ def test_a_damaged_state_is_set_aside_and_the_one_before_used(
     assert state.read_text(errors="replace") != text
     _, said = resume(tmp_path / "run")
     assert "step_000006 is damaged: state.json cannot be read" in said
-    assert "the one before it is used" in said
+    assert "the checkpoint before it is used" in said
     assert (tmp_path / "run" / "checkpoints" / "step_000006.damaged").is_dir()
     assert_same_run(tmp_path / "run", finished)
 
@@ -196,7 +194,7 @@ def test_a_run_from_before_digests_goes_on_and_says_that_there_is_none(
     shutil.copytree(interrupted, tmp_path / "run")
     without_digests(tmp_path / "run")
     _, said = resume(tmp_path / "run")
-    assert "step_000006 was written before digests: its state.json cannot be checked" in said
+    assert "step_000006 is from a version without digests: its state.json cannot be checked" in said
     assert curve(tmp_path / "run") == [
         {**line, **({} if line["split"] != "test" else {"perplexity": curve(tmp_path / "run")[-1]["perplexity"]})}
         for line in curve(finished)
@@ -217,7 +215,7 @@ def test_a_state_without_digest_that_lacks_something_is_still_named(
     state = tmp_path / "run" / "checkpoints" / "step_000006" / "state.json"
     state.write_text(state.read_text().replace('"totals"', '"total"'))
     _, said = resume(tmp_path / "run")
-    assert "step_000006 is damaged: state.json lacks totals; the one before it is used" in said
+    assert "step_000006 is damaged: state.json lacks totals; the checkpoint before it is used" in said
 
 
 @pytest.mark.parametrize("how", ["lost", "changed", "line lost", "line doubled", "cut", "not text", "empty"])
@@ -252,7 +250,7 @@ def test_a_lost_or_damaged_config_is_written_again_from_a_checkpoint(
         file = tmp_path / "run" / "config.json"
         file.unlink() if damage is None else file.write_bytes(damage)
         _, said = resume(tmp_path / "run")
-        assert "it is written again from the settings of the checkpoints" in said
+        assert "it was written again from the settings in the checkpoints" in said
         assert_same_run(tmp_path / "run", finished)
         written = json.loads(file.read_text())
         assert written["training"] == json.loads((finished / "config.json").read_text())["training"]
@@ -278,7 +276,7 @@ def test_a_finished_run_with_a_damaged_model_is_tested_again(finished: Path, tmp
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "model" / "model.safetensors").unlink()
     result, said = resume(tmp_path / "run")
-    assert "the test is done again from the last checkpoint" in said
+    assert "the test is repeated from the last checkpoint" in said
     assert dataclasses.asdict(result)["test"] == json.loads((finished / "result.json").read_text())["test"]
     assert all(torch.equal(tensor, weights(finished)[name]) for name, tensor in weights(tmp_path / "run").items())
 

@@ -64,10 +64,10 @@ def test_a_state_that_is_loaded_goes_on_exactly(name: Any) -> None:
     two.load_state_dict(one.state_dict())
     again = Optimiser(config, two)
     saved = {key: value.clone() for key, value in optimiser.tensors().items()}
-    room = again.room({key: (value.shape, value.dtype) for key, value in saved.items()})
-    for key, value in room.items():
+    state = again.empty_state({key: (value.shape, value.dtype) for key, value in saved.items()})
+    for key, value in state.items():
         value.copy_(saved[key])
-    again.load(room)
+    again.load(state)
     steps(one, optimiser, range(7, 10))
     steps(two, again, range(7, 10))
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):

@@ -84,7 +84,7 @@ def test_a_resumed_run_that_repeats_a_batch_is_caught(tmp_path: Path, monkeypatc
         folder.mkdir()
         test_train.test_every_optimiser_learns_and_resumes_exactly(folder, "adam", None)
 
-    slip = Slip(Run._update, "feed.update(self.step)", "feed.update(self.step - (self.carried > 0))")
+    slip = Slip(Run._update, "feed.update(self.step)", "feed.update(self.step - (self.earlier_seconds > 0))")
     caught(monkeypatch, (slip,), check)
 
 

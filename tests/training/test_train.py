@@ -312,7 +312,7 @@ def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkey
 def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) -> None:
     """A clock of our own, in which each of them takes so many seconds."""
     now = [0.0]
-    updating, measuring = loop_module.Run._update, loop_module.Run._measure
+    updating, measuring = loop_module.Run._update, loop_module.Run.measure
 
     def _update(self: Any, feed: Any, seconds: float) -> None:
         now[0] += update
@@ -323,7 +323,7 @@ def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) 
         return measuring(self, *given)
 
     monkeypatch.setattr(loop_module.Run, "_update", _update)
-    monkeypatch.setattr(loop_module.Run, "_measure", _measure)
+    monkeypatch.setattr(loop_module.Run, "measure", _measure)
     monkeypatch.setattr("subquad.training.loop.time.perf_counter", lambda: now[0])
 
 
@@ -348,13 +348,13 @@ def test_validation_is_of_the_same_examples_in_micro_batches(tmp_path: Path) -> 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(tmp_path: Path) -> None:
     _die_at(tmp_path, 4)
     (tmp_path / "checkpoints" / "step_000003" / checkpoints.TENSORS).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step_000003 is damaged.*no checkpoint is left to go on from"):
+    with pytest.raises(ValueError, match=r"step_000003 is damaged.*no checkpoint is left to resume from"):
         run(tmp_path, resume=True)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"holds a run: --resume goes on"):
+    with pytest.raises(ValueError, match=r"holds a run: --resume continues it"):
         run(whole)
     assert (whole / "metrics.jsonl").read_bytes() == before
 

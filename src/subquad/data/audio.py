@@ -1,4 +1,4 @@
-"""Sound: WAV files in and out, µ-law tokens, another sampling rate, log-mel features. One channel, −1 to 1."""
+"""Sound, one channel from −1 to 1: WAV files, other files with soundfile, µ-law, another rate, log-mel features."""
 
 import math
 import struct
@@ -13,12 +13,29 @@ from subquad.data import files
 
 LEVELS = 256  # of µ-law
 SLOWEST = 100  # samples a second of which `log_mel` can make its frames: one each 10 ms
+OTHERS = (".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")  # what soundfile reads
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; the last says one of the others further on
 
 
-def wav_files(folder: Path) -> list[Path]:
-    """All of a folder and of those in it, .wav or .WAV, in order."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".wav" and path.is_file())
+def sound_files(folder: Path) -> list[Path]:
+    """The WAV files of a folder and of those in it, in order; if there are none, its sound files of other kinds."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [p for p in found if p.suffix.lower() == ".wav"] or [p for p in found if p.suffix.lower() in OTHERS]
+
+
+def read_sound(path: Path) -> tuple[np.ndarray, int]:
+    """(samples [T] float32, samples a second) of a WAV file, or with subquad[audio] of FLAC, Ogg and others; channels
+    are averaged."""
+    if path.suffix.lower() not in OTHERS:
+        return read_wav(path)
+    soundfile = files.extra("soundfile", "audio", f"{path.suffix} files")
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, soundfile.SoundFileError) as error:
+        raise files.Broken(f"{path} is not a whole sound file: {error}") from error
+    if not len(samples):
+        raise files.Broken(f"{path} is a file without sound: accepted are one sample or more")
+    return samples.mean(1), rate
 
 
 def read_wav(path: Path) -> tuple[np.ndarray, int]:

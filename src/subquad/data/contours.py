@@ -19,15 +19,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-VERSION = 3  # of the pictures: what was kept of another is not used
+VERSION = 3  # of the pictures: pictures kept by another version are not used
 DEGREES = 360  # directions of a first dash
-TRIALS = 3  # of a dash, before its path is given up
-RETRIES = 5  # of a distractor
+TRIALS = 3  # for a dash before its path is dropped
+RETRIES = 5  # for a distractor
 PLACES = 128  # tried for a distractor's first dash
 FULL = 1.8  # two masks whose sum reaches this overlap
 CLEAR = 0.3  # a mask up to this leaves room for a first dash
 ATTEMPTS = 32  # pictures begun at once for each that is wanted: most paths run into something
-HOPELESS = 20  # times that nothing came of it
+HOPELESS = 20  # attempts without any picture before giving up
 LEAST, CELLS = 512, 2**21  # pictures begun at once at least, and pixels of more than that at most
 
 
@@ -249,7 +249,7 @@ class _Growth:
         self.place[rows, dash], self.stamp[rows, dash] = path.place[rows], path.stamp[rows]
 
     def take(self, rows: np.ndarray, path: _Path) -> None:
-        """The newest dash of a path has its room from now on."""
+        """Mark the room of a path's newest dash as taken."""
         self.mask.put(rows, path.place[rows], self.stamps.mask[path.stamp[rows]])
         self.wide.put(rows, path.place[rows], self.stamps.wide[path.stamp[rows]])
 
@@ -292,7 +292,7 @@ class _Growth:
 
 
 def _attempt(style: Style, margin: int, label: int, random: np.random.Generator, wanted: int) -> Scene:
-    """Pictures in which everything finds room: some of those wanted, perhaps all."""
+    """Pictures in which both long paths found room: at most as many as wanted."""
     count = max(LEAST, min(ATTEMPTS * wanted, CELLS // style.size**2))
     growth = _Growth(style, margin, random, count)
     rows = _long_paths(growth, np.arange(count))[:wanted]

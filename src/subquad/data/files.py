@@ -7,6 +7,7 @@ which file to put where.
 
 import gzip
 import hashlib
+import importlib
 import io
 import lzma
 import math
@@ -21,27 +22,41 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from subquad.disk import user_cache
+
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
     from rich.progress import Progress
 
 T = TypeVar("T")
 TIMEOUT = 20  # seconds without an answer
-# of one archive; the largest real ones are ImageNet's batches of 1.6 GB and Tiny ImageNet's 120,000 files
+# limits of an archive; the largest real ones are ImageNet's batches of 1.6 GB and Tiny ImageNet's 120,000 files
 LARGEST = 16 * 2**30  # bytes
 MOST = 1_000_000  # files and folders
-IN_MEMORY = 2**30  # bytes of a file that is unpacked without a folder; MNIST's largest has 47 MB
+IN_MEMORY = 2**30  # bytes of a file that is unpacked in memory; MNIST's largest has 47 MB
 
 
 class Missing(FileNotFoundError):
-    """Data that is neither here nor to be had; the message says what to put where."""
+    """Data that is not here and cannot be downloaded; the message says what to put where."""
 
 
 class Broken(ValueError):
     """A file that is not what its name says; the message names it."""
+
+
+def extra(package: str, name: str, what: str) -> ModuleType:
+    """A package that only `what` needs and that subquad[name] installs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"{what} need the package {package}, which is not here: pip install 'subquad[{name}]'"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ class File:
 
     path: str
     home: str  # where a person finds it
-    also: tuple[str, ...] = ()  # other paths under which people have it
+    also: tuple[str, ...] = ()  # other paths at which people keep it
     url: str | None = None  # None: there is no public file whose SHA-256 is known
     sha256: str | None = None  # of what `url` gives
     unpack: Literal["zip", "tar"] | None = None  # what `url` gives is an archive that holds `path`
@@ -60,17 +75,6 @@ def folder() -> Path:
     """The data folder; it need not exist."""
     chosen = os.environ.get("SUBQUAD_DATA")
     return Path(chosen).expanduser() if chosen else user_cache()
-
-
-def user_cache() -> Path:
-    """The place that the operating system gives to files that can be made again."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "subquad"
 
 
 def find(file: File) -> Path | None:
@@ -88,8 +92,8 @@ def get(file: File) -> Path:
         raise Missing(_advice(file, "there is no public file of known SHA-256 to download"))
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with _alone(folder()):
-            if find(file) is None:  # another process may have brought it while this one waited
+        with lock(folder()):
+            if find(file) is None:  # another process may have downloaded it while this one waited
                 _download(file, file.url)
     except (OSError, ImportError) as error:  # errors of requests are OSErrors
         raise Missing(_advice(file, f"downloading {file.url} failed: {_brief(error)}")) from error
@@ -100,16 +104,16 @@ def get(file: File) -> Path:
 
 
 def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
-    """A file or folder that `make` writes once, beside the data or, where nobody may write there, in the user's cache.
+    """A file or folder that `make` writes once: beside the data, or in the user's cache if the data is read-only.
 
-    It is made anew when a source has changed; of a folder, when anything in it has."""
+    It is made again when a source, or anything in a source folder, has changed."""
     base = folder() if os.access(folder(), os.W_OK) else user_cache()
     path = base / "prepared" / f"{mark(*sources)}-{name}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
+        with lock(path.parent):
             if not path.exists():
-                for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
+                for left in path.parent.glob(f".{path.name}.*"):  # by a killed process
                     _remove(left)
                 with atomic(path) as new:
                     make(new)
@@ -117,13 +121,13 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
 
 
 def mark(*sources: Path) -> str:
-    """A name for what is made of these files or folders: another as soon as one of them has changed."""
+    """A name for what is made from these files or folders; it changes when one of them does."""
     facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
 def _inside(path: Path) -> str:
-    """What tells that a folder holds the same as before, in seconds for a million files: sums, whatever their order."""
+    """The number of files in a folder, and the sums of their sizes and times. A million files take seconds."""
     if not path.is_dir():
         return ""
     count = size = times = 0
@@ -131,11 +135,11 @@ def _inside(path: Path) -> str:
     while waiting:
         with os.scandir(waiting.pop()) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):  # links may go round
+                if entry.is_dir(follow_symlinks=False):  # links may form a circle
                     waiting.append(entry.path)
                 try:
                     found = entry.stat()
-                except FileNotFoundError:  # a link to what is gone
+                except FileNotFoundError:  # a broken link
                     found = entry.stat(follow_symlinks=False)
                 count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
     return f" {count} {size} {times}"
@@ -143,8 +147,9 @@ def _inside(path: Path) -> str:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A path for a file or folder, that becomes `path` when all went well and is removed when not."""
+    """A path for a new file or folder: it is renamed to `path` on success and removed on failure."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
+    _remove(new)
     try:
         yield new
         os.replace(new, path)
@@ -158,15 +163,15 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def shown(items: Iterable[T], said: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a bar as they are gone through where somebody looks: thousands of files take a while."""
+def shown(items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a progress bar if this is a terminal."""
     from rich.progress import track
 
-    return track(items, said, total, transient=True, disable=not sys.stdout.isatty())
+    return track(items, label, total, transient=True, disable=not sys.stdout.isatty())
 
 
 def read(path: Path) -> bytes:
-    """All of a file, with a message that names it where it cannot be read."""
+    """All of a file; Broken names one that cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -174,7 +179,7 @@ def read(path: Path) -> bytes:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """All of a file of text, with a message that names it where it is something else."""
+    """All of a text file; Broken names one that is not text."""
     try:
         return read(path).decode(encoding)
     except UnicodeDecodeError as error:
@@ -182,29 +187,20 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise Broken(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is text in {encoding}") from error
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time. The lock goes with its process, so a killed one leaves no trap."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: files still appear whole, two processes may do the same work
-        yield
-        return
-    held = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
+def lock(directory: Path) -> "BaseFileLock":
+    """One process and thread at a time. The lock goes with its process, so a killed one leaves no trap."""
+    from filelock import FileLock
+
+    return FileLock(directory / ".lock", thread_local=False)
 
 
 def _download(file: File, url: str) -> None:
     import pooch
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    pooch.get_logger().setLevel("WARNING")  # the bar says it
+    pooch.get_logger().setLevel("WARNING")  # the bar is enough
     place = folder() / ".download"
-    shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(place, ignore_errors=True)  # left by a killed process
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
@@ -213,7 +209,7 @@ def _download(file: File, url: str) -> None:
             loader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
             try:
                 got = Path(pooch.retrieve(url, f"sha256:{file.sha256}", name, place, downloader=loader))
-            except ValueError as error:  # how pooch says that a hash is another
+            except ValueError as error:  # pooch: the hash differs
                 raise Broken(
                     f"{url} is not the file that subquad knows and was not kept: its SHA-256 is not {file.sha256}. "
                     f"Try again later, or put {file.path} into {folder()} yourself ({file.home})"
@@ -229,18 +225,18 @@ def _download(file: File, url: str) -> None:
 
 
 def _unpack(archive: Path, place: Path) -> None:
-    """What the archive holds, moved into the data folder when all of it is unpacked."""
+    """Unpack an archive, and then move its content into the data folder."""
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
                 budget = _Budget(archive)
                 for info in packed.infolist():
                     budget.take(info.filename, info.file_size)
-                packed.extractall(place)  # which reads no more of a file than its entry says
+                packed.extractall(place)  # it reads no more of a file than the entry's size
         else:
             with tarfile.open(archive) as tar:
                 budget = _Budget(archive)
-                for member in tar:  # one by one: finding the next one unpacks this one
+                for member in tar:  # one by one: looking for the next one unpacks this one
                     budget.take(member.name, member.size)
                     tar.extract(member, place, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError) as error:
@@ -251,7 +247,7 @@ def _unpack(archive: Path, place: Path) -> None:
 
 
 class _Budget:
-    """What an archive may still unpack to, and where."""
+    """Limits on what an archive unpacks to, and where."""
 
     def __init__(self, archive: Path):
         self.name, self.size, self.count = archive.name, 0, 0
@@ -267,7 +263,7 @@ class _Budget:
 
 
 def inside(folder: Path, name: str, source: Path) -> Path:
-    """A path that a file of a data set names; refused if it leads out of the folder."""
+    """The path of a name that a data set's file gives; refused if it leads out of the folder."""
     if not _stays(name):
         raise Broken(f"{source} names {name!r}, which lies outside {folder}: accepted are paths inside it")
     return folder / name
@@ -279,7 +275,7 @@ def _stays(name: str) -> bool:
 
 
 def unpacked(path: Path, kind: Literal["gzip", "xz"], most: int = IN_MEMORY) -> bytes:
-    """All that a compressed file holds; Broken if that is more than `most` bytes, or the file is not whole."""
+    """The content of a compressed file; Broken if that is more than `most` bytes, or the file is damaged."""
     opener = gzip.open if kind == "gzip" else lzma.open
     try:
         with opener(path, "rb") as stream:
@@ -294,7 +290,7 @@ def unpacked(path: Path, kind: Literal["gzip", "xz"], most: int = IN_MEMORY) -> 
 def arrays(path: Path, data: bytes | None = None, what: str = "npz file") -> dict[str, np.ndarray]:
     """The arrays of an npz file, or of its unpacked `data`.
 
-    Sizes are compared before anything is read: an entry of a few bytes may say that it holds a petabyte.
+    Sizes are compared before anything is read: a header of a few bytes can claim a petabyte.
     """
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -317,7 +313,7 @@ def arrays(path: Path, data: bytes | None = None, what: str = "npz file") -> dic
 
 
 class _Bar:
-    """What pooch asks of a progress bar, shown by rich."""
+    """pooch's progress bar, shown by rich."""
 
     def __init__(self, progress: "Progress", name: str):
         self.progress, self.task, self.size = progress, progress.add_task(name, total=None), 0
@@ -351,6 +347,6 @@ def _advice(file: File, reason: str) -> str:
 def _brief(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "the package pooch is not installed"
-    if "Connect" in type(error).__name__:  # of requests, whose text is a page long
+    if "Connect" in type(error).__name__:  # requests' own text is a page long
         return "the host cannot be reached"
     return str(error).split("\n")[0][:200] or type(error).__name__

@@ -1,7 +1,6 @@
-"""Arrays that are made once: written whole or not at all, read by any number of processes without a copy each."""
+"""Generated arrays: made once, written whole or not at all, and shared by processes through memory maps."""
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,26 +17,21 @@ T = TypeVar("T")
 
 
 def generated() -> Path:
-    """Where what is made here is kept: lra in the data folder."""
+    """The folder of generated data: lra in the data folder."""
     return files.folder() / "lra"
 
 
 def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `folder`, mapped into memory; made and written there first if nobody has."""
-    if not any(folder.glob("*.npy")):  # a folder appears with all that belongs in it
-        part = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    """The arrays of `folder`, mapped into memory; made and written there first if there are none."""
+    if not any(folder.glob("*.npy")):
         try:
-            for name, array in make().items():
-                np.save(part / f"{name}.npy", array)
-            try:
-                part.rename(folder)
-            except OSError:
-                if not any(folder.glob("*.npy")):  # no other process was first, with the same arrays
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            with files.atomic(folder) as part:
+                part.mkdir(parents=True)
+                for name, array in make().items():
+                    np.save(part / f"{name}.npy", array)
+        except OSError:
+            if not any(folder.glob("*.npy")):  # else another process was first, with the same arrays
+                raise
     return {path.stem: _mapped(path) for path in sorted(folder.glob("*.npy"))}
 
 
@@ -49,11 +43,11 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
-    """make(number) of each, in order, over so many processes; a caller who has enough stops early."""
+    """make(number) for each number, in order, in several processes; the caller may stop early."""
     if workers <= 1:
         yield from map(make, numbers)
         return
-    # Ctrl-C is for the one who waits here: workers end with what they have begun
+    # workers ignore Ctrl-C: the process that waits for them stops them
     ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
     with ProcessPoolExecutor(workers, get_context("spawn"), *ignore) as pool:
         results = pool.map(make, numbers)
@@ -64,5 +58,5 @@ def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> 
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

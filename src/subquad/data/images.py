@@ -1,4 +1,4 @@
-"""Images as sequences of bytes, all of a set in one tensor, so that a batch is one index."""
+"""Images as sequences of bytes; a data set is one tensor, so a batch is one index."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Pixels:
 
 
 def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]], *sources: Path) -> Images:
-    """Images made once into one file, memory-mapped from then on, until a source has changed; `parts` gives (pixels
-    [n, T], labels [n]) in turn."""
+    """Images as one memory-mapped file, made once and again when a source has changed; `parts` gives (pixels [n, T],
+    labels [n]) in turn."""
 
     def make(new: Path) -> None:
         new.mkdir()

@@ -4,16 +4,17 @@ Chorales  C.-Z. A. Huang, https://github.com/czhuang/JSB-Chorales-dataset, Jsb16
           229 + 76 + 77 chorales in the split of Boulanger-Lewandowski 2012, four voices (soprano, alto, tenor, bass),
           a pitch or silence for each sixteenth note; held and repeated notes are not told apart
 Tokens    the four voices of a sixteenth, then of the next: 0 for silence, else pitch - 35 of pitches 36 to 81
-Sound     any WAV file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or 90 / 5 / 5 %
-          of a single one
+Sound     any sound file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or
+          90 / 5 / 5 % of a single one
 MIDI      any folder of files, brought onto the same grid
 """
 
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,7 +170,7 @@ class Pieces:
 
 
 def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
-    """µ-law tokens of a WAV file or of all in a folder; a relative path may lie under the data folder. None: the Free
+    """µ-law tokens of a sound file or of all in a folder; a relative path may lie under the data folder. None: the Free
     Spoken Digit Dataset, as `speech.digits` has it.
 
     Of ten or more files every tenth is for validation and every tenth for testing."""
@@ -177,24 +178,26 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
     path = path if path.exists() else files.folder() / path
     if not path.exists():
         raise files.Missing(
-            f"{path} is not there: sound is a WAV file or a folder of them, or lies in {files.folder()}"
+            f"{path} is not there: sound is a WAV or other sound file, or a folder of them, or lies in {files.folder()}"
         )
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
-        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", _encoded([path], rate), path)
+        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", partial(_encode, [path], rate), path)
         try:
             return any_file(tokens, name)
         except files.Broken as error:  # which names what was made, not what to mend
             raise files.Broken(
                 f"{path} has {tokens.stat().st_size} samples at {rate:,} Hz, too few to split"
             ) from error
-    found = audio.wav_files(path)
+    found = audio.sound_files(path)
     if len(found) < 10:
-        raise files.Broken(f"{path} holds {len(found)} WAV files: accepted are one file, or ten or more to be split")
+        raise files.Broken(
+            f"{path} holds {len(found)} sound files such as WAV: accepted are one file, or ten or more to be split"
+        )
     held = (found[8::10], found[9::10])
     parts = {"train": sorted({*found} - {*held[0], *held[1]}), "validation": held[0], "test": held[1]}
     made = [
-        files.prepared(f"{path.name}.{rate}.{part}.mulaw", _encoded(all_of, rate), *all_of)
+        files.prepared(f"{path.name}.{rate}.{part}.mulaw", partial(_encode, all_of, rate), *all_of)
         for part, all_of in parts.items()
     ]
     return Corpus(name, *(np.memmap(file, np.uint8, mode="r") for file in made))
@@ -205,13 +208,10 @@ def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
     audio.write_wav(path, audio.from_mu_law(np.asarray(tokens)), rate)
 
 
-def _encoded(sources: Sequence[Path], rate: int) -> Callable[[Path], None]:
-    def make(new: Path) -> None:
-        with new.open("wb") as file:
-            for source in files.shown(sources, "sounds into tokens"):
-                file.write(audio.mu_law(audio.resample(*audio.read_wav(source), rate)).tobytes())
-
-    return make
+def _encode(sources: Sequence[Path], rate: int, new: Path) -> None:
+    with new.open("wb") as file:
+        for source in files.shown(sources, "sounds into tokens"):
+            file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())
 
 
 class _Arrays(pickle.Unpickler):

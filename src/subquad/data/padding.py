@@ -1,18 +1,17 @@
-"""Rows of unequal lengths as one tensor, in few shapes: a GPU's kernels are chosen, compiled and captured by shape."""
+"""Rows of unequal lengths as one tensor. Few shapes, because kernels are chosen, compiled and captured by shape."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-LENGTHS = 8  # that batches of one data set come in
-UNIT = 16  # what a length is a multiple of, unless that is much of it: kernels have a faster form for those
+LENGTHS = 8  # different lengths of the batches of a data set
+UNIT = 16  # longer lengths are multiples of this, for which kernels are faster
 
 
 def pad(rows: Sequence[Tensor], longest: int, lengths: int = LENGTHS) -> Tensor:
-    """[B, T, ...] of rows [t, ...] with zeros behind.
+    """Rows [t, ...] as [B, T, ...], filled up with zeros.
 
-    T is the least of `lengths` even steps that holds all of them; the last step holds `longest`, the longest row that
-    any batch may have.
+    T is one of `lengths` even steps up to `longest`, the longest row of the data set: the first that holds all rows.
     """
     size = padded_length(max(map(len, rows)), longest, lengths)
     made = rows[0].new_zeros(len(rows), size, *rows[0].shape[1:])

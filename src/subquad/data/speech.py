@@ -1,4 +1,4 @@
-"""Speech: frames of features and the phones or letters that are said.
+"""Speech: frames of features, and the spoken phones or letters.
 
 an4      Carnegie Mellon's Census database of 1991: people spell and say names, numbers and dates,
          http://www.speech.cs.cmu.edu/databases/an4, free for any purpose; here as 13 mel cepstra, 100 frames a second:
@@ -8,16 +8,16 @@ digits   Free Spoken Digit Dataset, Z. Jackson et al., https://github.com/Jakobo
          CC BY-SA 4.0: 3,000 recordings of six people at 8 kHz, {digit}_{speaker}_{index}.wav, as 40 log-mel energies;
          indices 0 to 4 for testing as published, 5 to 9 for validation. What is downloaded is version 1.0.9 with 2,500
          recordings, the last whose SHA-256 is public
-folder   your own WAV files and transcripts, as 40 log-mel energies
+folder   your own sound files and transcripts, as 40 log-mel energies
 
-Symbol 0 is CTC's blank and fills targets up.
+Symbol 0 is CTC's blank, and pads targets.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +31,7 @@ from subquad.data.padding import pad
 CEPSTRA = 13
 FILTERS = 40
 AN4 = files.File(
-    "an4",
-    home="http://www.speech.cs.cmu.edu/databases/an4, the archive of mel cepstra with the folders etc and feat",
+    "an4", home="http://www.speech.cs.cmu.edu/databases/an4, the archive of mel cepstra with the folders etc and feat"
 )
 FSDD = files.File(
     "fsdd/recordings",
@@ -57,7 +56,7 @@ DIGITS = {  # as the CMU Pronouncing Dictionary has them
 PARTS = {"train": ("train", "training"), "validation": ("validation", "valid", "dev", "val"), "test": ("test",)}
 
 
-class Said(NamedTuple):
+class Utterance(NamedTuple):
     """An utterance before its sound is read."""
 
     name: str
@@ -94,7 +93,7 @@ class Utterances:
         """[N]: the frames that CTC needs for each, one a symbol and one between equal ones."""
         again = np.zeros(len(self.targets) + 1, np.int64)
         again[1:-1] = self.targets[1:] == self.targets[:-1]
-        again[self.target_starts] = 0  # what an utterance begins with
+        again[self.target_starts] = 0  # the first symbol of an utterance
         before = np.concatenate(([0], again.cumsum()))[self.target_starts]
         return np.diff(self.target_starts) + np.diff(before)
 
@@ -104,8 +103,8 @@ class Utterances:
         return {
             "frames": pad([torch.from_numpy((part - self.mean) / self.deviation) for part in frames], self.longest),
             "lengths": torch.tensor([len(part) for part in frames]),
-            "targets": pad([torch.from_numpy(said) for said in targets], self.most_said, lengths=1),
-            "target_lengths": torch.tensor([len(said) for said in targets]),
+            "targets": pad([torch.from_numpy(target) for target in targets], self.most_said, lengths=1),
+            "target_lengths": torch.tensor([len(target) for target in targets]),
         }
 
 
@@ -122,24 +121,24 @@ def an4() -> Speech:
     phones = ("", *(p for p in files.read_text(root / "etc/an4.phone").split() if p != "SIL"))
     words = dictionary("an4")
     training = _an4_part(root, "train", words)
-    people = sorted({_speaker(said) for said in training})[9::10]
+    people = sorted({_speaker(utterance) for utterance in training})[9::10]
     parts = {
-        "train": [said for said in training if _speaker(said) not in people],
-        "validation": [said for said in training if _speaker(said) in people],
+        "train": [utterance for utterance in training if _speaker(utterance) not in people],
+        "validation": [utterance for utterance in training if _speaker(utterance) in people],
         "test": _an4_part(root, "test", words),
     }
-    return _speech("AN4", parts, phones, lambda said: read_cepstra(said.sound), CEPSTRA)
+    return _speech("AN4", parts, phones, lambda utterance: read_cepstra(utterance.sound), CEPSTRA)
 
 
 def digits() -> Speech:
-    folder, parts = files.get(FSDD), {part: list[Said]() for part in PARTS}
+    folder, parts = files.get(FSDD), {part: list[Utterance]() for part in PARTS}
     words = tuple(DIGITS)
     for path in sorted(folder.glob("*.wav")):
         found = re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem)
         if found is None:
             raise files.Broken(f"{path} is not a spoken digit: their names are like 7_jackson_32.wav")
         part = "test" if int(found[3]) < 5 else "validation" if int(found[3]) < 10 else "train"
-        parts[part].append(Said(path.stem, path, tuple(DIGITS[words[int(found[1])]].split())))
+        parts[part].append(Utterance(path.stem, path, tuple(DIGITS[words[int(found[1])]].split())))
     if not all(parts.values()):
         raise files.Broken(f"{folder} does not hold the recordings of the Free Spoken Digit Dataset")
     phones = ("", *sorted({phone for word in DIGITS.values() for phone in word.split()}))
@@ -148,30 +147,32 @@ def digits() -> Speech:
 
 
 def folder(path: str | Path) -> Speech:
-    """WAV files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
+    """Sound files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
     which every tenth utterance is then for validation and every tenth for testing.
 
-    What is said stands beside a WAV file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
+    The transcript stands beside a sound file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
     *.trans.txt) or "words (name)" (*.transcription). With a dictionary at the top (lexicon.txt, *.dic, *.dict; lines
     "WORD PHONE PHONE") targets are phones, else letters. Kaldi's wav.scp says where the sound lies, if it is there.
     """
     root = Path(path).expanduser()
     root = root if root.is_dir() else files.folder() / root
     if not root.is_dir():
-        raise files.Missing(f"{path} is not a folder here or in {files.folder()}: speech is a folder of WAV files")
+        raise files.Missing(
+            f"{path} is not a folder here or in {files.folder()}: speech is a folder of sound files such as WAV"
+        )
     dictionaries = [p for name in ("lexicon.txt", "*.dic", "*.dict") for p in sorted(root.glob(name))]
     words = read_dictionary(dictionaries[0]) if dictionaries else None
     parts = {part: next((root / n for n in names if (root / n).is_dir()), None) for part, names in PARTS.items()}
-    found = {part: _said(place, words) for part, place in parts.items() if place is not None}
+    found = {part: _utterances(place, words) for part, place in parts.items() if place is not None}
     if len(found) < 3:
         if found:
             raise files.Broken(f"{root} holds {', '.join(found)} only: accepted are folders train, validation and test")
-        everything = _said(root, words)
+        everything = _utterances(root, words)
         if len(everything) < 10:
             raise files.Broken(f"{root} holds {len(everything)} utterances: ten or more can be split")
         held = {"validation": everything[8::10], "test": everything[9::10]}
-        found = {"train": [said for n, said in enumerate(everything) if n % 10 < 8], **held}
-    symbols = ("", *sorted({symbol for part in found.values() for said in part for symbol in said.symbols}))
+        found = {"train": [utterance for n, utterance in enumerate(everything) if n % 10 < 8], **held}
+    symbols = ("", *sorted({symbol for part in found.values() for utterance in part for symbol in utterance.symbols}))
     return _of_sounds(root.name, found, symbols)
 
 
@@ -209,7 +210,7 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
     raise files.Broken(f"{path} is not a whole file of {width} mel cepstra a frame: it holds {len(data):,} bytes")
 
 
-def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Said]:
+def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Utterance]:
     sounds = files.read_text(root / f"etc/an4_{part}.fileids").split()
     path = root / f"etc/an4_{part}.transcription"
     spoken = _transcripts(path)
@@ -219,23 +220,23 @@ def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list
         if name not in spoken:
             raise files.Broken(f"{path} has no line for {name}")
         features = files.inside(root / "feat", f"{sound}.mfc", root / f"etc/an4_{part}.fileids")
-        found.append(Said(sound, features, _phones(spoken[name], words, path)))
+        found.append(Utterance(sound, features, _phones(spoken[name], words, path)))
     return found
 
 
-def _speaker(said: Said) -> str:
-    return said.sound.parent.name
+def _speaker(utterance: Utterance) -> str:
+    return utterance.sound.parent.name
 
 
-def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
-    """The utterances of a folder, by name; of two WAV files of one name each has its own transcript."""
+def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Utterance]:
+    """The utterances of a folder, by name; of two sound files of one name each has its own transcript."""
     lists = [p for name in ("text", "transcripts.txt", "*.trans.txt", "*.transcription") for p in place.rglob(name)]
     spoken: dict[str, dict[Path, str]] = {}
     for path in lists:
         for name, line in _transcripts(path).items():
             spoken.setdefault(name, {})[path] = line
     scp = place / "wav.scp"
-    sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.wav_files(place)]
+    sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.sound_files(place)]
     often = Counter(name for name, _ in sounds)
     found, used = [], dict[tuple[str, Path], Path]()
     for name, sound in sorted(sounds):
@@ -253,14 +254,14 @@ def _said(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Said]:
             text = sound.with_suffix(".txt").name
             raise files.Broken(f"{sound} has no transcript: neither {text} nor a line for {name} in {place}")
         letters = tuple(" ".join(line.split()).lower())
-        found.append(Said(name, sound, letters if words is None else _phones(line, words, path)))
+        found.append(Utterance(name, sound, letters if words is None else _phones(line, words, path)))
     if not found:
-        raise files.Broken(f"{place} holds no WAV files")
+        raise files.Broken(f"{place} holds no sound files such as WAV")
     return found
 
 
 def _nearest(sound: Path, lists: Iterable[Path]) -> Path:
-    """The list beside a sound or least far above it, if there is one: each speaker's folder may begin with 1.wav."""
+    """The list in the sound's folder or the nearest one above: each speaker's folder may have its own 1.wav."""
     return max(lists, key=lambda path: len(path.parts) if sound.is_relative_to(path.parent) else 0)
 
 
@@ -303,17 +304,19 @@ def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[
     return tuple(phones)
 
 
-def _of_sounds(name: str, parts: Mapping[str, Sequence[Said]], symbols: tuple[str, ...]) -> Speech:
-    """Log-mel energies of WAV files, all of one rate: at another the same feature would be another band."""
+def _of_sounds(name: str, parts: Mapping[str, Sequence[Utterance]], symbols: tuple[str, ...]) -> Speech:
+    """Log-mel energies of sound files. All need one rate: at another rate a feature is another band."""
     first = parts["train"][0].sound
-    rate = audio.read_wav(first)[1]
+    rate = audio.read_sound(first)[1]
     if rate < audio.SLOWEST:
         raise files.Broken(f"{first} has {rate} samples a second: accepted are {audio.SLOWEST} or more")
 
-    def log_mel(said: Said) -> np.ndarray:
-        samples, found = audio.read_wav(said.sound)
+    def log_mel(utterance: Utterance) -> np.ndarray:
+        samples, found = audio.read_sound(utterance.sound)
         if found != rate:
-            raise files.Broken(f"{said.sound} is at {found:,} Hz, but {first} at {rate:,} Hz: accepted is one rate")
+            raise files.Broken(
+                f"{utterance.sound} is at {found:,} Hz, but {first} at {rate:,} Hz: accepted is one rate"
+            )
         return audio.log_mel(samples, rate, FILTERS).numpy()
 
     return _speech(name, parts, symbols, log_mel, FILTERS, keep=f"{rate}.frames")
@@ -321,56 +324,53 @@ def _of_sounds(name: str, parts: Mapping[str, Sequence[Said]], symbols: tuple[st
 
 def _speech(
     name: str,
-    parts: Mapping[str, Sequence[Said]],
+    parts: Mapping[str, Sequence[Utterance]],
     symbols: tuple[str, ...],
-    features: Callable[[Said], np.ndarray],
+    features: Callable[[Utterance], np.ndarray],
     width: int,
     keep: str | None = None,
 ) -> Speech:
-    """Features are made once and kept by this name, unless they only have to be read."""
+    """`keep` names the file that keeps computed features; without it features are read each time."""
     number = {symbol: n for n, symbol in enumerate(symbols)}
     sounds = {}
-    for part, said in parts.items():
+    for part, utterances in parts.items():
         if keep:
-            paths = [utterance.sound for utterance in said]
-            place = files.prepared(f"{name}.{part}.{keep}", _make_frames(said, features), *paths)
+            paths = [utterance.sound for utterance in utterances]
+            place = files.prepared(f"{name}.{part}.{keep}", partial(_write_frames, utterances, features), *paths)
             starts = np.load(place / "starts.npy")
             sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(-1, width), starts)
         else:
-            found = [features(utterance) for utterance in said]
+            found = [features(utterance) for utterance in utterances]
             sounds[part] = (np.concatenate(found), np.cumsum([0, *map(len, found)]))
     mean, deviation = _moments(sounds["train"][0])
     made = {
         part: Utterances(
-            names=tuple(utterance.name for utterance in said),
+            names=tuple(utterance.name for utterance in utterances),
             frames=sounds[part][0],
             starts=sounds[part][1],
-            targets=np.array([number[symbol] for utterance in said for symbol in utterance.symbols], np.int64),
-            target_starts=np.cumsum([0, *(len(utterance.symbols) for utterance in said)]),
+            targets=np.array([number[symbol] for utterance in utterances for symbol in utterance.symbols], np.int64),
+            target_starts=np.cumsum([0, *(len(utterance.symbols) for utterance in utterances)]),
             mean=mean,
             deviation=deviation,
         )
-        for part, said in parts.items()
+        for part, utterances in parts.items()
     }
     return Speech(name, made["train"], made["validation"], made["test"], symbols)
 
 
-def _make_frames(said: Sequence[Said], features: Callable[[Said], np.ndarray]) -> Callable[[Path], None]:
-    def make(new: Path) -> None:
-        new.mkdir()
-        starts = [0]
-        with (new / "frames.f32").open("wb") as file:
-            for utterance in files.shown(said, "sounds into frames"):
-                frames = features(utterance)
-                starts.append(starts[-1] + len(frames))
-                file.write(frames.astype(np.float32).tobytes())
-        np.save(new / "starts.npy", starts)
-
-    return make
+def _write_frames(utterances: Sequence[Utterance], features: Callable[[Utterance], np.ndarray], new: Path) -> None:
+    new.mkdir()
+    starts = [0]
+    with (new / "frames.f32").open("wb") as file:
+        for utterance in files.shown(utterances, "sounds into frames"):
+            frames = features(utterance)
+            starts.append(starts[-1] + len(frames))
+            file.write(frames.astype(np.float32).tobytes())
+    np.save(new / "starts.npy", starts)
 
 
 def _moments(frames: np.ndarray, piece: int = 1 << 20) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of every feature, some frames at a time: they may be many."""
+    """Mean and deviation of every feature, computed in pieces that fit into memory."""
     total, squares = np.zeros(frames.shape[1]), np.zeros(frames.shape[1])
     for start in range(0, len(frames), piece):
         part = np.asarray(frames[start : start + piece], np.float64)

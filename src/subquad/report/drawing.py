@@ -8,7 +8,7 @@ from rich.segment import Segment
 from rich.style import Style
 from torch import Tensor
 
-INK = " .:-=+*#%@"  # from none to most
+INK = " .:-=+*#%@"  # from light to dark
 GREYS = 24  # that a terminal of 256 colours can tell apart
 GAP = 2  # columns between images
 

@@ -8,14 +8,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.disk import read_json
+from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import budget_line, of_size
 from subquad.studies.lra.recipes import PUBLISHED, RECIPES
 from subquad.studies.published import TABLES
 from subquad.studies.results import ArenaRun, ArenaTable
 
 PAPER = TABLES["lra"]
-AT_CHANCE = 2.0  # points above the most frequent answer within which nothing was learned
-FAR = 8.0  # points from the paper from which a figure needs a sentence
+AT_CHANCE = 2.0  # up to so many points above the most frequent answer, nothing was learned
+FAR = 8.0  # a figure so many points from the paper's needs a note
 COSTS = (  # title, field of a run, in what unit, format
     ("seconds", "seconds", 1.0, "{:,.0f}"),
     ("peak memory, GB", "peak_bytes", 1e9, "{:.2f}"),
@@ -27,58 +28,51 @@ COSTS = (  # title, field of a run, in what unit, format
 def published(mechanism: str, column: str) -> float | None:
     """The paper's accuracy, if its table has it."""
     titles = [c.title for c in PAPER.columns]
-    title = RECIPES[column].title
-    for _, name, figures in PAPER.rows:
-        if name == mechanism and title in titles:
-            value = figures[titles.index(title)]
-            return float(value) if isinstance(value, (int, float)) else None
-    return None
+    printed = {name: dict(zip(titles, figures, strict=True)) for _, name, figures in PAPER.rows}
+    value = printed.get(mechanism, {}).get(RECIPES[column].title)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
     """(mechanism, column) -> the finished runs of all seeds."""
-    found: dict[tuple[str, str], list[ArenaRun]] = {}
+    finished: dict[tuple[str, str], list[ArenaRun]] = {}
     for run in of_size(results):
         if run.accuracy is not None:
-            found.setdefault((run.mechanism, run.column), []).append(run)
-    return found
+            finished.setdefault((run.mechanism, run.column), []).append(run)
+    return finished
 
 
 def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
     """mechanism -> (ours, the paper's) over these columns, where all of them are there."""
     known = cells(results)
-    found = {}
+    averages = {}
     for mechanism in dict.fromkeys(m for m, _ in known):
         ours = [_mean(known[mechanism, c]) for c in columns if (mechanism, c) in known]
         theirs = [published(mechanism, c) for c in columns]
         if columns and len(ours) == len(columns):
             paper = None if None in theirs else statistics.fmean(t for t in theirs if t is not None)
-            found[mechanism] = statistics.fmean(ours), paper
-    return found
+            averages[mechanism] = statistics.fmean(ours), paper
+    return averages
 
 
 def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Table]:
-    """What there is to show: nothing before the first run is finished."""
+    """All tables; none before the first run is finished."""
     return [accuracy_table(results, notes), *cost_tables(results)] if cells(results) else []
 
 
 def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> Table:
     """Ours beside the paper's, their averages over the same columns, and mean and deviation over the mechanisms."""
     known, notes = cells(results), notes or {}
-    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    columns = _columns(known)
     named = {c: next(r.task for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
     real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
     counted = [c for c in columns if real[c] and c != "pathx"]
     average = averages(results, counted)
     budget = budget_line(results.budget.size, [r for runs in known.values() for r in runs])
     title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("mechanism", no_wrap=True)
-    for c in columns:
-        table.add_column(named[c], justify="right")
-    if counted:
-        table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
-    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # those that failed have a row too
+    last = [f"average of {len(counted)}"] if counted else []
+    table = plain_table(title, ["mechanism", *named.values(), *last], folds=[*named.values()])
+    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # failed ones too
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None
@@ -87,59 +81,56 @@ def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> 
             row.append(_cell(known.get((mechanism, c), []), theirs, f"{c} {mechanism}" in notes))
         ours, mean = average.get(mechanism, (None, None))
         row.append("-" if ours is None else f"{ours:.2f}" + ("" if mean is None else f" ({mean:.2f})"))
-        table.add_row(mechanism, *row[: len(columns) + bool(counted)])
+        table.add_row(mechanism, *row[: len(columns) + len(last)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
     for label, of in _summaries(known).items():
         row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
-        table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
+        table.add_row(label, *row[: len(columns) + len(last)], style="dim")
     return table
 
 
 def cost_tables(results: ArenaTable) -> list[Table]:
     """Seconds, memory, steps and parameters, each with mean and deviation over the mechanisms."""
     known = cells(results)
-    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    columns = _columns(known)
     tables = []
     for title, field, unit, shape in COSTS:
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("mechanism", no_wrap=True)
-        for c in columns:
-            table.add_column(RECIPES[c].title, justify="right", no_wrap=True)
+        table = plain_table(title, ["mechanism", *(RECIPES[c].title for c in columns)])
         values = {key: statistics.fmean(getattr(r, field) / unit for r in runs) for key, runs in known.items()}
         for mechanism in dict.fromkeys(m for m, _ in known):
             row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
             table.add_row(mechanism, *row)
         for label, over in _summaries(known).items():
             of_column = ([v for (_, column), v in values.items() if column == c] for c in columns)
-            table.add_row(label, *(shape.format(over(found)) for found in of_column), style="dim")
+            table.add_row(label, *(shape.format(over(column)) for column in of_column), style="dim")
         tables.append(table)
     return tables
 
 
 def surprising(results: ArenaTable) -> dict[str, str]:
-    """Cells that need a sentence on why, "listops linear", and what is surprising about them."""
-    found = {}
+    """Cells of the table that need a note, such as "listops linear", and what is surprising about each."""
+    reasons = {}
     for (mechanism, c), runs in cells(results).items():
         ours, paper, chance = _mean(runs), published(mechanism, c), RECIPES[c].majority
         if ours < chance + AT_CHANCE:
-            found[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
+            reasons[f"{c} {mechanism}"] = f"{ours:.1f} %, no better than the most frequent answer ({chance:.0f} %)"
         elif paper is not None and abs(ours - paper) > FAR and RECIPES[c].title == runs[0].task:
-            found[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
+            reasons[f"{c} {mechanism}"] = f"{ours:.1f} %, {paper:.1f} % in the paper"
     for run in of_size(results):
         if run.error is not None:
-            found[f"{run.column} {run.mechanism}"] = run.error
-    return found
+            reasons[f"{run.column} {run.mechanism}"] = run.error
+    return reasons
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Sentences that a person wrote and checked, by cell: {"listops linear": "..."}. Kept apart from the figures."""
+    """Notes that a person wrote, by cell: {"listops linear": "..."}. They have their own file beside the figures."""
     if not path.is_file():
         return {}
-    found = read_json(path)
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    notes = read_json(path)
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise ValueError(f"{path} cannot work: accepted is an object of sentences, such as {{'listops linear': '...'}}")
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in notes.items()}
 
 
 def note_lines(results: ArenaTable, notes: dict[str, str]) -> list[str]:
@@ -152,6 +143,11 @@ def note_lines(results: ArenaTable, notes: dict[str, str]) -> list[str]:
     ]
 
 
+def _columns(known: Iterable[tuple[str, str]]) -> list[str]:
+    run = {column for _, column in known}
+    return [column for column in RECIPES if column in run]
+
+
 def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:
     beside = "" if paper is None else f" ({paper})"
     if not runs:
@@ -161,7 +157,7 @@ def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:
 
 
 def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
-    """What is said of all mechanisms together, where there are several."""
+    """Summaries over all mechanisms, where there are several."""
     several = len({mechanism for mechanism, _ in known}) > 1
     return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
 

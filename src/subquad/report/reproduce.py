@@ -1,4 +1,4 @@
-"""A reproduced table as people read it: ours beside the published figures, on the screen and as a picture."""
+"""A reproduced table: ours beside the published figures, in the terminal and as a plot."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -95,9 +95,9 @@ def copy_to(results: ReproducedTable, path: Path) -> None:
 
 
 def draw(results: ReproducedTable, path: Path) -> None:
-    """Curves of the rows, and their figures beside the published ones; nothing where there is nothing yet."""
+    """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
     panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
-    if not panels or find_spec("matplotlib") is None:  # figures are kept where there is nothing to draw with
+    if not panels or find_spec("matplotlib") is None:  # without matplotlib there are figures but no plot
         return
     import matplotlib
 
@@ -184,15 +184,15 @@ def _bars(axis: Any, results: ReproducedTable) -> bool:
 
 
 def _times(axis: Any, results: ReproducedTable) -> bool:
-    found = (results.iterations or {}).get("models", {})
+    models = (results.iterations or {}).get("models", {})
     if axis is not None:
-        for place, row in enumerate(found.values()):
+        for place, row in enumerate(models.values()):
             axis.barh(place, row["iteration_ms"]["median"], 0.5, color="tab:green")
             axis.annotate(
                 f" x {row['ratio']['median']:.2f}", (row["iteration_ms"]["median"], place), va="center", fontsize=8
             )
-        axis.set_yticks(range(len(found)), list(found))
+        axis.set_yticks(range(len(models)), list(models))
         axis.invert_yaxis()
         axis.margins(x=0.2)
         axis.set_xlabel("ms an iteration of training")
-    return bool(found)
+    return bool(models)

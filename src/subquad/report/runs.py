@@ -86,17 +86,17 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
     runs = []
     for path in paths:
-        learning = training_runs.is_run(path)
-        runs += [training_runs.load(path)] if learning else []
-        if not learning or (path / "results.json").is_file():
-            named = [_load(file) for file in _files(path)]
-            figures = [run for run in named if _holds_figures(run.data)]  # a folder may hold other files beside them
+        trained = training_runs.is_run(path)
+        runs += [training_runs.load(path)] if trained else []
+        if not trained or (path / "results.json").is_file():
+            loaded = [_load(file) for file in _files(path)]
+            figures = [run for run in loaded if _holds_figures(run.data)]  # a folder may hold other JSON too
             if not figures:
                 refuse("RUN", str(path), FIGURES)
             runs += figures
     if not runs:
         raise ValueError("no run was given: accepted are folders with a results.json and JSON files")
-    return _told_apart(runs)
+    return _with_distinct_names(runs)
 
 
 def find(root: Path = Path()) -> list[Run]:
@@ -114,7 +114,7 @@ def find(root: Path = Path()) -> list[Run]:
         kind = str(run.settings.get("device", "cpu")).split(":")[0], run.settings.get("causal")
         if kind not in best or _covered(run) > _covered(best[kind]):
             best[kind] = run
-    return _told_apart([*best.values(), *(run for run in kept if run.kind != "compare")])
+    return _with_distinct_names([*best.values(), *(run for run in kept if run.kind != "compare")])
 
 
 def _covered(run: Run) -> int:
@@ -122,7 +122,7 @@ def _covered(run: Run) -> int:
 
 
 def compared(runs: Iterable[Run]) -> list[Run]:
-    """Those that `subquad compare` wrote."""
+    """The runs that `subquad compare` wrote."""
     return [run for run in runs if run.kind == "compare"]
 
 
@@ -153,11 +153,11 @@ def _load(file: Path) -> Run:
 
 
 def _holds_figures(data: Json) -> bool:
-    """Every file of figures says what it is, or on what it was measured."""
+    """Every file of figures names its kind, or the machine it was measured on."""
     return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
-def _told_apart(runs: list[Run]) -> list[Run]:
+def _with_distinct_names(runs: list[Run]) -> list[Run]:
     seen: dict[str, int] = {}
     out = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""Text that others wrote (run names, strings of files) made safe to show: control characters are spelt, not obeyed."""
+"""Text from outside (run names, strings in files) made safe to show: control characters are spelt out."""
 
 import re
 from collections.abc import Iterable
@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
-# control characters but tab and newline, marks that turn the direction of text around, and halves of characters
+# control characters except tab and newline, marks that change the direction of text, lone surrogates
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """The text with such characters spelt out, as \\x1b."""
+    """The text with hidden characters spelt out, as \\x1b."""
     return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

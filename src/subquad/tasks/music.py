@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
+from subquad.data.midi import require_mido
 from subquad.data.text import Corpus, Windows
 from subquad.disk import check_folder
 from subquad.machine import free_bytes
@@ -167,6 +168,7 @@ def write_pieces(
         refuse("count", count, f"at most {free_bytes('cpu') // (16 * steps):,}: more do not fit into memory")
     batch = max(1, largest_batch(model, steps))
     if notes:
+        require_mido()  # before the work of generating, not after it
         sampling = Sampling(**{**vars(sampling or Sampling()), "exclude": (START,)})
     parts = []
     for begin in range(0, count, batch):

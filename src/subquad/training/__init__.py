@@ -1,1 +1,1 @@
-"""One loop for all experiments: precision, accumulation, checkpoints, torch.distributed."""
+"""One training loop for all tasks: precision, accumulation, checkpoints, torch.distributed."""

@@ -1,4 +1,4 @@
-"""Gradients of a micro-batch as a CUDA graph: one launch instead of hundreds, which is what small models wait for."""
+"""Gradients of a micro-batch as a CUDA graph: one launch instead of hundreds, which is where small models lose time."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from torch import nn
 from subquad.training.task import Batch, Loss
 
 WARMUP = 3  # runs before the capture: kernels are compiled and chosen, workspaces made
-MOST = 8  # shapes of batches that get a graph; batches of further shapes are computed as they come
+MOST = 8  # graphs, one for each shape of batch; batches of further shapes are computed without one
 
 Key = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class Captured:
-    """compute(batch) adds to the gradients and returns the loss; so does this, from a graph of each shape of batch.
+    """Does what compute(batch) does, from a graph for each shape of batch: add to the gradients, return the loss.
 
-    Gradients stay where they are: they are zeroed, never dropped. What is drawn at random is drawn from the generator's
-    seed at the time of the call. The loss that is returned is overwritten by the next call.
+    The gradients must keep their memory: zero them, do not drop them. Random numbers come from the generator's seed at
+    the time of the call. The next call overwrites the loss that this one returned.
     """
 
     def __init__(self, compute: Callable[[Batch], Loss], model: nn.Module):
@@ -41,8 +41,8 @@ class Captured:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        # warming up must leave nothing behind: not in gradients, not in buffers that follow the data, not in the seed
-        kept = [p.grad.clone() for p in parameters if p.grad is not None]
+        # warming up must not change gradients, buffers that follow the data, or the seed
+        gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         seed = torch.cuda.get_rng_state()
         side = torch.cuda.Stream()
@@ -52,11 +52,11 @@ class Captured:
                 self.compute(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # a capture that fails leaves its stream as the current one, and the generator waiting for the capture's end
+        # a capture that fails leaves its stream current and the generator waiting for the capture to end
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         unused = generator.clone_state()
         try:
-            # thread_local: the next batch is made meanwhile
+            # thread_local: another thread makes the next batch meanwhile
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -69,7 +69,7 @@ class Captured:
                 f"({str(error).strip().splitlines()[0]}); accepted is false"
             ) from error
         with torch.no_grad():
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], kept)
+            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients)
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         torch.cuda.set_rng_state(seed)

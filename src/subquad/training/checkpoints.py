@@ -1,8 +1,8 @@
-"""Checkpoints: directories that are there whole or not at all, and say themselves whether they are.
+"""Checkpoints: directories that appear whole or not at all, with checksums over everything in them.
 
-checkpoints/step_000100/ holds the tensors (tensors.safetensors, or the shards of torch.distributed.checkpoint) and
-state.json: everything else, with the size and the SHA-256 of each file and its own. metrics.jsonl is the history so
-far. A checkpoint is written under another name and renamed.
+checkpoints/step_000100/ holds the tensors (tensors.safetensors, or the shards of torch.distributed.checkpoint),
+metrics.jsonl so far, and state.json with everything else: also the size and SHA-256 of each file, and its own SHA-256.
+A checkpoint is written under another name and then renamed.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from subquad.training.distributed import Ranks
 from subquad.training.history import METRICS
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
-FACTS = ("config", "seconds", "evaluated", "best", "schedule", "precision", "totals")  # without which no run goes on
+FACTS = ("config", "seconds", "evaluated", "best", "schedule", "precision", "totals")  # a run needs them to resume
 FORMAT = 1
-PART = ".part"  # the ending of what is still being written
+PART = ".part"  # the ending of a checkpoint that is still being written
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A checkpoint whose files are as they were written."""
 
     path: Path
     facts: dict[str, Any]
-    sealed: bool = True  # whether state.json has a digest: those written before digests have none
+    sealed: bool = True  # whether state.json has a digest; old ones have none
 
     @property
     def history(self) -> str | None:
-        """The lines of metrics.jsonl up to here; checkpoints from before digests have no copy."""
+        """The lines of metrics.jsonl up to this step; old checkpoints have none."""
         return (self.path / METRICS).read_text() if (self.path / METRICS).is_file() else None
 
     @property
@@ -52,11 +52,11 @@ class Checkpoint:
         from safetensors import safe_open
 
         with safe_open(self.path / TENSORS, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of these names, wherever they are and however sharded."""
+        """Copy the tensors of these names into the targets, which may be sharded."""
         if not (self.path / TENSORS).exists():
             sharded.load(self.path, dict(targets))
             return
@@ -71,7 +71,7 @@ def write(
     ranks: Ranks,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Every rank calls it; `files` are further ones by name. OSError leaves what was there."""
+    """Write a checkpoint; every rank calls it. `files` are added by name. An OSError leaves no half checkpoint."""
     path = folder / name_of(step)
     part = path.with_name(path.name + PART)
     try:
@@ -90,7 +90,7 @@ def write(
                 _write_synced(part / name, data)
             seals = {file.name: _seal(file) for file in sorted(part.iterdir())}
             state = {"format": FORMAT, "step": step, "facts": dict(facts), "files": seals}
-            write_sealed(part / STATE, state, allow_nan=True)  # a measure beside the one that decides may be NaN
+            write_sealed(part / STATE, state, allow_nan=True)  # measures other than the task's metric may be NaN
             _sync_directory(part)
             part.rename(path)
             _sync_directory(folder)
@@ -104,8 +104,8 @@ def write(
 
 def names(folder: Path) -> list[Path]:
     """Finished checkpoints, the newest last."""
-    found = folder.glob("step_*") if folder.is_dir() else ()
-    return sorted((path for path in found if path.name.removeprefix("step_").isdigit()), key=_step)
+    paths = folder.glob("step_*") if folder.is_dir() else ()
+    return sorted((path for path in paths if path.name.removeprefix("step_").isdigit()), key=_step)
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
@@ -134,7 +134,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], bool]:
-    """state.json, and whether it has a digest; the other files are not looked at."""
+    """state.json, and whether it has a digest; does not check the other files."""
     try:
         state, sealed = read_sealed(path / STATE)
     except (OSError, ValueError) as error:
@@ -156,10 +156,9 @@ def read_state(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the last `keep`, and what was never finished."""
+    """Delete all but the last `keep` checkpoints, and all that were never finished."""
     for path in names(folder)[:-keep]:
-        gone = path.with_name(path.name + PART)  # a name that no reader takes for a checkpoint while it disappears
-        path.rename(gone)
+        path.rename(path.with_name(path.name + PART))  # so that nobody reads it while it is being deleted
     for path in folder.glob(f"*{PART}"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -186,13 +185,14 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def copy_into(found: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> None:
+def copy_into(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], source: str) -> None:
+    """Copy tensors into targets of the same names, sharded or not; errors name `source`."""
     for name, target in targets.items():
-        if name not in found:
-            raise ValueError(f"{where} lacks {name}: it belongs to another model")
-        value = found[name]
+        if name not in tensors:
+            raise ValueError(f"{source} lacks {name}: it belongs to another model")
+        value = tensors[name]
         if value.shape != target.shape:
-            raise ValueError(f"{where}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
+            raise ValueError(f"{source}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
         if isinstance(target, DTensor):
             value = distribute_tensor(
                 value.to(target.device), target.device_mesh, target.placements, src_data_rank=None

@@ -1,4 +1,4 @@
-"""How a run is trained, and everything a run is made of, as frozen values that are checked when made."""
+"""How a run is trained, and all settings of a run, as frozen dataclasses that check themselves."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from subquad.checks import at_least, check_plain, nearest, refuse
 from subquad.models.config import Config, optional_at_least
 
-# what may differ when a run is resumed: it changes where and how often, not what is learned
+# settings that may change on resume: they decide where and how often, not what is learned
 FREE_ON_RESUME = (
     "micro_batch", "compile", "capture", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch",
 )  # fmt: skip
@@ -18,38 +18,38 @@ FREE_ON_RESUME = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config):
-    """One update after the other until `steps` are done or `minutes` are over, whichever comes first."""
+    """Training ends after `steps` updates or after `minutes`, whichever comes first."""
 
     steps: int = 1000
-    batch: int = 32  # examples of one update, over all ranks and micro-batches
-    micro_batch: int | None = None  # examples of one forward on one rank; None: batch / ranks
+    batch: int = 32  # examples in an update, over all ranks and micro-batches
+    micro_batch: int | None = None  # examples in one forward on one rank; None: batch / ranks
     shuffle: bool = True
     optimiser: Literal["radam", "adamw", "adam", "muon"] = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.01  # decoupled; of matrices only: not of biases, norms and embeddings
-    momentum: float = 0.95  # of muon's matrices
+    weight_decay: float = 0.01  # decoupled; for matrices only, not for biases, norms and embeddings
+    momentum: float = 0.95  # of muon
     clip: float | None = 1.0  # of the gradient's norm
-    clip_by: Literal["norm", "tensor"] = "norm"  # over all tensors together, or of each by itself
+    clip_by: Literal["norm", "tensor"] = "norm"  # all tensors together, or each by itself
     warmup: int = 0  # steps
     schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "plateau", "step"] = "cosine"
-    final_lr: float = 0.0  # of cosine and linear: the share of lr at the end
-    patience: int = 5  # of plateau: evaluations without a better one before lr falls
-    factor: float = 0.5  # of plateau: what lr is multiplied by
-    drop_at: int | None = None  # of step: the step from which lr is lower
-    drop_to: float = 0.1  # of step: the share of lr from there on
-    ema: float | None = None  # decay of averaged weights, which are then evaluated and saved
+    final_lr: float = 0.0  # for cosine and linear: the share of lr at the end
+    patience: int = 5  # for plateau: evaluations without improvement before lr falls
+    factor: float = 0.5  # for plateau: lr is multiplied by this
+    drop_at: int | None = None  # for step: lr is lower from this step on
+    drop_to: float = 0.1  # for step: the share of lr from there on
+    ema: float | None = None  # decay of averaged weights, which are evaluated and saved instead
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
-    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU, with batches of few shapes
-    evaluate_every: int | None = None  # steps; None: ten times in a run
-    evaluate_batches: int | None = None  # of validation during training; None: the whole split
-    evaluate_batch: int | None = None  # examples; None: as micro_batch
+    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU whose batches have few shapes
+    evaluate_every: int | None = None  # steps; None: ten times a run
+    evaluate_batches: int | None = None  # batches of each validation; None: the whole split
+    evaluate_batch: int | None = None  # examples in a batch; None: as micro_batch
     checkpoint_every: int | None = None  # steps; None: as evaluate_every
-    keep: int = 2  # checkpoints
+    keep: int = 2  # the last checkpoints
     log_every: int = 20  # steps
-    minutes: float | None = None  # of training, over all legs; the schedule then ends with them
+    minutes: float | None = None  # of training, over all legs; the schedule fits into them
     seed: int = 0
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
 
@@ -97,7 +97,7 @@ class TrainingConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """Everything to run it again: what `--set data.…`, `--set model.…` and `--set training.…` change."""
+    """All settings of a run, as changed by `--set data.…`, `--set model.…` and `--set training.…`."""
 
     task: str
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -110,9 +110,9 @@ class RunConfig(Config):
                 refuse(name, getattr(self, name), "an object with keys")
 
     def override(self, settings: Iterable[str]) -> Self:
-        """With "training.lr=3e-4" and the like; values are JSON where they can be, else text.
+        """With settings such as "training.lr=3e-4" applied; a value that is not JSON is text.
 
-        Keys of training and data must be known; a model refuses what it does not know when it is built.
+        Unknown keys of training and data are refused here, those of the model when it is built.
         """
         parts: dict[str, dict[str, Any]] = {
             "data": dict(self.data),
@@ -143,9 +143,9 @@ def parse(setting: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ValueError(f"--set {setting} cannot be read: accepted is KEY=VALUE, such as model.depth=16")
     text = text.strip()
-    spelt: dict[str, Any] = {"None": None, "True": True, "False": False}
-    if text in spelt:
-        return keys, spelt[text]
+    python: dict[str, Any] = {"None": None, "True": True, "False": False}  # beside JSON's null, true and false
+    if text in python:
+        return keys, python[text]
     try:
         return keys, json.loads(text)
     except json.JSONDecodeError:
@@ -156,17 +156,17 @@ def parse(setting: str) -> tuple[list[str], Any]:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> list[str]:
     """Each setting that differs, as "training.lr is 0.1, was 0.2"."""
-    found = []
+    lines = []
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         name = f"{path}{key}"
         if key not in ours or key not in theirs:
             where = "new" if key in ours else "gone"
-            found.append(f"{name} is {where} ({json.dumps({**theirs, **ours}[key])})")
+            lines.append(f"{name} is {where} ({json.dumps({**theirs, **ours}[key])})")
         elif isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
-            found += differences(ours[key], theirs[key], f"{name}.")
+            lines += differences(ours[key], theirs[key], f"{name}.")
         elif ours[key] != theirs[key]:
-            found.append(f"{name} is {json.dumps(ours[key])}, was {json.dumps(theirs[key])}")
-    return found
+            lines.append(f"{name} is {json.dumps(ours[key])}, was {json.dumps(theirs[key])}")
+    return lines
 
 
 def _place(target: dict[str, Any], keys: list[str], value: Any, setting: str) -> None:

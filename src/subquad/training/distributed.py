@@ -1,4 +1,4 @@
-"""One process or many: what torchrun started, how the model is spread over it, and what the ranks tell each other."""
+"""One process or many: the ranks that torchrun started, DDP and FSDP, and collectives between ranks."""
 
 import os
 import time
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass
 class Ranks:
-    """This process among the others; alone it costs nothing."""
+    """This process among the others. With one process all methods do nothing."""
 
     device: torch.device
     kind: str = "none"  # "none", "ddp", "fsdp"
     rank: int = 0
     world: int = 1
-    started: bool = False  # whether the process group is ours to end
-    store: Any = None  # torchrun's, which outlives its restarts
+    started: bool = False  # whether we created the process group, and must destroy it
+    store: Any = None  # torchrun's key-value store, which survives its restarts
 
     @property
     def first(self) -> bool:
@@ -41,20 +41,20 @@ class Ranks:
         return self.kind == "fsdp"
 
     def shard(self, module: nn.Module, blocks: list[nn.Module]) -> None:
-        """FSDP2: each block a group of its own, gathered when needed; what is left, with the module."""
+        """FSDP2: each block is a group that is gathered when needed; the rest is the module's own group."""
         if self.sharded:
             for block in blocks:
                 fully_shard(block)
             fully_shard(module)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """DDP, which adds gradients up while backward still runs."""
+        """DDP, which sums gradients over ranks while backward still runs."""
         if self.kind != "ddp":
             return module
         return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around a forward and backward; gradients go over the network in the last one of an update only."""
+        """Context for a forward and backward; only the last one of an update sends gradients over the network."""
         if isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
         if isinstance(module, FSDPModule):
@@ -62,14 +62,14 @@ class Ranks:
         return nullcontext()
 
     def reshard(self, module: nn.Module) -> None:
-        """Let go of gathered parameters: what is read and written from here on is what the rank holds."""
+        """Free gathered parameters: from here on this rank reads and writes only its own shard."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_reshard_after_forward(part is not module, recurse=False)
                 part.reshard()
 
     def gather(self, module: nn.Module) -> None:
-        """Whole parameters on every rank until `reshard`: for what is not called as a module, such as single steps."""
+        """Whole parameters on every rank until `reshard`, for methods other than forward, such as step."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
@@ -82,15 +82,15 @@ class Ranks:
         return tensor
 
     def largest(self, *values: float) -> list[float]:
-        """Of each value the largest over all ranks; on the CPU, so that no GPU is waited for."""
+        """The largest of each value over all ranks; on the CPU, so that it does not wait for a GPU."""
         if self.world == 1:
             return list(values)
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def decide(self, function: Callable[[], T]) -> T:
-        """What rank 0 finds out, on all of them; where it fails, all fail."""
+        """Call the function on rank 0 and return its result on all ranks; if it fails, all ranks fail."""
         if self.world == 1:
             return function()
         box: list[Any] = [None, None]
@@ -120,8 +120,8 @@ class Ranks:
 
     def close(self) -> None:
         if self.started and dist.is_initialized():
-            # gloo's thread still lets go of its last tensors, for which it needs Python's lock; a group that is
-            # destroyed meanwhile waits for the thread while holding that lock, for ever
+            # gloo's thread needs Python's lock to free its last tensors. To destroy the group meanwhile would deadlock:
+            # it holds that lock while it waits for the thread
             time.sleep(0.2)
             dist.destroy_process_group()
 
@@ -142,7 +142,7 @@ def join(parallel: str, device: str) -> Ranks:
         torch.cuda.set_device(place)
     started, base = not dist.is_initialized(), None
     if started:
-        # torchrun keeps its store over restarts: without a name for each, ranks would find the addresses of the dead
+        # torchrun keeps its store over restarts: without a prefix for each, ranks would find the addresses of dead ones
         base, rank, world = next(rendezvous("env://"))
         store = PrefixStore(f"attempt_{attempt()}", base)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -156,15 +156,13 @@ def attempt() -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank."""
+    """The whole tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, to be sharded one by one; none where that cannot be.
-
-    Layers that share parameters, and reversible ones, which are not called as modules, stay in one group.
-    """
+    """The layers of a model, to be sharded one by one; none if they share parameters or are reversible, as reversible
+    layers are not called as modules."""
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     if any(getattr(getattr(module, "config", None), "reversible", False) for module in model.modules()):
         return []

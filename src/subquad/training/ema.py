@@ -1,4 +1,4 @@
-"""Averaged weights: a running mean of the parameters, which usually measures better than the last of them."""
+"""Averaged weights: a running mean of the parameters, which usually measures better than the last ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from subquad.training.optimisers import local
 
 
 class Ema:
-    """mean ← decay·mean + (1 - decay)·parameters, after every update; the first ones count more, so that the random
-    weights of the beginning are soon forgotten."""
+    """mean ← decay·mean + (1 - decay)·parameters after every update. The decay is lower at first, so that the random
+    initial weights are soon forgotten."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
@@ -20,7 +20,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After update number `step`, the first one is 1."""
+        """Call it after update number `step`, counted from 1."""
         decay = min(self.decay, step / (step + 9))
         torch._foreach_lerp_(self._locals(self.means), self._locals(self.parameters), 1 - decay)
 
@@ -29,13 +29,13 @@ class Ema:
         """Within this the model has the averaged weights."""
         means, parameters = self._locals(self.means), self._locals(self.parameters)
         with torch.no_grad():
-            kept = [p.clone() for p in parameters]
+            saved = [p.clone() for p in parameters]
             torch._foreach_copy_(parameters, means)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, kept)
+                torch._foreach_copy_(parameters, saved)
 
     @staticmethod
     def _locals(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> list[Tensor]:

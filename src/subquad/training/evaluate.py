@@ -1,4 +1,4 @@
-"""A whole split, measured."""
+"""Measures over a whole split."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ class Wired(nn.Module):
 
 
 def _uncompiled(wired: Wired) -> AbstractContextManager[None]:
-    """Another mode and another batch would be compiled anew: a minute for what takes a second as it is."""
+    """Evaluate without compilation: to compile for another mode and batch would take longer than the evaluation."""
     compiled = wired._compiled_call_impl is not None
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
@@ -53,8 +53,8 @@ def evaluate(
             if ranks.largest(float(stop()))[0]:
                 return None
             with precision.autocast(), _uncompiled(wired):
-                found = wired(made, measure=True)
-            for name, parts in found.items():
+                measures = wired(made, measure=True)
+            for name, parts in measures.items():
                 both = torch.stack([part.detach().double() for part in parts]) * counts
                 sums[name] = sums[name] + both if name in sums else both
     finally:

@@ -1,4 +1,4 @@
-"""Batches, one update ahead: made in a thread and copied to the device while it still computes."""
+"""Batches: a thread makes those of the next update and copies them to the device while it computes."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +12,7 @@ from subquad.training.task import Batch, Source
 
 
 class Feed:
-    """The micro-batches of each update for this rank; the position in the data is the step."""
+    """The micro-batches of each update for this rank. The step alone decides which examples they hold."""
 
     def __init__(self, source: Source, order: Order, pieces: int, ranks: Ranks):
         self.source, self.order, self.pieces, self.ranks = source, order, pieces, ranks
@@ -20,7 +20,7 @@ class Feed:
         self.ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def update(self, step: int) -> list[Batch]:
-        """What the update after `step` updates needs, on the device."""
+        """The batches, on the device, of the update that follows `step` updates."""
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = (step, self.pool.submit(self._make, step))
         batches = self.ahead[1].result()
@@ -39,7 +39,7 @@ class Feed:
 
 
 def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:
-    """How many micro-batches an update has on every rank; each at least one example."""
+    """How many micro-batches an update has on every rank; each has at least one example."""
     if batch < world:
         raise ValueError(f"batch={batch} cannot work on {world} ranks: accepted is at least one example for each")
     most = -(-batch // world)
@@ -53,9 +53,9 @@ def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:
 
 
 def in_order(source: Source, batch: int, most: int | None, ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
-    """(batch, whether it counts): a whole split once, or its first `most` examples, spread over the ranks.
+    """(batch, whether it counts): the whole split, or its first `most` examples, spread over the ranks.
 
-    Each rank gets the same number of batches, because sharded models compute together; those in excess do not count.
+    Each rank gets the same number of batches, because sharded models compute together; surplus batches do not count.
     """
     size = len(source) if most is None else min(len(source), most)
     count = -(-size // batch)

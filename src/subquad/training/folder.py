@@ -1,8 +1,8 @@
-"""A run's folder: everything to run it again, what it measured, and the weights that measured best.
+"""A run's folder: its settings, its measurements, its checkpoints and its best weights.
 
 config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_000100/, model/, result.json
 
-Each of them but tensorboard/ has a digest or checksums, or is covered by those of a checkpoint.
+All but tensorboard/ are protected by checksums, of their own or in a checkpoint.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ CONFIG, RESULT = "config.json", "result.json"
 
 @dataclasses.dataclass
 class Opened:
-    """What rank 0 found."""
+    """What there is to resume: nothing, a checkpoint, or a finished run's result; notes are for the user."""
 
     checkpoint: Checkpoint | None
     notes: list[str]
-    result: dict[str, Any] | None = None  # of a run that is done
+    result: dict[str, Any] | None = None
 
 
 class Folder:
@@ -47,21 +47,21 @@ class Folder:
 
     @property
     def begun(self) -> bool:
-        """Whether a run is here; one that has lost its config.json is still in its checkpoints."""
+        """Whether a run is here; its config.json may be lost as long as it has checkpoints."""
         return (self.path / CONFIG).exists() or bool(checkpoints.names(self.checkpoints))
 
     def best(self, step: int) -> Path:
         return self.path / "best" / checkpoints.name_of(step)
 
     def check(self, config: RunConfig, resume: bool, defaults: Mapping[str, Any] | None = None) -> None:
-        """ValueError if this run must not be written here; writes nothing.
+        """ValueError if a run with this config must not be written here; writes nothing.
 
-        `defaults` are those of the task's data: an older run knows nothing of settings that came after it.
+        `defaults` of the task's data stand in for options that did not exist when an older run began.
         """
         if not self.begun:
             return
         if not resume:
-            raise ValueError(f"{self.path} holds a run: --resume goes on with it, --out chooses another folder")
+            raise ValueError(f"{self.path} holds a run: --resume continues it, --out chooses another folder")
         for before in (read_config(self.path), _config_of_checkpoint(self.path)):
             if before is None:
                 continue
@@ -72,7 +72,7 @@ class Folder:
                 raise ValueError(f"{self.path} was begun with other settings: {differ}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
-        """Begin or go on. Rank 0 calls it."""
+        """Begin or resume; rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
         written = self.path / CONFIG
         self.lock.enter_context(lock_folder(self.path, "another process is training there"))
@@ -86,28 +86,30 @@ class Folder:
             damage = self._damage(result)
             if not damage or checkpoints.newest(self.checkpoints)[0] is None:
                 return Opened(None, notes + damage, result)
-            notes += [f"{sentence}; the test is done again from the last checkpoint" for sentence in damage]
+            notes += [f"{sentence}; the test is repeated from the last checkpoint" for sentence in damage]
             (self.path / RESULT).unlink()
-        found, damaged = checkpoints.newest(self.checkpoints)
-        if found is None and damaged:
+        checkpoint, damaged = checkpoints.newest(self.checkpoints)
+        if checkpoint is None and damaged:
             sentences = "; ".join(damaged.values())
-            raise ValueError(f"{sentences}: no checkpoint is left to go on from; --out begins anew elsewhere")
-        notes += [f"{sentence}; the one before it is used" for sentence in damaged.values()]
+            raise ValueError(f"{sentences}: no checkpoint is left to resume from; --out starts again in another folder")
+        notes += [f"{sentence}; the checkpoint before it is used" for sentence in damaged.values()]
         for path in damaged:
             set_aside(path)
-        if found is None:
+        if checkpoint is None:
             notes.append("no checkpoint yet: starting from the beginning")
             return Opened(None, notes)
-        found, damage = self._before_damaged_best(found)
+        checkpoint, damage = self._before_damaged_best(checkpoint)
         notes += damage
-        if not found.sealed:
-            notes.append(f"{found.path} was written before digests: its {checkpoints.STATE} cannot be checked")
-        return Opened(found, notes)
+        if not checkpoint.sealed:
+            notes.append(
+                f"{checkpoint.path} is from a version without digests: its {checkpoints.STATE} cannot be checked"
+            )
+        return Opened(checkpoint, notes)
 
     def _before_damaged_best(self, newest: Checkpoint) -> tuple[Checkpoint, list[str]]:
         """The newest checkpoint whose best weights are intact: training from there makes the damaged ones again.
 
-        Without one, the newest is used; the test will then take the last weights, and say so.
+        If there is none, the newest; the test will then use the last weights, and say so.
         """
         damage = self._damage_of_best(newest)
         if not damage:
@@ -119,7 +121,7 @@ class Folder:
                 if not self._damage_of_best(older):
                     for later in newer:
                         set_aside(later)
-                    return older, [f"{damage}; training goes on from {path.name}, and makes these weights again"]
+                    return older, [f"{damage}; training resumes from {path.name}, and makes these weights again"]
             newer.append(path)
         return newest, []
 
@@ -128,7 +130,7 @@ class Folder:
         return "" if best is None else damage_of(self.best(best["step"]), best.get("sha256"))
 
     def _repair_config(self, config: RunConfig, device: str) -> list[str]:
-        """A config.json that is lost or damaged is written again: `check` compared the settings with a checkpoint's."""
+        """Write a lost or damaged config.json again; `check` compared the settings with those of a checkpoint."""
         file = self.path / CONFIG
         try:
             _config_in(file)
@@ -136,10 +138,10 @@ class Folder:
         except ValueError as error:
             aside = f", and is now {set_aside(file).name}" if file.exists() else ""
             write_sealed(file, {**config.to_dict(), **origin(device)})
-            return [f"{error}{aside}; it is written again from the settings of the checkpoints"]
+            return [f"{error}{aside}; it was written again from the settings in the checkpoints"]
 
     def _damage(self, result: Mapping[str, Any]) -> list[str]:
-        """A sentence for each file of a finished run, beside its result, that is not what was written."""
+        """A sentence for each damaged file of a finished run, other than result.json."""
         file = self.path / history.METRICS
         metrics = history.read(file).damage
         sentences = [f"{file} is damaged: {metrics}"] if metrics else []
@@ -155,19 +157,19 @@ class Folder:
         return [*sentences, model] if model else sentences
 
     def prune(self, keep: int, best: int | None) -> None:
-        """Keep the last checkpoints, and of the best weights those that they or the run name."""
+        """Delete old checkpoints, and best weights that neither the kept ones nor the run refer to."""
         checkpoints.prune(self.checkpoints, keep)
         named = {best}
         for path in checkpoints.names(self.checkpoints):
-            with contextlib.suppress(ValueError):  # one that was damaged meanwhile names nothing
+            with contextlib.suppress(ValueError):  # damaged meanwhile
                 named.add((checkpoints.read_state(path)[0]["facts"]["best"] or {}).get("step"))
-        kept = {self.best(step).name for step in named if step is not None}
+        needed = {self.best(step).name for step in named if step is not None}
         for path in self.path.glob("best/step_*"):
-            if path.name not in kept:
+            if path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
 
     def forget(self) -> None:
-        """Let the folder be begun anew."""
+        """Let a new run begin here."""
         (self.path / CONFIG).unlink(missing_ok=True)
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -178,18 +180,18 @@ class Folder:
 
 
 def read_config(path: Path) -> RunConfig:
-    """What a run folder was begun with; where config.json is lost or damaged, as the newest checkpoint says."""
+    """The config of a run; if config.json is lost or damaged, from the newest checkpoint."""
     try:
         return _config_in(path / CONFIG)
     except ValueError:
-        found = _config_of_checkpoint(path)
-        if found is None:
+        config = _config_of_checkpoint(path)
+        if config is None:
             raise
-        return found
+        return config
 
 
 def _config_of_checkpoint(path: Path) -> RunConfig | None:
-    """As the newest checkpoint that can be read says; a config.json from before digests may have been changed."""
+    """From the newest checkpoint that can be read. A config.json without a digest may have been edited."""
     for checkpoint in reversed(checkpoints.names(path / "checkpoints")):
         with contextlib.suppress(ValueError):
             return RunConfig.from_dict(checkpoints.read_state(checkpoint)[0]["facts"]["config"])
@@ -198,15 +200,15 @@ def _config_of_checkpoint(path: Path) -> RunConfig | None:
 
 def _config_in(file: Path) -> RunConfig:
     try:
-        found, _ = read_sealed(file)
-        parts = {key: found[key] for key in ("task", "data", "model", "training")}
+        data, _ = read_sealed(file)
+        parts = {key: data[key] for key in ("task", "data", "model", "training")}
         return RunConfig.from_dict(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not the config of a run ({_reason(error)})") from error
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What a finished run came to."""
+    """The result of a finished run."""
     file = path / RESULT
     try:
         return read_sealed(file)[0]
@@ -215,7 +217,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """As it is read back from JSON, where tuples are lists."""
+    """As JSON gives it back: tuples are lists."""
     return parse_json(config.to_json(), "config")
 
 

@@ -1,7 +1,7 @@
 """metrics.jsonl: a line for each reading, with a checksum over itself and all lines before it.
 
-A run that was killed may leave half a line at the end. Anything else that is not as it was written is damage, and is
-named: each checkpoint holds a copy of the file, from which a resumed run restores it.
+A killed run may leave half a line at the end. Anything else that was not written so is reported as damage; a resumed
+run restores the file from the copy in its checkpoint.
 """
 
 import hashlib
@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 from subquad.disk import parse_json, set_aside, write_whole
 
 METRICS = "metrics.jsonl"
-CHECK = "check"  # the last key of a line; lines from before checksums have none
+CHECK = "check"  # the last key of a line; old lines have none
 
 
 class History(NamedTuple):
-    texts: list[str]  # the lines that are as they were written, with their ends
-    lines: list[dict[str, Any]]  # the same, without checksums
-    damage: str  # a sentence on the first line that is not, or nothing
+    texts: list[str]  # the intact lines, with their newlines
+    lines: list[dict[str, Any]]  # the same, parsed, without checksums
+    damage: str  # a sentence about the first damaged line, or nothing
     last: str  # the checksum of the last intact line
 
 
 def text_of(line: Mapping[str, Any], previous: str) -> tuple[str, str]:
-    """(the line as it is written, its checksum); `previous` is that of the line before."""
+    """(the line as text, its checksum); `previous` is the checksum of the line before."""
     check = _check(line, previous)
     return json.dumps({**line, CHECK: check}, allow_nan=False) + "\n", check
 
 
 def read(path: Path) -> History:
-    """Every line that can be trusted; what comes after a damaged line still can, since each line has a checksum."""
+    """Every intact line; lines after a damaged one can be intact, since each has its own checksum."""
     texts: list[str] = []
     lines: list[dict[str, Any]] = []
     damage, previous, checked = "", "", False
@@ -44,7 +44,7 @@ def read(path: Path) -> History:
             damage = damage or f"line {number} cannot be read ({error})"
             continue
         check = line.pop(CHECK, None)
-        if check is None and not checked:  # a line from before checksums
+        if check is None and not checked:  # an old line, without a checksum
             previous = ""
         elif check is None or check != _check(line, previous):
             damage = damage or f"line {number} is not what was written, or one before it is missing"
@@ -57,21 +57,18 @@ def read(path: Path) -> History:
 
 
 def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
-    """Leave the lines up to `step`, and no test measured before the end; half a line is none.
-
-    `copy` is what a checkpoint of that step holds: it replaces a file that says something else. Returns the checksum
-    of the last line, and a sentence if the file was damaged, which is then kept under another name.
-    """
-    found = read(path)
+    """Delete the lines after `step` and all of the test. `copy`, from a checkpoint of that step, replaces a file that
+    differs from it. Returns the checksum of the last line, and a sentence if the file was damaged and renamed."""
+    history = read(path)
     kept = [
         text
-        for text, line in zip(found.texts, found.lines, strict=True)
+        for text, line in zip(history.texts, history.lines, strict=True)
         if line["step"] <= step and line["split"] != "test"
     ]
-    damaged = bool(found.damage) or copy not in (None, "".join(kept))
+    damaged = bool(history.damage) or copy not in (None, "".join(kept))
     sentence = ""
     if damaged and step > 0:
-        why = found.damage or "lines are missing"
+        why = history.damage or "lines are missing"
         aside = f", and is now {set_aside(path).name}" if path.exists() else ""
         instead = "damaged lines are left out" if copy is None else "the checkpoint's copy takes its place"
         sentence = f"{path} is damaged: {why}{aside}; {instead}"
@@ -93,7 +90,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _is_beginning(raw: bytes) -> bool:
-    """Whether this may be the first part of a line that a killed process did not finish."""
+    """Whether this may be the beginning of a line that a killed process did not finish."""
     try:
         json.loads(raw.decode(errors="replace"))
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard."""
+"""What a run reports while it runs: a progress bar, metrics.jsonl, TensorBoard."""
 
 import contextlib
 import math
@@ -18,24 +18,23 @@ from rich.progress import BarColumn, Progress, TextColumn
 from subquad.training import history
 from subquad.training.history import METRICS
 
-WARMUP = 10  # updates of a process that no rate counts
-QUIET = 60.0  # seconds between two lines where there is no bar
-CURVE = 200  # points kept of a curve
-
+WARMUP = 10  # the first updates of a process, which no rate counts
+QUIET = 60.0  # seconds between two lines if there is no progress bar
+CURVE = 200  # points of a curve at most
 
 _MISSED: set[str] = set()
 
 
 class Log:
-    """`step` is that of the checkpoint a run goes on from: what was logged later is forgotten, so that the curve has
-    each step once, and `copy` is its history. Other ranks than the first have `path` None and are silent."""
+    """`step` is that of the checkpoint which the run resumes: later lines are deleted, so that the curve has each step
+    once. `copy` is the checkpoint's copy of the lines. Ranks other than the first have path=None and log nothing."""
 
     def __init__(self, path: Path | None, console: Console, title: str, step: int = 0, copy: str | None = None):
         self.console, self.title = console, title
         self.file: IO[str] | None = None
         self.board: Any = None
         self.bar: Progress | None = None
-        self.said = 0.0  # when the last line was
+        self.last_line = 0.0  # when it was printed
         if path is None:
             return
         self.check, damage = history.restore(path / METRICS, step, copy)
@@ -60,7 +59,7 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
-            with contextlib.suppress(OSError, SystemExit):  # of a terminal that is gone
+            with contextlib.suppress(OSError, SystemExit):  # the terminal is gone
                 self.bar.stop()
         if self.file is not None:
             self.file.close()
@@ -68,7 +67,7 @@ class Log:
             self.board.close()
 
     def write(self, step: int, split: str, values: Mapping[str, float | int | None]) -> None:
-        """One line of metrics.jsonl; a value that is no number is null."""
+        """One line of metrics.jsonl; NaN and infinity become null."""
         if self.file is None:
             return
         plain = {key: _finite(value) for key, value in values.items()}
@@ -81,7 +80,7 @@ class Log:
                     self.board.add_scalar(f"{split}/{key}", value, step)
 
     def sync(self) -> dict[str, bytes]:
-        """Onto the disk, before a checkpoint that counts on it and holds a copy: {file name: content}."""
+        """Write everything to the disk; returns {file name: content} for a checkpoint to keep a copy."""
         if self.board is not None:
             self.board.flush()
         if self.file is None:
@@ -90,20 +89,20 @@ class Log:
         return {METRICS: self.path.read_bytes()}
 
     def tick(self, step: int, progress: float) -> None:
-        """A step is done; nothing is known of it yet."""
+        """A step is done; its loss has not been read yet."""
         if self.bar is not None:
             self.bar.update(self.task, completed=min(1.0, progress), step=step)
 
     def show(self, step: int, info: str) -> None:
         if self.bar is not None:
             self.bar.update(self.task, info=info)
-        elif time.monotonic() - self.said > QUIET:
+        elif time.monotonic() - self.last_line > QUIET:
             self.say(f"step {step:,}: {info}")
 
     def say(self, text: str) -> None:
-        self.said = time.monotonic()
+        self.last_line = time.monotonic()
         if self.file is not None:
-            # who listened may be gone, a terminal or `| head`, which ends a process that only prints; a run goes on
+            # the run goes on even if its terminal or pipe (`| head`) is gone
             with contextlib.suppress(OSError, SystemExit):
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -125,16 +124,16 @@ class LossCurve(Log):
 
 
 class Meter:
-    """Updates a second since the last reading, without what happens between updates.
+    """Updates a second since the last reading, without the time between updates.
 
-    The first updates of a process compile, choose kernels and make room: a reading with one of them in it is no rate.
-    At `warm` the caller waits for the device and calls `restart`.
+    The first updates of a process compile, choose kernels and allocate: a reading that includes them is no rate. At
+    step `warm` the caller waits for the device and calls `restart`.
     """
 
     def __init__(self, step: int) -> None:
         self.step, self.begun = step, time.perf_counter()
         self.warm = step + WARMUP
-        self.counts = False  # whether what is read now is of warm updates alone
+        self.counts = False  # whether the next reading has warm updates only
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -179,7 +178,7 @@ def _board(path: Path, step: int, console: Console) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        if "tensorboard" not in _MISSED:  # a process that trains many models says it once
+        if "tensorboard" not in _MISSED:  # once in a process that trains many models
             console.print(
                 "tensorboard is not installed (pip install tensorboard): metrics.jsonl has the curves", highlight=False
             )
@@ -189,15 +188,15 @@ def _board(path: Path, step: int, console: Console) -> Any:
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; ValueError if they are not what was written."""
-    found = history.read(run / METRICS)
-    if found.damage:
-        raise ValueError(f"{run / METRICS} is damaged: {found.damage}; `subquad train --resume` restores it")
-    return found.lines
+    """The lines of a run's metrics; ValueError if they are damaged."""
+    metrics = history.read(run / METRICS)
+    if metrics.damage:
+        raise ValueError(f"{run / METRICS} is damaged: {metrics.damage}; `subquad train --resume` restores it")
+    return metrics.lines
 
 
 def curve(lines: Iterable[Mapping[str, Any]], metric: str) -> list[list[float]]:
-    """(step, value) in the unit of the metric: the training loss where it has that unit, else validation."""
+    """[step, value] in the unit of the metric: of the training loss if it has that unit, else of validation."""
     bits = metric.startswith("bits/")
     split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
     points = [

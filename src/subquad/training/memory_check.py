@@ -1,4 +1,4 @@
-"""Whether a run fits into this machine's memory, asked before its folder is written and its first step is tried."""
+"""Refuses a run that does not fit into memory, before its folder is written and its first step is tried."""
 
 import copy
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from subquad.machine import allocation_peak, free_bytes, readable
 from subquad.training.models import make_model
 from subquad.training.task import Batch, Source, Task
 
-DEEP = 64  # layers from which a stack is counted before it is built
-SUSPICIOUS = 1 / 2000  # of the free memory: a batch whose data takes more is weighed by one example
+DEEP = 64  # layers; the memory of deeper models is estimated before they are built
+SUSPICIOUS = 1 / 2000  # of the free memory; if the data of a batch takes more, one example is measured
 
 
 def check_model(task: Task, fields: Mapping[str, Any], device: torch.device, sharded: bool = False) -> None:
-    """Refuse a depth whose weights and gradients do not fit: to build so many layers would take minutes first.
+    """Refuse a depth whose weights and gradients do not fit: building so many layers would take minutes.
 
-    `sharded`: every rank builds all weights, but keeps only its part of the gradients, which is not counted.
+    `sharded`: every rank builds all weights but keeps only its part of the gradients, which is not counted.
     """
     depth = fields.get("depth")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth <= DEEP:
@@ -33,9 +33,9 @@ def check_model(task: Task, fields: Mapping[str, Any], device: torch.device, sha
 
 
 def check_batch(task: Task, model: nn.Module, source: Source, batch: int, pieces: int) -> None:
-    """Refuse a batch, computed in so many pieces, that does not fit into the memory of a CPU.
+    """Refuse a batch, in so many micro-batches, that does not fit into the memory of a CPU.
 
-    A GPU says itself that its memory is full; a process on a CPU would work for minutes and then be killed.
+    A GPU reports itself that its memory is full; a process on a CPU would work for minutes and then be killed.
     """
     if not len(source):
         return
@@ -53,7 +53,7 @@ def check_batch(task: Task, model: nn.Module, source: Source, batch: int, pieces
 
 
 def _activations(task: Task, model: nn.Module, example: Batch) -> int:
-    """Bytes that the loss of one example and its gradients take, found on a copy."""
+    """Bytes that the loss and the gradients of one example take, measured on a copy of the model."""
     trial, state = copy.deepcopy(model), torch.get_rng_state()
     try:
         return allocation_peak(lambda: task.loss(trial, example).total.backward()) - _bytes(trial)

@@ -1,4 +1,4 @@
-"""Models of a task: made, saved so that they can be used, and filled again."""
+"""The model of a task: made, saved for use, and filled with saved weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from subquad.training.task import Task
 
 
 def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
-    """A keyword that the model does not know is a wrong value of the user's, not an error of ours."""
+    """A keyword that the model does not know raises ValueError, as wrong values do, and not TypeError."""
     try:
         return task.make_model(fields)
     except TypeError as error:
@@ -21,7 +21,7 @@ def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """With its config where it has one; weights alone otherwise."""
+    """With its config if it is one of our models; otherwise only the weights."""
     if isinstance(model, Model):
         model.save(path)
         return
@@ -30,7 +30,7 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Into a model that is there, sharded or not; ValueError if they cannot be read."""
+    """Fill a model, sharded or not; ValueError if the weights cannot be read."""
     checkpoints.copy_into(_read(path), tensors_of(model), str(path))
 
 
@@ -40,15 +40,12 @@ def digest_in(path: Path) -> str:
 
 
 def damage_of(path: Path, digest: str | None) -> str:
-    """A sentence if weights of a run are not those whose digest it kept, else nothing.
-
-    A run from before digests kept none: its weights must only be readable.
-    """
+    """A sentence if the weights do not have this digest or cannot be read, else "". Old runs have no digest: None."""
     try:
-        found = digest_in(path)
+        actual = digest_in(path)
     except ValueError as error:
         return str(error)
-    return "" if digest in (None, found) else f"{path / WEIGHTS} is damaged: it is not what was written (SHA-256)"
+    return "" if digest in (None, actual) else f"{path / WEIGHTS} is damaged: it is not what was written (SHA-256)"
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -61,7 +58,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def copy_of(task: Task, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A model of its own with these weights."""
+    """A new model with these weights."""
     model = make_model(task, fields)
     checkpoints.copy_into(tensors, tensors_of(model), "a copy of the model")
     return model

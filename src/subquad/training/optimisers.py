@@ -1,7 +1,7 @@
-"""torch's optimisers over the parameters of a model, with what happens between backward and the update.
+"""torch's optimisers for a model, and the clipping of gradients.
 
-Weight decay is decoupled and applies to matrices only: not to biases, norms and embeddings. Muon takes the matrices
-inside the model, and AdamW the rest: the first and the last layer, vectors.
+Weight decay is decoupled and applies to matrices only: not to biases, norms and embeddings. With "muon", Muon updates
+the matrices inside the model and AdamW the rest: vectors, and the first and the last layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
-from subquad.models.embedding import Embedding
-from subquad.models.positions import Grid
+from subquad.models.embedding import Embedding, Grid
 from subquad.models.taps import Taps
 from subquad.training.config import TrainingConfig
 
 
 class Optimiser:
-    """One or two of torch's optimisers as one; its state is named by the parameters it belongs to."""
+    """One or two of torch's optimisers as one; its state has the names of the parameters."""
 
     def __init__(self, config: TrainingConfig, model: nn.Module):
         self.config = config
@@ -34,7 +33,7 @@ class Optimiser:
                 group["lr"] = lr
 
     def zero_grad(self, keep: bool = False) -> None:
-        """`keep`: the gradients' memory stays where it is."""
+        """`keep`: keep the memory of the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=not keep)
 
@@ -52,13 +51,13 @@ class Optimiser:
         }
 
     def empty_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-        """Empty tensors for a state of these shapes, sharded as the parameters are."""
-        made = {}
+        """Empty tensors for a state of these shapes, sharded like the parameters."""
+        tensors = {}
         for key, (shape, dtype) in shapes.items():
             like = self.named.get(key.rpartition("/")[0])
             fits = like is not None and like.shape == shape
-            made[key] = torch.zeros_like(like, dtype=dtype) if fits else torch.zeros(shape, dtype=dtype)  # type: ignore[arg-type]
-        return made
+            tensors[key] = torch.zeros_like(like, dtype=dtype) if fits else torch.zeros(shape, dtype=dtype)  # type: ignore[arg-type]
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for part in self.parts:
@@ -80,7 +79,7 @@ class Optimiser:
 def scale_and_clip(
     parameters: list[nn.Parameter], factor: Tensor, clip: float | None, by: str, sharded: bool
 ) -> Tensor:
-    """Multiply the gradients by `factor`, then clip them; returns their norm before that. Nothing waits for a GPU."""
+    """Multiply the gradients by `factor`, then clip them; returns their norm before clipping. Waits for no GPU."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), device=factor.device)
@@ -101,13 +100,13 @@ def scale_and_clip(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-    outside = _no_matrices(model)
-    decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in outside}
+    lookups = _lookups(model)
+    decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in lookups}
     hidden = set()
     if config.optimiser == "muon":
         hidden = {name for name in decayed if named[name].ndim == 2 and not _at_an_end(name)}
@@ -142,16 +141,16 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     return parts
 
 
-def _no_matrices(model: nn.Module) -> set[str]:
-    """Parameters of two axes that multiply no vector: looked up, as of tokens and positions, or channel by channel."""
-    found = set()
+def _lookups(model: nn.Module) -> set[str]:
+    """Parameters with two axes that are no matrices: tables of tokens and positions, and taps of each channel."""
+    names = set()
     for path, module in model.named_modules():
         own = isinstance(module, (nn.Embedding, Grid, Taps))
         if own or isinstance(module, Embedding):
-            found |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
-    return found
+            names |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
+    return names
 
 
 def _at_an_end(name: str) -> bool:
-    """Whether a parameter is of the first or the last layer."""
+    """Whether a parameter belongs to the first or the last layer."""
     return not {"embedding", "head"}.isdisjoint(name.split("."))

@@ -1,4 +1,4 @@
-"""The type of the arithmetic: autocast over float32 weights, and a scaled loss where float16 is all there is."""
+"""The type of the arithmetic: autocast over float32 weights, with a scaled loss for float16."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HIGHEST = 2.0**16  # the scale of a mean loss to begin with, as torch's GradScaler has it
+HIGHEST = 2.0**16  # the first scale of a mean loss, as in torch's GradScaler
 GROWTH_INTERVAL = 2000
 
 
 class Precision:
-    """name="auto": bf16 where the GPU has it, fp16 on other GPUs, fp32 on a CPU."""
+    """name="auto": bf16 if the GPU has it, fp16 on other GPUs, fp32 on a CPU."""
 
     def __init__(self, name: str, device: torch.device):
         if name == "auto":
@@ -25,10 +25,9 @@ class Precision:
             )
         self.name, self.device, self.dtype = name, device, DTYPES[name]
         self.scaled = name == "fp16"
-        self.scale: float | None = (
-            None if self.scaled else 1.0
-        )  # of the loss; a power of two, so that it rounds nothing
-        self.good = 0  # updates since it changed
+        # of the loss; a power of two, so that it changes no rounding
+        self.scale: float | None = None if self.scaled else 1.0
+        self.good = 0  # updates since the scale changed
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.name == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
@@ -38,8 +37,8 @@ class Precision:
         self.scale = HIGHEST / 2 ** round(math.log2(max(1.0, count)))
 
     def accept(self, norm: torch.Tensor) -> bool:
-        """Whether the update may be made: float16 gradients that overflowed lower the scale instead. Waits for a GPU,
-        with fp16 only."""
+        """Whether to make the update: not if float16 gradients overflowed, which lowers the scale. Only fp16 waits for
+        the GPU."""
         if not self.scaled:
             return True
         assert self.scale is not None

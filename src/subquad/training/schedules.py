@@ -1,7 +1,7 @@
-"""The learning rate as a share of the highest: a pure function of the step, or of the time where time is short.
+"""The learning rate as a share of the highest: a function of the step, or of the time if that runs out first.
 
-Progress is the larger of the share of steps done and the share of the time budget used, so that a run which time cuts
-short still comes to the end of its schedule. Warm-up counts steps in any case.
+Progress is the larger of the share of steps done and the share of the minutes used, so that a run which `minutes` cuts
+short still reaches the end of its schedule. Warm-up always counts steps.
 """
 
 import math
@@ -14,12 +14,12 @@ class Schedule:
     def __init__(self, config: TrainingConfig, higher_is_better: bool = False):
         self.config = config
         self.sign = -1.0 if higher_is_better else 1.0
-        self.best = math.inf  # these three are of "plateau" alone
+        self.best = math.inf  # these three are for "plateau" only
         self.waited = 0
         self.scale = 1.0
 
     def progress(self, step: int, seconds: float) -> float:
-        """0 at the beginning, 1 or more when the run is over; `step` updates done in so many seconds."""
+        """0 at the beginning, 1 or more when the run is over: after `step` updates in so many seconds."""
         done = step / self.config.steps
         return done if self.config.minutes is None else max(done, seconds / (60 * self.config.minutes))
 
@@ -29,7 +29,7 @@ class Schedule:
         ramp = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
         progress = min(1.0, self.progress(step, seconds))
         warm = min(1.0, config.warmup / config.steps)
-        after = 0.0 if warm == 1 else max(0.0, (progress - warm) / (1 - warm))  # of what follows the warm-up
+        after = 0.0 if warm == 1 else max(0.0, (progress - warm) / (1 - warm))  # progress after the warm-up
         match config.schedule:
             case "cosine":
                 decay = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * after))
@@ -47,7 +47,7 @@ class Schedule:
         return ramp * decay
 
     def evaluated(self, value: float) -> bool:
-        """Tell what validation measured; True if lr falls, after `patience` evaluations without a better one."""
+        """Note a validation measure; True if lr falls, after `patience` evaluations without improvement."""
         if self.config.schedule != "plateau":
             return False
         if self.sign * value < self.best:

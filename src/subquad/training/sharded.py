@@ -1,5 +1,5 @@
-"""Tensors that are spread over ranks, on disk by torch.distributed.checkpoint: each rank writes what it holds, and any
-number of ranks reads what it needs. Its index is a pickle: load only checkpoints you trust."""
+"""Sharded tensors on disk, by torch.distributed.checkpoint: each rank writes its part, and any number of ranks can read
+them. The index is a pickle: load only checkpoints you trust."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Called by every rank; OSError where one of them could not write."""
+    """Every rank calls it; OSError if one of them cannot write."""
     with _Quiet():
         try:
             save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
@@ -25,16 +25,16 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load(folder: Path, targets: dict[str, Tensor]) -> None:
-    """Fill the targets in place; called by every rank, or by one process alone."""
+    """Fill the targets in place; every rank calls it, or one process alone."""
     with _Quiet():
         load_state(targets, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: (entry.size, entry.properties.dtype)
-        for name, entry in found.items()
+        for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 

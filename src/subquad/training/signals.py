@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal and the like: asked once, the run saves at the next step; asked twice, it stops at once."""
+"""Ctrl-C, SIGTERM or a closed terminal: the first signal makes the run save and stop, a second stops it at once."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from subquad.training.log import Log
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and has saved everything; `code` is the exit code."""
+    """The run was interrupted and has saved everything; `code` is the exit code."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -17,7 +17,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """`number` is that of the signal which asked the run to stop, 0 so far."""
+    """`number` is that of the signal that came, 0 if none has."""
 
     def __init__(self, log: Log):
         self.number = 0
@@ -27,7 +27,7 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup asks to go on
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup, keep running
                     self.before[number] = signal.signal(number, self._asked)
         return self
 
@@ -41,4 +41,4 @@ class Signals:
         if self.number:
             raise KeyboardInterrupt
         self.number = number
-        self.log.say("stopping after this step; once more to stop at once")
+        self.log.say("stopping after this step; press Ctrl-C again to stop at once")

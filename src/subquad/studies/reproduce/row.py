@@ -102,7 +102,7 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
 
 
 def without(row: Row, budget: Budget) -> list[str]:
-    """What is set for every row and cannot be for this one: an LSTM has no heads."""
+    """Settings of the call that this row cannot have: an LSTM has no heads."""
     if not is_lstm(row.mechanism):
         return []
     keys = {setting: parse(setting)[0] for setting in budget.given}
@@ -110,7 +110,7 @@ def without(row: Row, budget: Budget) -> list[str]:
 
 
 def settings_in(table: Table, row: Row, run: Path) -> list[str]:
-    """What a run was begun with beside the table's own settings, as --set takes it; what is free on resume aside."""
+    """Settings of a run that are not the table's own, as --set takes them, without those that may change on resume."""
     _, own = configure(table.task, settings_of(table, row, Budget(device="cpu")))
     before, now = (plain(config) for config in (own, read_config(run)))
     return [
@@ -150,29 +150,29 @@ def gather(table: Table, row: Row, run: Path) -> TrainedRow:
 def _gather(table: Table, row: Row, run: Path) -> TrainedRow:
     task, _ = configure(table.task, (), run)
     begun, lines = read_sealed(run / CONFIG)[0], logged(run)
-    found = heading(table, row)
+    figures = heading(table, row)
     try:
-        found.data = getattr(task, "data_name", task.name)
+        figures.data = getattr(task, "data_name", task.name)
     except (OSError, ValueError):  # of a run whose data went away or broke
-        found.data = getattr(task, "set", task.name)
-    found.config = {key: begun[key] for key in ("data", "model", "training")}
-    found.settings = settings_in(table, row, run)
-    found.commit, found.device = begun.get("commit"), begun["machine"]["device"]
-    found.curve = curve(lines, table.metric)
+        figures.data = getattr(task, "set", task.name)
+    figures.config = {key: begun[key] for key in ("data", "model", "training")}
+    figures.settings = settings_in(table, row, run)
+    figures.commit, figures.device = begun.get("commit"), begun["machine"]["device"]
+    figures.curve = curve(lines, table.metric)
     if not (run / RESULT).is_file():
         last = (lines or [{}])[-1]
-        found.unfinished, found.steps, found.seconds = True, last.get("step"), last.get("seconds")
-        return found
+        figures.unfinished, figures.steps, figures.seconds = True, last.get("step"), last.get("seconds")
+        return figures
     result, training = read_result(run), begun["training"]
     rates = [line["examples_per_second"] for line in lines if line["split"] == "train"]
     warm = [rate for rate in rates if rate is not None]  # without the first updates, which compile
     rate = statistics.median(warm) if warm else result["examples_per_second"]
     with contextlib.suppress(OSError, ValueError):
         examples = len(task.source("train"))
-        found.epochs = result["steps"] * training["batch"] / examples
-        found.seconds_per_epoch = examples / max(rate, 1e-9)
+        figures.epochs = result["steps"] * training["batch"] / examples
+        figures.seconds_per_epoch = examples / max(rate, 1e-9)
     return replace(
-        found,
+        figures,
         value=result["test"][table.metric],
         test=result["test"],
         steps=result["steps"],

@@ -121,7 +121,7 @@ def _plain(name: str) -> str:
 
 
 def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
-    """What `subquad train` would refuse, before any process starts."""
+    """Refuse wrong settings before any process starts."""
     for row in rows:
         try:
             configure(table.task, settings_of(table, row, budget))
@@ -170,22 +170,22 @@ def _contexts(run: Reproduction, out: Path) -> None:
 
 
 def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
-    """What a run left, into the results, in the order of the table. An error replaces no figure that was there."""
+    """Put what a run left into the results, in the order of the table. An error does not replace earlier figures."""
     place, before = run.folder / row.name, run.results.results.get(row.name, TrainedRow())
     try:
-        found = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+        figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
     except ValueError as unreadable:  # costs no other row
-        found, error = heading(run.table, row), error or str(unreadable)
+        figures, error = heading(run.table, row), error or str(unreadable)
         run.say(row.name, error)
     if error is not None:
         run.results.failed[row.name] = error
-        found.error = error
-        found = found if before.value is None else before
-    elif before.config == found.config:
+        figures.error = error
+        figures = figures if before.value is None else before
+    elif before.config == figures.config:
         for name in AFTERWARDS:
-            if getattr(found, name) is None:
-                setattr(found, name, getattr(before, name))
-    known = {**run.results.results, row.name: found}
+            if getattr(figures, name) is None:
+                setattr(figures, name, getattr(before, name))
+    known = {**run.results.results, row.name: figures}
     run.results.results = {row.name: known[row.name] for row in run.table.rows if row.name in known}
     run.results.quality = [record for row in run.results.results.values() for record in quality_of(row)]
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from subquad.data.contours import DEGREES, Stamps, Style, begin, disc, stamps, step_pivot, weights
 
-BEAM = 400  # ways followed at once
-DIM = 1.5 / 255  # by which a picture may be darker than a dash that is there
-SLACK = 0.25  # by which the way to the other disc may be less likely than the likeliest, in units of cost
+BEAM = 400  # paths followed at once
+DIM = 1.5 / 255  # a dash may be this much darker in the picture than it was drawn
+SLACK = 0.25  # a path to the other disc wins if it costs at most this much more than the cheapest
 SURPRISE = 0.05  # cost of a dash's turn, for each unit of its negative logarithm
 
 
@@ -39,14 +39,14 @@ def discs(picture: np.ndarray, style: Style) -> tuple[tuple[np.ndarray, np.ndarr
 
 
 def _places(light: np.ndarray, style: Style) -> np.ndarray:
-    """Where the picture is as bright as a disc everywhere."""
+    """Places where the picture is at least as bright as a disc."""
     shape = disc(style)
     beyond = np.pad(light, len(shape) // 2, constant_values=1)  # whatever lies there
     return np.argwhere((np.lib.stride_tricks.sliding_window_view(beyond, shape.shape) >= shape - 4 * DIM).all((2, 3)))
 
 
 def _apart(light: np.ndarray, place: np.ndarray, style: Style) -> float:
-    """How much more than a disc there is where one would be brightest."""
+    """How far the picture differs from a disc in the disc's bright pixels."""
     shape = disc(style)
     at = np.argwhere(shape > 0.5)
     inside = place + at - len(shape) // 2
