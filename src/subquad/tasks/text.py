@@ -38,13 +38,7 @@ class Text(Task):
 
     name: ClassVar[str] = "text"
     metric: ClassVar[str] = "bits/byte"
-    model: ClassVar[Mapping[str, Any]] = {
-        "mechanism": "softmax",
-        "dim": 256,
-        "depth": 6,
-        "heads": 8,
-        "dropout": 0.1,
-    }
+    model: ClassVar[Mapping[str, Any]] = {"mechanism": "softmax", "dim": 256, "depth": 6, "heads": 8, "dropout": 0.1}
     training: ClassVar[TrainingConfig] = TrainingConfig(
         steps=10_000, batch=32, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
     )

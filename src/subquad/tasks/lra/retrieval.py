@@ -144,11 +144,7 @@ class Retrieval(Classification):
         if self.folder is None:
             found = stored()
             rows, labels = pairs(
-                found["films"],
-                found["labels"],
-                split,
-                self.train if split == "train" else self.held_out,
-                self.seed,
+                found["films"], found["labels"], split, self.train if split == "train" else self.held_out, self.seed
             )
             return Pairs(found, rows, labels, self.length)
         path = Path(self.folder).expanduser() / FILES[split]
