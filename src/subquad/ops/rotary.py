@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from subquad.ops.precision import wide_type
-
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x_j, x_{j + D/2}) at position p by p / base^(2j/D) radians.
@@ -27,7 +25,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     if base <= 0:
         raise ValueError(f"base={base}: accepted is a positive number")
     # a 16-bit angle would be off by whole turns at a few thousand positions
-    exact = wide_type(x)
+    exact = torch.promote_types(x.dtype, torch.float32)
     turns = torch.arange(0, width, 2, device=x.device, dtype=exact) / width
     angle = positions.to(exact)[..., None, None] * base**-turns  # [T, 1, D/2] or [B, T, 1, D/2]
     cos, sin = angle.cos(), angle.sin()
