@@ -18,7 +18,7 @@ from subquad.models import LanguageModel
 from subquad.models.loss import cross_entropy
 from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
 
 HELD_OUT = 1280  # examples of validation and of test: the paper's 20 batches
 IGNORED = -100
@@ -58,7 +58,7 @@ class Copy(Task):
         return make_kind(LanguageModel, fields, self.model, given=given, lstm=vocab)
 
     def source(self, split: Split) -> Source:
-        seed = 3 * self.seed + ("train", "validation", "test").index(split)
+        seed = 3 * self.seed + SPLITS.index(split)
         if split == "train":
             return words.Copy(self.length, self.symbols, seed=seed)
         return words.Copy(self.length, self.symbols, HELD_OUT, seed)

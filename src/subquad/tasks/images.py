@@ -27,7 +27,7 @@ from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
 from subquad.tasks.write_images import write_png
-from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written
 
 
 class Set(NamedTuple):
@@ -119,9 +119,6 @@ class Images(Task):
         # one logit a token, or a mixture, which has fewer numbers than there are tokens
         nats = cross_entropy if outputs.shape[-1] == start + 1 else logistic_mixture.loss
         return Loss(nats(outputs, pixels, reduction="sum"), torch.full((), pixels.numel(), device=pixels.device))
-
-    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        return {"bits/dim": means(sums)["nats"] / math.log(2)}
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:

@@ -23,7 +23,7 @@ from subquad.models import Seq2Seq
 from subquad.models.loss import cross_entropy, shift
 from subquad.models.sampling import Sampling
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
 
 START, END = 256, 257  # beside the 256 bytes
 SETS = ("dates", "spaces", "phones")
@@ -123,7 +123,7 @@ class Pairs(Task):
         return Seq2Seq(**{"vocab": END + 1, **fields})
 
     def source(self, split: Split) -> Source:
-        part = ("train", "validation", "test").index(split)
+        part = SPLITS.index(split)
         if self.set == "dates":
             days = np.random.default_rng(0).permutation(int((LAST - FIRST).astype(int)))
             held = 1000  # of validation, and of test

@@ -4,7 +4,6 @@ A file is an .npy array of integers, [N] or [N, T] with a sequence a row; of any
 The last tenth is for testing.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from subquad.data.text import Windows
 from subquad.models import LanguageModel
 from subquad.tasks.text import window_loss
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Task, means
+from subquad.training.task import Batch, Loss, Source, Split, Task
 
 LONGEST = 256  # tokens of a window
 VALUES = 65536  # largest vocabulary
@@ -80,9 +79,6 @@ class Tokens(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return window_loss(model, batch)
-
-    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        return {"bits/token": means(sums)["nats"] / math.log(2)}
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,7 @@ from subquad.training.optimisers import Optimiser, scale_and_clip
 from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
-from subquad.training.task import Batch, Loss, Source, Split, Task
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Task
 
 TENTHS = 10  # a run has so many evaluations and checkpoints by default
 
@@ -426,7 +426,6 @@ class Run:
 
 def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
     """All splits at once, so that a missing test set is noticed before the training. Rank 0 downloads."""
-    splits: tuple[Split, ...] = ("train", "validation", "test")
     sources: dict[Split, Source] = {}
-    ranks.decide(lambda: sources.update({split: task.source(split) for split in splits}))
-    return sources or {split: task.source(split) for split in splits}
+    ranks.decide(lambda: sources.update({split: task.source(split) for split in SPLITS}))
+    return sources or {split: task.source(split) for split in SPLITS}

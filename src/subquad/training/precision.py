@@ -16,13 +16,10 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device):
         if name == "auto":
-            name = (
-                "fp32"
-                if device.type != "cuda"
-                else "bf16"
-                if torch.cuda.is_bf16_supported(including_emulation=False)
-                else "fp16"
+            half = (
+                "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
             )
+            name = half if device.type == "cuda" else "fp32"
         self.name, self.device, self.dtype = name, device, DTYPES[name]
         self.scaled = name == "fp16"
         # of the loss; a power of two, so that it changes no rounding
