@@ -191,12 +191,12 @@ def lock(directory: Path) -> "BaseFileLock":
 
 def _download(file: File, url: str) -> None:
     import pooch
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     pooch.get_logger().setLevel("WARNING")  # the bar is enough
     place = folder() / ".download"
     shutil.rmtree(place, ignore_errors=True)  # left by a killed process
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
             name = url.rsplit("/", 1)[-1]

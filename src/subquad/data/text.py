@@ -123,9 +123,8 @@ class Windows:
     def __post_init__(self) -> None:
         if not 1 <= self.length < len(self.tokens):
             count = len(self.tokens)
-            raise ValueError(
-                f"length={self.length} cannot work with {count:,} tokens: accepted is 1 to {max(1, count - 1):,}"
-            )
+            accepted = f"1 to {max(1, count - 1):,}"
+            raise ValueError(f"length={self.length} cannot work with {count:,} tokens: accepted is {accepted}")
         if not 0 <= self.context < self.length:
             raise ValueError(f"context={self.context} cannot work: accepted is 0 to length - 1 = {self.length - 1}")
 

@@ -31,9 +31,8 @@ def start(
     again must be the same."""
     again = resume or attempt() > 0
     task, config = configure(name, settings, out if again and Folder(out).begun else None)
-    return train(
-        task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg
-    )  # fmt: skip
+    fields = config.model
+    return train(task, config.training, fields, out, resume=resume, device=device, console=console, leg=leg)
 
 
 def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None) -> tuple[Task, RunConfig]:

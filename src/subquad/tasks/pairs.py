@@ -37,8 +37,9 @@ WRITTEN = (  # y, m and d are numbers, M the month's name, w the day of the week
     "{d} {M} {y}", "{M} {d}, {y}", "{d} {M:.3} {y}", "{w}, {d}{th} of {M} {y}", "{M} {d}{th}, {y}", "{d}.{m}.{y}",
     "{w:.3} {M:.3} {d} {y}", "{y}/{m:02}/{d:02}", "the {d}{th} of {M} in {y}", "{y} {M} {d}",
 )  # fmt: skip
-
 LONGEST = (len("Wednesday, 30th of September 2099"), len("2099-09-30"))
+
+MODEL = {"mechanism": "softmax", "cross": "softmax", "dim": 128, "depth": 2, "heads": 4, "dropout": 0.1}
 
 
 def date_pair(day: int, form: int) -> tuple[str, str]:
@@ -103,17 +104,8 @@ class Pairs(Task):
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
-    model: ClassVar[Mapping[str, Any]] = {
-        "mechanism": "softmax",
-        "cross": "softmax",
-        "dim": 128,
-        "depth": 2,
-        "heads": 4,
-        "dropout": 0.1,
-    }
-    training: ClassVar[TrainingConfig] = TrainingConfig(
-        steps=3000, batch=64, optimiser="adamw", lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="cosine"
-    )
+    model: ClassVar[Mapping[str, Any]] = MODEL
+    training: ClassVar[TrainingConfig] = TrainingConfig(steps=3000, batch=64, lr=1e-3, betas=(0.9, 0.98), warmup=200)
 
     def __post_init__(self) -> None:
         one_of(self, set=SETS)

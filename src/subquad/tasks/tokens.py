@@ -84,27 +84,24 @@ class Tokens(Task):
 @lru_cache(maxsize=1)
 def load_tokens(path: Path) -> np.ndarray:
     """The tokens of a file, as int64; ValueError says what is accepted."""
+    data = f"data={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"data={str(path)!r} cannot work: there is no such file")
+        raise ValueError(f"{data} cannot work: there is no such file")
     if path.suffix != ".npy":
         tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
     else:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # its header may announce more than the file holds
         except (ValueError, EOFError, OSError) as error:
-            raise ValueError(f"data={str(path)!r} cannot work: accepted is an .npy array of integers") from error
+            raise ValueError(f"{data} cannot work: accepted is an .npy array of integers") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"data={str(path)!r} holds {array.dtype} of shape {list(array.shape)}: accepted are integer tokens, "
-                "[N] or [N, T] with a sequence a row"
-            )
+            accepted = "integer tokens, [N] or [N, T] with a sequence a row"
+            raise ValueError(f"{data} holds {array.dtype} of shape {list(array.shape)}: accepted are {accepted}")
         tokens = array.astype(np.int64)
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < VALUES:
-            raise ValueError(
-                f"data={str(path)!r} holds tokens from {tokens.min()} to {tokens.max()}: accepted are 0 to {VALUES - 1}"
-            )
+            values = f"{tokens.min()} to {tokens.max()}"
+            raise ValueError(f"{data} holds tokens from {values}: accepted are 0 to {VALUES - 1}")
     if tokens.shape[0] < LEAST or tokens.shape[-1] < 2:
-        raise ValueError(
-            f"data={str(path)!r} holds {list(tokens.shape)} tokens: accepted are at least {LEAST}, or {LEAST} sequences"
-        )
+        accepted = f"at least {LEAST}, or {LEAST} sequences"
+        raise ValueError(f"{data} holds {list(tokens.shape)} tokens: accepted are {accepted}")
     return tokens

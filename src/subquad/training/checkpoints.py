@@ -88,9 +88,8 @@ def write(
         if ranks.first:
             for name, data in (files or {}).items():
                 _write_synced(part / name, data)
-            seals = {
-                file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(part.iterdir())
-            }
+            made = sorted(part.iterdir())
+            seals = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in made}
             state = {"format": FORMAT, "step": step, "facts": dict(facts), "files": seals}
             write_sealed(part / STATE, state, allow_nan=True)  # measures other than the task's metric may be NaN
             _sync_directory(part)
@@ -108,6 +107,12 @@ def names(folder: Path) -> list[Path]:
     """Finished checkpoints, the newest last."""
     paths = folder.glob("step_*") if folder.is_dir() else ()
     return sorted((path for path in paths if path.name.removeprefix("step_").isdigit()), key=_step)
+
+
+def last(folder: Path) -> str:
+    """The end of an error about a run that stops."""
+    paths = names(folder)
+    return f"the last checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
@@ -196,9 +201,8 @@ def copy_into(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], sour
         if value.shape != target.shape:
             raise ValueError(f"{source}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
         if isinstance(target, DTensor):
-            value = distribute_tensor(
-                value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            )
+            value = value.to(target.device)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)
 
 

@@ -69,7 +69,7 @@ class TrainingConfig(Config):
             (("final_lr", "drop_to"), lambda x: 0 <= x <= 1, "a number in [0, 1]"),
             (("momentum",), lambda x: 0 <= x < 1, "a number in [0, 1)"),
             (("factor", "ema"), lambda x: 0 < x < 1, "a number in (0, 1)"),
-            (("betas",), _are_betas, "two numbers in [0, 1), such as (0.9, 0.98)"),
+            (("betas",), _two_shares, "two numbers in [0, 1), such as (0.9, 0.98)"),
         ):
             for name in names:
                 value = getattr(self, name)
@@ -171,7 +171,7 @@ def _place(target: dict[str, Any], keys: list[str], value: Any, setting: str) ->
     target[last] = value
 
 
-def _are_betas(value: Any) -> bool:
-    return (
-        isinstance(value, tuple) and len(value) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in value)
-    )
+def _two_shares(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(share, int | float) and 0 <= share < 1 for share in value)

@@ -227,15 +227,11 @@ class Run:
         """Waits for the device; raises if the loss or the gradient is not a number."""
         loss, _, norm, updates = window = self.window.tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            kept = [] if self.folder is None else checkpoints.names(self.folder.checkpoints)
-            last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+            last = "" if self.folder is None else f"{checkpoints.last(self.folder.checkpoints)}; "
             what = "the loss" if not math.isfinite(loss) else "the gradient"
-            first = self.step - int(updates) + 1
-            raise Stopped(
-                f"{what} is no longer a number between steps {first:,} and {self.step:,}: {last}; "
-                "a new run (--out) with a lower training.lr, a longer training.warmup or a tighter training.clip "
-                "usually helps"
-            )
+            steps = f"steps {self.step - int(updates) + 1:,} and {self.step:,}"
+            advice = "a lower training.lr, a longer training.warmup or a tighter training.clip usually helps"
+            raise Stopped(f"{what} is no longer a number between {steps}: {last}in a new run (--out) {advice}")
         return window
 
     def _report(self, log: Log, meter: Meter, progress: float, seconds: float) -> None:
@@ -252,11 +248,8 @@ class Run:
         logged = {**values, "seconds": seconds, "memory_bytes": used}
         log.write(self.step, "train", logged if meter.counts else {**logged, **dict.fromkeys(rates)})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
-        log.show(
-            self.step,
-            f"loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
-            f"{used / 2**30:.1f} GiB, {duration(left)} left",
-        )
+        speed = f"{rates['tokens_per_second']:,.0f} tokens/s, {used / 2**30:.1f} GiB"
+        log.show(self.step, f"loss {values['loss']:.4f}, {speed}, {duration(left)} left")
 
     def _evaluate(self, log: Log, signals: Signals) -> None:
         """Measure validation, and keep the weights if they are the best so far."""
@@ -394,10 +387,8 @@ class Run:
             digest = self._save_model(folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
-            log.say(
-                f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: "
-                "the learning rate did not reach training.lr; shorten it with --set training.warmup=..."
-            )
+            short = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}"
+            log.say(f"{short}: the learning rate did not reach training.lr; --set training.warmup=... shortens it")
         result = dataclasses.replace(self._result(ended, measures, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
             folder.finish(dataclasses.asdict(result))

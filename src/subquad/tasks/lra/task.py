@@ -26,9 +26,7 @@ SMALL: Mapping[str, Any] = {
     "pooling": "mean",
     "dropout": 0.1,
 }
-TRAINING = TrainingConfig(
-    steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup=200, schedule="linear"
-)
+TRAINING = TrainingConfig(steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="linear")
 
 
 @dataclass(frozen=True)
