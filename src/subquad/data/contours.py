@@ -297,7 +297,13 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     """Both long paths, dash by dash in turn; the rows in which they found room."""
     style, random, made = growth.style, growth.random, growth.stamps
     way = random.choice(np.flatnonzero(made.first), len(rows))
-    tail, found = _middle(style, made, way, random)
+    # where in the middle of a picture the first dash begins, and whether there is room for one
+    low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
+    first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
+    tail, found = (
+        np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64),
+        (last > first).all(1),
+    )
     found &= growth.start(rows, 0, tail, way)
     around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
     found &= growth.start(rows, style.contour, around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
@@ -305,18 +311,8 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     for step in range(1, style.contour):
         for path in (0, style.contour):
             rows = growth.extend(rows, path + step)
-    growth.take(
-        rows, 2 * style.contour - 1
-    )  # and not that of the first path: as published, a distractor may run over its end
+    growth.take(rows, 2 * style.contour - 1)  # as published, distractors may run over the end of the first path
     return rows
-
-
-def _middle(style: Style, made: Stamps, way: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Where in the middle of a picture first dashes begin [n, 2], and whether there is room for one."""
-    low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
-    first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
-    tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
-    return tail, (last > first).all(1)
 
 
 def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray) -> None:

@@ -190,11 +190,6 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
     return made_corpus(name, f"{path.name}.{rate}.{{}}.mulaw", parts, partial(_encode, rate))
 
 
-def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
-    """µ-law tokens as a WAV file that plays."""
-    audio.write_wav(path, audio.from_mu_law(np.asarray(tokens)), rate)
-
-
 def _encode(rate: int, sources: Sequence[Path], new: Path) -> None:
     with new.open("wb") as file:
         for source in files.shown(sources, "sounds into tokens"):

@@ -87,10 +87,6 @@ class Utterances:
         return int(np.diff(self.starts).max())
 
     @cached_property
-    def most_said(self) -> int:
-        return int(np.diff(self.target_starts).max())
-
-    @cached_property
     def fewest(self) -> np.ndarray:
         """[N]: the frames that CTC needs for each, one a symbol and one between equal ones."""
         again = np.zeros(len(self.targets) + 1, np.int64)
@@ -102,10 +98,11 @@ class Utterances:
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         frames = [self.frames[self.starts[i] : self.starts[i + 1]] for i in indices]
         targets = [self.targets[self.target_starts[i] : self.target_starts[i + 1]] for i in indices]
+        longest = int(np.diff(self.target_starts).max())
         return {
             "frames": pad([torch.from_numpy((part - self.mean) / self.deviation) for part in frames], self.longest),
             "lengths": torch.tensor([len(part) for part in frames]),
-            "targets": pad([torch.from_numpy(target) for target in targets], self.most_said, lengths=1),
+            "targets": pad([torch.from_numpy(target) for target in targets], longest, lengths=1),
             "target_lengths": torch.tensor([len(target) for target in targets]),
         }
 

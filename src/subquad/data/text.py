@@ -138,14 +138,11 @@ class Windows:
         starts = np.minimum(plain, last)  # the last window ends with the text and shares more with the one before it
         first = plain - starts + np.where(plain > 0, self.context, 0)
         if self.shifted:
-            starts, first = (starts + _shift(epoch, stride)) % (last + 1), np.zeros_like(first)
+            # multiples of the golden ratio spread the first cuts of any number of epochs evenly over a stride
+            starts = (starts + int(epoch * 0.6180339887498949 % 1 * stride)) % (last + 1)
+            first = np.zeros_like(first)
         windows = np.stack([self.tokens[s : s + self.length + 1] for s in starts])
         return {"tokens": torch.from_numpy(windows), "first": torch.from_numpy(first)}
-
-
-def _shift(epoch: int, stride: int) -> int:
-    """Where an epoch begins to cut: multiples of the golden ratio spread any number of epochs evenly over a stride."""
-    return int(epoch * 0.6180339887498949 % 1 * stride)
 
 
 def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:

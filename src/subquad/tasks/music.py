@@ -174,5 +174,5 @@ def write_pieces(
         if notes:
             music.save_midi(piece, path)
         else:
-            music.save_sound(piece, path, rate)
+            audio.write_wav(path, audio.from_mu_law(piece.numpy()), rate)
     return paths

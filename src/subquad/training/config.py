@@ -82,10 +82,6 @@ class TrainingConfig(Config):
         if self.micro_batch is not None and self.micro_batch > self.batch:
             refuse("micro_batch", self.micro_batch, f"at most batch={self.batch}")
 
-    @property
-    def evaluation_interval(self) -> int:
-        return self.evaluate_every or max(1, self.steps // 10)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):

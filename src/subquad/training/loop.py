@@ -171,7 +171,7 @@ class Run:
             return self.step % every == 0
         if self.training.minutes is not None:
             return new_tenth
-        return self.step % self.training.evaluation_interval == 0
+        return self.step % (self.training.evaluate_every or max(1, self.training.steps // TENTHS)) == 0
 
     def _update(self, feed: Feed, seconds: float) -> None:
         training, precision, ranks = self.training, self.precision, self.ranks
