@@ -147,7 +147,7 @@ def depth() -> str:
 def training() -> str:
     """What models learned in minutes, beside the papers' figures."""
     rows = []
-    for name in ("mnist", "cifar10", "speech"):
+    for name in ("copy", "mnist", "cifar10", "speech"):
         file = results(name)
         unit = "{:.1f} % phone error" if file["metric"] == "per" else "{:.3f} " + file["metric"]
         for label, run in file["results"].items():

@@ -1,7 +1,7 @@
 """Errors name the argument, say what came and what is accepted, and come before any work is done."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("top_p=2.0", lambda: generate(top_p=2.0)),
     ("model is a str", lambda: Streams("x", slots=1, capacity=1)),
     ("stop=", lambda: Streams(model(), slots=1, capacity=3, stop=[11])),
-    (r"stop=\[\[1\]\]", lambda: Streams(model(), slots=1, capacity=3, stop=[[1]])),
+    (r"stop=\[\[1\]\]", lambda: Streams(model(), slots=1, capacity=3, stop=cast(Any, [[1]]))),
     ("top_k='x'", lambda: Streams(model(), slots=1, capacity=3, top_k="x")),
     ("sampling and temperature", lambda: Streams(model(), slots=1, capacity=3, sampling=Sampling(), temperature=0.5)),
     ("prompts ranges from 0 to 99", lambda: Streams(model(), slots=1, capacity=3).admit([0, 99])),

@@ -12,11 +12,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from subquad.checks import refuse
 from subquad.disk import check_file, check_folder
 from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
+from subquad.studies.generation import Bench
+from subquad.studies.generation import bench as measure_generation
+from subquad.studies.settings import Settings, parse_length, parse_lengths, parse_mechanisms
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
 bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
@@ -25,17 +29,20 @@ console = Terminal()
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
 LARGEST = 2**62  # torch has no larger integers, and fails far inside on them
 
-Names = Annotated[str, typer.Option(help="Names with commas between them, or all.")]
-Lengths = Annotated[str, typer.Option(help="Lengths with commas between them.")]
-Width = Annotated[int, typer.Option(help="Width of the model.")]
-Heads = Annotated[int, typer.Option(help="Heads.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-AnyDevice = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
-Commit = Annotated[str | None, typer.Option(help="Of this source, where git does not know it.")]
+AnyDevice = Annotated[str, Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Commit = Annotated[str | None, Option(help="Of this source, where git does not know it.")]
+
+
+def _command(name: str | None = None, group: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command. A wrong name or value is one line on the screen and exit code 2, not a traceback."""
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        return group.command(name)(_say_errors(command))
+
+    return register
 
 
 def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A wrong name or value is one line on the screen and exit code 2, not a traceback."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -59,6 +66,32 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise _failure(ValueError(f"not enough memory for {', '.join(given) or 'this'}: {amount}")) from None
 
     return run
+
+
+def _options_of(kind: Any, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option for each field of a dataclass that has a help text; the command gets them as one object."""
+    fields = {f.name: f for f in dataclasses.fields(kind) if "help" in f.metadata}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(**{name: kind(**{field: given.pop(field) for field in fields})}, **given)
+
+        signature = inspect.signature(command)
+        options = [
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=Annotated[f.type, Option(help=f.metadata["help"])],
+            )
+            for f in fields.values()
+        ]
+        others = [parameter for other, parameter in signature.parameters.items() if other != name]
+        run.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def _failure(error: BaseException, code: int = 2) -> typer.Exit:
@@ -87,15 +120,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main_options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     pass
 
 
-@app.command("list")
-@_say_errors
+@_command("list")
 def list_mechanisms() -> None:
     """Every mechanism: family, cost, traits, source."""
     from subquad.report.terminal import mechanisms_table
@@ -103,12 +133,11 @@ def list_mechanisms() -> None:
     console.print(mechanisms_table(console.width))
 
 
-@app.command()
-@_say_errors
+@_command()
 def show(
     name: str,
-    picture: Annotated[Path | None, typer.Option(help="Draw who attends to whom into this PNG.")] = None,
-    error: Annotated[bool, typer.Option("--error", help="Measure the distance to exact softmax attention.")] = False,
+    picture: Annotated[Path | None, Option(help="Draw who attends to whom into this PNG.")] = None,
+    error: Annotated[bool, Option("--error", help="Measure the distance to exact softmax attention.")] = False,
 ) -> None:
     """One mechanism: equation, cost, options with defaults, source, where verified."""
     from subquad.report.terminal import mechanism_card, options_table
@@ -129,48 +158,37 @@ def show(
         console.print(error_table(name))
 
 
-@app.command()
-@_say_errors
+@_command()
+@_options_of(Settings, "settings")
 def compare(
-    mechanisms: Names = "all",
-    lengths: Lengths = "512,1024,2048,4096,8192,16384",
-    dim: Width = 64,
-    heads: Heads = 2,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    mechanisms: Annotated[str, Option(help="Names with commas between them, or all.")] = "all",
+    lengths: Annotated[str, Option(help="Lengths with commas between them.")] = "512,1024,2048,4096,8192,16384",
     causal: Annotated[
         bool | None,
-        typer.Option(
-            "--causal/--bidirectional",
-            help="One form for all; by default causal where a mechanism can be.",
-            show_default=False,
+        Option(
+            "--causal/--bidirectional", help="One form for all; by default causal where possible.", show_default=False
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Quality as well: train shortly on copy, digits or listops.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The same on your own tokens: a .npy array, or any file.")] = None,
-    steps: Annotated[int, typer.Option(help="Training steps for quality.")] = 200,
-    repeats: Annotated[int, typer.Option(help="At most this many pairs of samples.")] = 4,
-    limit: Annotated[float, typer.Option(help="Skip what would take more seconds for a training step.")] = 2.5,
-    memory: Annotated[float | None, typer.Option(help="GB that may be used; by default most of what is free.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/compare"),
-    save: Annotated[Path | None, typer.Option(help="Write the figures to this file as well.")] = None,
+    data: Annotated[Path | None, Option(help="Quality as well, on your own tokens: a .npy array, or any file.")] = None,
+    memory: Annotated[float | None, Option(help="GB that may be used; by default most of what is free.")] = None,
+    out: Annotated[Path, Option(help="Folder for results.json.")] = Path("runs/compare"),
+    save: Annotated[Path | None, Option(help="Write the figures to this file as well.")] = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Measure every mechanism against exact softmax: time, memory, decoding, state, growth and quality."""
     from subquad.studies.compare import compare as run
     from subquad.studies.compare import tables, whole
     from subquad.studies.results import save as write
-    from subquad.studies.settings import Settings, parse_lengths, parse_mechanisms
 
     check_folder("out", out)
     if save is not None:
         check_file("save", save, (".json",))
     if memory is not None and not 0 < memory < LARGEST / 1e9:
         refuse("memory", memory, "a positive number of GB")
-    settings = Settings(
-        mechanisms=parse_mechanisms(mechanisms), lengths=parse_lengths(lengths), dim=dim, heads=heads, batch=batch,
-        device=device, dtype=dtype, causal=causal, task=task, data=None if data is None else str(data), steps=steps,
-        repeats=repeats, limit=limit, memory=None if memory is None else int(memory * 1e9),
+    settings = dataclasses.replace(
+        settings, mechanisms=parse_mechanisms(mechanisms), lengths=parse_lengths(lengths), causal=causal,
+        data=None if data is None else str(data), memory=None if memory is None else int(memory * 1e9),
     )  # fmt: skip
     results = run(settings, out, console)
     for table in tables(results, console.width):
@@ -185,37 +203,30 @@ def compare(
         raise typer.Exit(130)
 
 
-@app.command()
-@_say_errors
+@_command()
 def recommend(
-    length: Annotated[str, typer.Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
-    causal: Annotated[
-        bool, typer.Option("--causal/--bidirectional", help="Whether a token may see later ones.")
-    ] = False,
-    decode: Annotated[bool, typer.Option("--decode", help="You will generate token by token.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="You need attention to another sequence.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default that of --from, else cpu.")] = None,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="A results.json, or the folder of a comparison.")
-    ] = None,
+    length: Annotated[str, Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
+    causal: Annotated[bool, Option("--causal/--bidirectional", help="Whether a token may see later ones.")] = False,
+    decode: Annotated[bool, Option("--decode", help="You will generate token by token.")] = False,
+    cross: Annotated[bool, Option("--cross", help="You need attention to another sequence.")] = False,
+    device: Annotated[str | None, Option(help="cpu or cuda; by default that of --from, else cpu.")] = None,
+    source: Annotated[Path | None, Option("--from", help="A results.json, or the folder of a comparison.")] = None,
 ) -> None:
     """The three best mechanisms for your length and device, with reasons, from measured figures."""
     from subquad.report.terminal import advice_lines
     from subquad.studies.recommend import Request
     from subquad.studies.recommend import recommend as choose
-    from subquad.studies.settings import parse_length
 
     request = Request(length=parse_length(length), causal=causal, decode=decode, cross=cross, device=device)
     for line in advice_lines(choose(request, source), console.width):
         console.print(line, soft_wrap=True, highlight=False)
 
 
-@app.command()
-@_say_errors
+@_command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
-    steps: Annotated[int | None, typer.Option(help="Training steps of each mechanism; by default 150.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Do everything anew.")] = False,
+    out: Annotated[Path, Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
+    steps: Annotated[int | None, Option(help="Training steps of each mechanism; by default 150.")] = None,
+    fresh: Annotated[bool, Option("--fresh", help="Do everything anew.")] = False,
 ) -> None:
     """Six mechanisms learn real handwritten digits, write new ones as RNNs, and are timed to 16k tokens."""
     from subquad.report.drawing import Drawing
@@ -231,11 +242,10 @@ def demo(
         raise typer.Exit(130) from None
 
 
-@app.command()
-@_say_errors
+@_command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or JSON files of results.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; by default report.html in the first run.")] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders, or JSON files of results.")],
+    out: Annotated[Path | None, Option(help="The HTML file; by default report.html in the first run.")] = None,
 ) -> None:
     """Show runs as one HTML file that opens from disk, with CSV and PNG next to it."""
     from subquad.report.report import write
@@ -249,14 +259,12 @@ def report(
     _say(f"report: {written.html}\nbeside it: {beside}")
 
 
-@app.command()
-@_say_errors
+@_command()
 def atlas(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUN...]", help="Runs whose curves are shown; by default the best known."),
+        list[Path] | None, Argument(metavar="[RUN...]", help="Runs whose curves are shown; by default the best known.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the site.")] = Path("site"),
+    out: Annotated[Path, Option(help="Folder of the site.")] = Path("site"),
 ) -> None:
     """Build the documentation: a page for each mechanism, lessons, the lecture notes' questions answered."""
     from subquad.report.atlas import build_atlas
@@ -266,45 +274,21 @@ def atlas(
     _say(f"atlas: {build_atlas(out, runs or ())}")
 
 
-def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """An option for each field of Sampling that has a help text; the command gets them as one `sampling`."""
-    fields = {f.name: f for f in dataclasses.fields(Sampling) if "help" in f.metadata}
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        command(sampling=Sampling(**{name: given.pop(name) for name in fields}), **given)
-
-    signature = inspect.signature(command)
-    options = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=f.default,
-            annotation=Annotated[f.type, typer.Option(help=f.metadata["help"])],
-        )
-        for name, f in fields.items()
-    ]
-    others = [parameter for name, parameter in signature.parameters.items() if name != "sampling"]
-    run.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
-    return run
-
-
-@app.command()
-@_say_errors
-@_sampling_options
+@_command()
+@_options_of(Sampling, "sampling")
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
-    count: Annotated[int | None, typer.Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
+    checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
+    count: Annotated[int | None, Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="PNG for images, by default generated.png; of music the beginning of names.")
+        Path | None, Option(help="PNG for images, by default generated.png; of music the beginning of names.")
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
-    complete: Annotated[Path | None, typer.Option(help="An image whose upper half is given.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same output.")] = 0,
-    device: Device = "cpu",
-    compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs.")] = None,
+    shape: Annotated[str | None, Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
+    complete: Annotated[Path | None, Option(help="An image whose upper half is given.")] = None,
+    prompt: Annotated[str | None, Option(help="Text to go on from.")] = None,
+    steps: Annotated[int | None, Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
+    seed: Annotated[int, Option(help="The same seed gives the same output.")] = 0,
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    compile: Annotated[bool | None, Option(help="Compile the step; by default for long runs.")] = None,
     *,
     sampling: Sampling,
 ) -> None:
@@ -319,24 +303,23 @@ def generate(
     run(checkpoint, options, console, device)
 
 
-@app.command()
-@_say_errors
+@_command()
 def train(
-    task: Annotated[str, typer.Argument(help="digits, copy, images, text, ...; a wrong name lists them all.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/TASK.")] = None,
+    task: Annotated[str, Argument(help="digits, copy, images, text, ...; a wrong name lists them all.")],
+    out: Annotated[Path | None, Option(help="Folder of the run; by default runs/TASK.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
+        Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
     ] = None,
-    mechanism: Annotated[str | None, typer.Option(help="The same as --set model.mechanism=...")] = None,
+    mechanism: Annotated[str | None, Option(help="The same as --set model.mechanism=...")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Your own file, for text; or a set by its name. The same as --set data.set=...")
+        str | None, Option(help="Your own file, for text; or a set by its name. The same as --set data.set=...")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Of training; the schedule ends with them, the test comes after.")
+        float | None, Option(help="Of training; the schedule ends with them, the test comes after.")
     ] = None,
-    leg: Annotated[float | None, typer.Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    leg: Annotated[float | None, Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
     device: AnyDevice = "auto",
 ) -> None:
     """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves.
@@ -369,28 +352,22 @@ def train(
         rank_console.print(ended, soft_wrap=True, highlight=False)
 
 
-@app.command()
-@_say_errors
+@_command()
 def reproduce(
-    table: Annotated[
-        str, typer.Argument(help="mnist, cifar10, copy, scaling, enwik8, context, imagenet64, music, speech.")
-    ],
-    rows: Annotated[str, typer.Option(help="Rows with commas between them; by default all.")] = "",
-    minutes: Annotated[float | None, typer.Option(help="Of training a row; by default the table's steps.")] = None,
-    leg: Annotated[float | None, typer.Option(help="Minutes of a row now; the same command later goes on.")] = None,
-    jobs: Annotated[int, typer.Option(help="Rows side by side, for small ones on one GPU.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and of TABLE/results.json.")] = Path("runs/reproduce"),
+    table: Annotated[str, Argument(help="mnist, cifar10, copy, scaling, enwik8, context, imagenet64, music, speech.")],
+    rows: Annotated[str, Option(help="Rows with commas between them; by default all.")] = "",
+    minutes: Annotated[float | None, Option(help="Of training a row; by default the table's steps.")] = None,
+    leg: Annotated[float | None, Option(help="Minutes of a row now; the same command later goes on.")] = None,
+    jobs: Annotated[int, Option(help="Rows side by side, for small ones on one GPU.")] = 1,
+    out: Annotated[Path, Option(help="Folder of the runs and of TABLE/results.json.")] = Path("runs/reproduce"),
     device: AnyDevice = "auto",
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeat."),
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeat.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Images or pieces that each trained model writes.")] = 0,
-    timing: Annotated[bool | None, typer.Option(help="Time iterations of whole models; by default on a GPU.")] = None,
+    samples: Annotated[int, Option(help="Images or pieces that each trained model writes.")] = 0,
+    timing: Annotated[bool | None, Option(help="Time iterations of whole models; by default on a GPU.")] = None,
     commit: Commit = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the figures to this JSON and a PNG beside it as well.")
-    ] = None,
+    save: Annotated[Path | None, Option(help="Write the figures to this JSON and a PNG beside it as well.")] = None,
 ) -> None:
     """Run a published table, or some of its rows, and print ours beside it; goes on where it stopped."""
     from subquad.machine import tell_commit
@@ -417,31 +394,30 @@ def reproduce(
         raise typer.Exit(1)
 
 
-@app.command()
-@_say_errors
+@_command()
 def lra(
     tasks: Annotated[
-        str, typer.Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
+        str, Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
     ] = "all",
-    mechanisms: Annotated[str, typer.Option(help="Names; published: the paper's eleven; all: ours too.")] = "all",
-    minutes: Annotated[float | None, typer.Option(help="Of this call; the same command later goes on.")] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
-    size: Annotated[str, typer.Option(help="small: 2 layers, 64 wide; original: the paper's.")] = "small",
-    steps: Annotated[int | None, typer.Option(help="Of every run; by default as the task's recipe says.")] = None,
-    cap: Annotated[float | None, typer.Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs side by side.")] = 1,
+    mechanisms: Annotated[str, Option(help="Names; published: the paper's eleven; all: ours too.")] = "all",
+    minutes: Annotated[float | None, Option(help="Of this call; the same command later goes on.")] = None,
+    seeds: Annotated[int, Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
+    size: Annotated[str, Option(help="small: 2 layers, 64 wide; original: the paper's.")] = "small",
+    steps: Annotated[int | None, Option(help="Of every run; by default as the task's recipe says.")] = None,
+    cap: Annotated[float | None, Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
+    jobs: Annotated[int, Option(help="Runs side by side.")] = 1,
     device: AnyDevice = "auto",
-    compile: Annotated[bool, typer.Option(help="By torch.compile, for long runs; a minute each first.")] = False,
-    capture: Annotated[bool, typer.Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
+    compile: Annotated[bool, Option(help="By torch.compile, for long runs; a minute each first.")] = False,
+    capture: Annotated[bool, Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
     data: Annotated[
-        list[str] | None, typer.Option("--data", metavar="TASK.KEY=VALUE", help="text.length=2000 and the like.")
+        list[str] | None, Option("--data", metavar="TASK.KEY=VALUE", help="text.length=2000 and the like.")
     ] = None,
-    efficiency: Annotated[bool, typer.Option("--efficiency", help="Speed and memory by length instead.")] = False,
-    lengths: Annotated[str, typer.Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
-    batch: Annotated[int, typer.Option(help="Of --efficiency.")] = 32,
-    pack: Annotated[Path | None, typer.Option(help="Only write the real data, small, into this folder.")] = None,
+    efficiency: Annotated[bool, Option("--efficiency", help="Speed and memory by length instead.")] = False,
+    lengths: Annotated[str, Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
+    batch: Annotated[int, Option(help="Of --efficiency.")] = 32,
+    pack: Annotated[Path | None, Option(help="Only write the real data, small, into this folder.")] = None,
     commit: Commit = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
+    out: Annotated[Path, Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
 ) -> None:
     """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
     from subquad.machine import tell_commit
@@ -450,7 +426,6 @@ def lra(
     from subquad.studies.lra import recipes
     from subquad.studies.lra.arena import Arena
     from subquad.studies.lra.arena import lra as run
-    from subquad.studies.settings import parse_lengths
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
@@ -491,12 +466,11 @@ def lra(
         raise typer.Exit(130 if results.interrupted else 1)
 
 
-@app.command()
-@_say_errors
+@_command()
 def release(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run of subquad train.")],
-    name: Annotated[str, typer.Argument(help="What subquad generate will call it.")],
-    out: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = Path("checkpoints"),
+    run: Annotated[Path, Argument(help="The folder of a finished run of subquad train.")],
+    name: Annotated[str, Argument(help="What subquad generate will call it.")],
+    out: Annotated[Path, Option(help="Folder of checkpoints.")] = Path("checkpoints"),
 ) -> None:
     """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
     from subquad.models.shipped import release as write
@@ -505,30 +479,14 @@ def release(
     _say(f"checkpoint: {write(run, name, out)}")
 
 
-@bench.command("generation")
-@_say_errors
+@_command("generation", group=bench)
+@_options_of(Bench, "options")
 def bench_generation(
-    mechanisms: Names = "all",
-    lengths: Lengths = "256,1024,4096",
-    batches: Annotated[str, typer.Option(help="Streams at once, beside the largest that fits.")] = "1,16",
-    most: Annotated[int, typer.Option(help="Streams at most.")] = 256,
-    dim: Width = 256,
-    depth: Annotated[int, typer.Option(help="Layers.")] = 4,
-    heads: Heads = 8,
-    steps: Annotated[int, typer.Option(help="Steps timed at each of five positions.")] = 16,
-    device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
-    compile: Annotated[bool, typer.Option(help="Compile the step.")] = False,
-    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("runs/bench/generation.json"),
+    out: Annotated[Path, Option(help="JSON file.")] = Path("runs/bench/generation.json"), *, options: Bench
 ) -> None:
     """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
-    from subquad.studies.generation import bench as run
-
     check_file("out", out, (".json",))
-    run(
-        console, out, mechanisms=mechanisms, lengths=lengths, batches=batches, most=most, dim=dim, depth=depth,
-        heads=heads, steps=steps, device=device, dtype=dtype, compile=compile,
-    )  # fmt: skip
+    measure_generation(console, out, options)
 
 
 def main() -> None:

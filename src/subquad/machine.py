@@ -130,12 +130,7 @@ def _git(*words: str) -> str | None:
     """What git says in the folder of the package, or None."""
     try:
         found = subprocess.run(
-            ["git", *words],
-            cwd=Path(subquad.__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
+            ["git", *words], cwd=Path(subquad.__file__).parent, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -23,9 +23,9 @@ def test_the_mixer_is_timed_on_what_the_block_gives_it(monkeypatch: pytest.Monke
 
     def once(run, *_):  # type: ignore[no-untyped-def]
         run()
-        ran.append(run.__name__)
+        ran.append(type(run.func).__name__)
         return 1.0
 
     monkeypatch.setattr(share, "once", once)
     block_share(("linear",), lengths=(16,), dim=16, heads=2, repeats=2)
-    assert ran == ["mix", "whole"] * 3
+    assert ran == ["Linear", "Block"] * 3

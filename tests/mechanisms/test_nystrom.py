@@ -119,7 +119,7 @@ def test_autocast_keeps_the_inverse_in_single_precision() -> None:
     mix, x = make(landmarks=6).float(), 3 * tokens(2, 40, 16).float()
     with torch.autocast("cpu", torch.bfloat16):
         y = mix(x)
-        q, k, v = mix._qkv(x)
+        q, k, v = mix._project(x)
     assert y.dtype == q.dtype == torch.bfloat16
     o = mix._attend(q, k, v, None, None)  # here autocast rounds nothing
     with torch.autocast("cpu", torch.bfloat16):

@@ -261,8 +261,8 @@ class UnitForgotten(Performer):
     """Sums in units of the old largest exponent are taken for sums in units of the new one."""
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None) -> Any:
-        q, k, v, gate, largest = super()._prepare(q, k, v, lengths, largest)
-        return q, k, v, None if gate is None else torch.zeros_like(gate), largest
+        features = super()._prepare(q, k, v, lengths, largest)
+        return features._replace(gate=None if features.gate is None else torch.zeros_like(features.gate))
 
 
 class CentredHash(Reformer):
@@ -357,24 +357,24 @@ def one_wider_than_a_power_of_two(name: str) -> Case:
     return Case(MECHANISMS[name], {"dim": 24, "heads": 2, "causal": False, **MECHANISMS[name].small[0]})
 
 
-NEXT_POWER = "(1 << (width - 1).bit_length())"
+NEXT_POWER = "(1 << (self.width - 1).bit_length())"
 LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     # constants: right for heads whose width is a power of two, or wrong in the fast path and in the reference alike
     "softmax scale": (
-        (Slip(Softmax.__init__, "1 / math.sqrt(width)", f"1 / math.sqrt({NEXT_POWER})"),),
+        (Slip(Softmax.__init__, "1 / math.sqrt(self.width)", f"1 / math.sqrt({NEXT_POWER})"),),
         one_wider_than_a_power_of_two("softmax"),
         laws.forward_equals_reference,
     ),
     "softmax scale, reference too": (
         (
-            Slip(Softmax.__init__, "1 / math.sqrt(width)", f"1 / math.sqrt({NEXT_POWER})"),
+            Slip(Softmax.__init__, "1 / math.sqrt(self.width)", f"1 / math.sqrt({NEXT_POWER})"),
             Slip(Softmax._weights, "q.shape[-1] ** -0.5", "(1 << (q.shape[-1] - 1).bit_length()) ** -0.5"),
         ),
         limit("softmax"),
         laws.limit_is_torch_attention,
     ),
     "clustered scale": (
-        (Slip(Clustered.__init__, "(options.dim // options.heads) ** -0.5", "16**-0.5"),),
+        (Slip(Clustered.__init__, "self.width**-0.5", "16**-0.5"),),
         one_wider_than_a_power_of_two("clustered"),
         laws.forward_equals_reference,
     ),

@@ -5,7 +5,7 @@ import pytest
 from subquad.measure import growth
 from subquad.measure.cost import Row
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import from_json, to_json
+from subquad.studies.results import Comparison, Quality, from_json
 
 Rows = list[dict[str, Any]]
 
@@ -29,9 +29,9 @@ def learned(error: float = 0.01, **values: float) -> Rows:
 
 
 def say(rows: Rows, quality: Rows | None = None) -> list[str]:
-    crossovers = to_json(growth.crossovers(from_json(list[Row], rows, "rows")))
-    found = {"rows": rows, "crossovers": crossovers, "quality": quality or learned(linear=2.0)}
-    sentences = conclusions(found)
+    measured = from_json(list[Row], rows, "rows")
+    trained = from_json(list[Quality], quality or learned(linear=2.0), "quality")
+    sentences = conclusions(Comparison(rows=measured, crossovers=growth.crossovers(measured), quality=trained))
     assert len(sentences) == 3
     for sentence in sentences:
         assert sentence.endswith(".")

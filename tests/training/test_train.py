@@ -354,7 +354,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(tmp
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"holds a run: --resume goes on"):
+    with pytest.raises(ValueError, match=r"holds a run: --resume continues it"):
         run(whole)
     assert (whole / "metrics.jsonl").read_bytes() == before
 

@@ -300,10 +300,8 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     # where in the middle of a picture the first dash begins, and whether there is room for one
     low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
     first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
-    tail, found = (
-        np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64),
-        (last > first).all(1),
-    )
+    tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
+    found = (last > first).all(1)
     found &= growth.start(rows, 0, tail, way)
     around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
     found &= growth.start(rows, style.contour, around.astype(np.int64), random.integers(DEGREES, size=len(rows)))

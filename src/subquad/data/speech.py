@@ -32,8 +32,7 @@ from subquad.data.padding import pad
 CEPSTRA = 13
 FILTERS = 40
 AN4 = files.File(
-    "an4",
-    home="http://www.speech.cs.cmu.edu/databases/an4, the archive of mel cepstra with the folders etc and feat",
+    "an4", home="http://www.speech.cs.cmu.edu/databases/an4, the archive of mel cepstra with the folders etc and feat"
 )
 FSDD = files.File(
     "fsdd/recordings",

@@ -5,6 +5,7 @@ the Python that feeds it. On a CPU, where clocks and neighbours change from one 
 ratio to the yardstick (exact softmax) measured immediately before and after.
 """
 
+import gc
 import math
 import re
 import statistics
@@ -149,10 +150,7 @@ def spread(samples: Sequence[float]) -> Spread | None:
     """Median and quartiles; None if there are no samples."""
     if not samples:
         return None
-    if len(samples) == 1:
-        low = high = samples[0]
-    else:
-        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    low, _, high = statistics.quantiles(samples if len(samples) > 1 else 2 * list(samples), n=4, method="inclusive")
     return Spread(statistics.median(samples), low, high)
 
 
@@ -210,10 +208,7 @@ class Yardstick:
     def __init__(self, shape: Shape):
         self.subject = Subject(YARDSTICK, shape)
         self.peak, slow = first_run(self.subject)
-        self.runs: dict[str, Callable[[], None]] = {
-            "forward": self.subject.forward,
-            "training": self.subject.training,
-        }
+        self.runs: dict[str, Callable[[], None]] = {"forward": self.subject.forward, "training": self.subject.training}
         if self.subject.mix.traits.state is not None:
             self.runs["decode"] = Decode(self.subject)
         # one token is quick at any length
@@ -280,19 +275,26 @@ def peak_bytes(subject: Subject) -> int:
     On a GPU the allocator says it. On a CPU every allocation and release of torch's allocator is recorded and added up
     in order, which gives the same number each time; the resident size of the process would not.
     """
-    if torch.device(subject.shape.device).type == "cuda":
+    cuda = torch.device(subject.shape.device).type == "cuda"
+    if cuda:
         subject.training()  # workspaces that stay are made at the first run, and are not its memory
-        subject.x.grad = None
-        subject.mix.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        subject.training()
-        torch.cuda.synchronize()
-        return subject.own_bytes() + torch.cuda.max_memory_allocated() - before
     subject.x.grad = None
     subject.mix.zero_grad(set_to_none=True)
-    return subject.own_bytes() + allocation_peak(subject.training)
+    if not cuda:
+        return subject.own_bytes() + allocation_peak(subject.training)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    subject.training()
+    torch.cuda.synchronize()
+    return subject.own_bytes() + torch.cuda.max_memory_allocated() - before
+
+
+def release(device: str) -> None:
+    """Give back what tensors that are gone have held."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def grown(value: float, before: int, now: int, exponent: float) -> float:

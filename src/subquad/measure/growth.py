@@ -1,5 +1,6 @@
 """From times over lengths to two numbers: how fast they grow, and from which length on something is cheaper."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -50,22 +51,20 @@ def crossover(lengths: Sequence[int], ratios: Sequence[float]) -> int | None:
     points = sorted(zip(lengths, ratios, strict=True))
     if not points or points[-1][1] >= 1:
         return None
-    first = next((n for n in range(len(points)) if all(ratio < 1 for _, ratio in points[n:])), len(points))
-    if first == 0:
+    dear = [n for n, (_, ratio) in enumerate(points) if ratio >= 1]
+    if not dear:
         return points[0][0]
-    (left, above), (right, below) = points[first - 1], points[first]
+    (left, above), (right, below) = points[dear[-1]], points[dear[-1] + 1]
     share = math.log(above) / (math.log(above) - math.log(below))
     return round(math.exp(math.log(left) + share * (math.log(right) - math.log(left))))
 
 
 def between(lengths: Sequence[int], values: Sequence[float], length: int) -> float | None:
     """The value at a length inside the measured ones, on log axes; None outside them: nothing is extrapolated."""
-    points = sorted(zip(lengths, values, strict=True))
-    if not points or not points[0][0] <= length <= points[-1][0]:
-        return None
-    for (left, a), (right, b) in zip(points, [*points[1:], points[-1]], strict=True):
-        if left == length:
-            return a
+    points = dict(sorted(zip(lengths, values, strict=True)))
+    if length in points:
+        return points[length]
+    for (left, a), (right, b) in itertools.pairwise(points.items()):
         if left < length < right:
             share = math.log(length / left) / math.log(right / left)
             return math.exp(math.log(a) + share * (math.log(b) - math.log(a)))
@@ -106,14 +105,12 @@ def steady_times(
     fields that come in such a pair.
     """
     usual = usual_softmax(rows, cost, ratio)
-    points = []
-    for row in rows:
+    times = {}
+    for row in sorted(rows, key=lambda row: row.length):
         ours, times_softmax = amount(row, cost), amount(row, ratio)
         if row.mechanism == name and ours is not None:
-            steady = ours if times_softmax is None else times_softmax * usual[row.length, row.causal]
-            points.append((row.length, steady))
-    points.sort()
-    return [length for length, _ in points], [v for _, v in points]
+            times[row.length] = ours if times_softmax is None else times_softmax * usual[row.length, row.causal]
+    return list(times), list(times.values())
 
 
 def names(rows: Sequence[Row]) -> list[str]:

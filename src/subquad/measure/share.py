@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,25 +34,13 @@ def block_share(
             inner = block.mixer_residual.read(stream)
             sample = Sample(max(1, 1024 // length))
 
-            def mix(block: Block = block, inner: torch.Tensor = inner) -> None:
-                block.mixer(inner)
-
-            def whole(block: Block = block, stream: tuple[torch.Tensor, ...] = stream) -> None:
-                block(stream, None, None, None)
-
-            samples = []
-            for _ in range(repeats + 1):  # the first warms up
-                samples.append((once(mix, device, sample), once(whole, device, sample)))
-            mixer, whole_block = (statistics.median(s) for s in zip(*samples[1:], strict=True))
-            share = statistics.median(a / b for a, b in samples[1:])  # on tiny blocks noise can make it more than 1
+            mix, whole = partial(block.mixer, inner), partial(block, stream, None, None, None)
+            samples = [(once(mix, device, sample), once(whole, device, sample)) for _ in range(repeats + 1)]
+            del samples[0]  # it warmed up
+            mixer, whole_block = (statistics.median(times) for times in zip(*samples, strict=True))
+            share = statistics.median(a / b for a, b in samples)  # on tiny blocks noise can make it more than 1
             rows.append(
-                {
-                    "mechanism": name,
-                    "length": length,
-                    "mixer_ms": mixer,
-                    "block_ms": whole_block,
-                    "share": share,
-                }
+                {"mechanism": name, "length": length, "mixer_ms": mixer, "block_ms": whole_block, "share": share}
             )
     settings = {"dim": dim, "heads": heads, "repeats": repeats, "batch": 1, "causal": False, "feed_forward": 4 * dim}
     machine = {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads()}

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad.checks import at_least
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import Traits
 from subquad.ops.cache import append
 from subquad.ops.dense import hide_future
@@ -53,7 +53,6 @@ class Options(base.Options):
 
 
 class Additive(Attention):
-    options_type = Options
     state_type = State
     memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
@@ -65,8 +64,8 @@ class Additive(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options)
-        self.hidden = options.hidden or options.dim // options.heads
+        super().__init__(options, heads=False)
+        self.hidden = options.hidden or self.width
         self.query = nn.Linear(options.dim, options.heads * self.hidden)  # W
         self.key = nn.Linear(options.dim, options.heads * self.hidden, bias=False)  # U; one bias inside tanh is enough
         self.value = nn.Linear(options.dim, options.dim)
@@ -94,9 +93,7 @@ class Additive(Attention):
         scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
         return (hide_future(scores) if self.options.causal else scores).softmax(-1)
 
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         return self._by_head(self.query(x)), *self._keys(x if context is None else context)
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +107,7 @@ class Additive(Attention):
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads, size = self.options.heads, capacity or 64
-        k, v = (self._zeros(batch, size, heads, width) for width in (self.hidden, self.options.dim // heads))
+        k, v = (self._zeros(batch, size, heads, width) for width in (self.hidden, self.width))
         return State(k, v, self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:

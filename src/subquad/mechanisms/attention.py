@@ -4,18 +4,61 @@ Such a mechanism writes two methods over q, k, v: `_attend`, the fast path, and 
 cross-attention, reference and pattern follow from them.
 """
 
-import torch
-from torch import Tensor
+from typing import ClassVar
 
-from subquad.mechanisms.base import Mixer
-from subquad.mechanisms.heads import Heads
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.mechanisms.base import Mixer, Options
 from subquad.ops.rotary import rotate
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class Heads(nn.Module):
+    """x -> q, k, v for each head, and back."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.qkv = nn.Linear(dim, 3 * dim)  # one product instead of three
+        self.out = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor, context: Tensor | None = None) -> QKV:
+        """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, D/H]."""
+        if context is not None:
+            return self.queries(x), *self.keys(context)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).chunk(3, dim=-1))
+        return q, k, v
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> q [B, T, H, D/H]"""
+        q = F.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+        return q.unflatten(-1, (self.heads, -1))
+
+    def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D] -> k and v [B, S, H, D/H]"""
+        both = F.linear(context, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.chunk(2, dim=-1))
+        return k, v
+
+    def merge(self, o: Tensor) -> Tensor:
+        """[B, T, H, D/H] -> [B, T, D]"""
+        return self.out(o.flatten(-2))
 
 
 class Attention(Mixer):
     """Y = merge(W V): W [B, H, T, S] are weights that a mechanism defines and that its fast path need not make."""
 
-    heads: Heads
+    approximates: ClassVar[bool] = False  # softmax(q·k/√K) v of what `_project` gives
+
+    def __init__(self, options: Options, heads: bool = True):
+        """`heads`: make the usual projections of queries, keys, values and outputs."""
+        super().__init__(options)
+        self.width = options.dim // options.heads
+        if heads:
+            self.heads = Heads(options.dim, options.heads)
 
     # What a mechanism writes
 
@@ -30,9 +73,7 @@ class Attention(Mixer):
 
     # What follows, unless a mechanism does it in another way
 
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         """q [B, T, H, K] of x, k and v [B, S, H, ·] of the context (x if there is none); rows start at `position`."""
         q, k, v = self.heads.split(x, context)
         return *self._rotate(q, k, position), v
@@ -58,6 +99,9 @@ class Attention(Mixer):
 
     def _pattern(self, x: Tensor) -> Tensor:
         return self._define(x)[0].to(x.dtype)
+
+    def _qkv(self, x: Tensor) -> QKV | None:
+        return self._project(x) if self.approximates else None
 
     # What a mechanism may use
 

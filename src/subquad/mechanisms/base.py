@@ -9,6 +9,7 @@ multiplies values by weights, and writes methods with an underscore: they get ch
 """
 
 import dataclasses
+import inspect
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Mixer(nn.Module):
     """Base of all mechanisms. Public methods check their arguments (checking.py) and call what a mechanism writes."""
 
     # What a mechanism says about itself
-    options_type: ClassVar[type[Options]] = Options
+    options_type: ClassVar[type[Options]] = Options  # what a subclass says in a line `options: Options`
     state_type: type | None = None
     memory_type: type[Any] = Memory
     traits: Traits = Traits()
@@ -260,6 +261,8 @@ class Mixer(nn.Module):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "options" in cls.__annotations__:
+            cls.options_type = inspect.get_annotations(cls, eval_str=True)["options"]
         check_methods(cls)
 
     def __init__(self, options: Options):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms import patterned
+from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.rotary import rotate
@@ -45,7 +46,6 @@ class Options(patterned.Options):
 
 
 class Bigbird(Patterned):
-    options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.0
@@ -160,7 +160,7 @@ class Bigbird(Patterned):
         weights = (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
         return tokens + self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
 
-    def _project_read(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_read(self, tokens: Tensor, x: Tensor) -> QKV:
         q, k, v = self.heads.split(tokens, torch.cat((tokens, x), 1))
         if self.options.rotary:
             positions = torch.arange(k.shape[1], device=x.device)

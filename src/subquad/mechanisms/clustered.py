@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
 from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
 from subquad.ops.lengths import at_most, keep, symbolic, visible_keys
@@ -57,7 +56,6 @@ class Options(base.Options):
 
 
 class Clustered(Attention):
-    options_type = Options
     traits = Traits(causal=True, bidirectional=True, cross=True)
     family = "clustering"
     exponent = 1.0
@@ -67,18 +65,18 @@ class Clustered(Attention):
         {"clusters": 5, "improved": False, "bits": 16, "iterations": 3, "block": 4},
         {"clusters": 3, "topk": 9, "bits": 7, "iterations": 2, "block": 7},
     )
+    approximates = True
     options: Options
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
-        self.scale = (options.dim // options.heads) ** -0.5
+        self.scale = self.width**-0.5
         # of the operator, which a traced forward cannot write
         self.settings, self.settings_without_dropout = (
             json.dumps(dataclasses.asdict(o)) for o in (options, dataclasses.replace(options, dropout=0.0))
         )
         # the last column shifts planes off the origin, so that near in Hamming distance is near and not just parallel
-        self.register_buffer("planes", torch.empty(options.bits, options.dim // options.heads + 1))
+        self.register_buffer("planes", torch.empty(options.bits, self.width + 1))
         self.planes: Tensor
         self.redraw()
 
@@ -205,9 +203,6 @@ class Clustered(Attention):
 
     def _dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self._dropout())
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The definition, one row and head after the other: [B, H, T, S]."""

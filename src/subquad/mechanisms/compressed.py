@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.cache import append
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.lengths import padding, symbolic, zero_padding
@@ -53,7 +52,6 @@ class Options(base.Options):
 
 
 class Compressed(Attention):
-    options_type = Options
     state_type = State
     memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
@@ -65,14 +63,11 @@ class Compressed(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         dim, heads, stride = options.dim, options.heads, options.stride
-        self.heads = Heads(dim, heads)
         self.key = nn.Conv1d(dim, dim, stride, stride, groups=heads)
         self.value = nn.Conv1d(dim, dim, stride, stride, groups=heads)
         self.nothing = nn.Parameter(torch.zeros(heads, dim // heads)) if options.causal and stride > 1 else None
 
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         return self.heads.split(x, context)  # not rotated: keys turn when they are slots
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
@@ -122,7 +117,7 @@ class Compressed(Attention):
         return weights @ (member / member.sum(-1, keepdim=True))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        (heads, stride), width = (self.options.heads, self.options.stride), self.options.dim // self.options.heads
+        (heads, stride), width = (self.options.heads, self.options.stride), self.width
         k = self._zeros(batch, -(-(capacity or 64) // stride), heads, width)
         last = self._zeros(batch, stride - 1, heads, width)
         return State(k, k.clone(), last, last.clone(), self._zeros(batch, dtype=torch.int64))

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.mechanisms import base
-from subquad.mechanisms.heads import Heads
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.autocast import uncast
 from subquad.ops.impl import Impl
@@ -60,16 +59,11 @@ class Options(base.Options):
 
 
 class Efficient(Kernelised):
-    options_type = Options
     state_type = State
     memory_type = Memory
     unused = Kernelised.unused | {"rotary"}
     small = ({}, {"normalize": "scaling"})
     options: Options
-
-    def __init__(self, options: Options):
-        super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         return self._prefill(x, lengths, None)[0] if self.options.causal else super()._forward(x, lengths)
@@ -86,7 +80,7 @@ class Efficient(Kernelised):
         return linear_attention(q, k, v, causal=False, key_lengths=key_lengths, **self._how())
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(x.shape[0], None)
+        state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
         if self.options.normalize == "softmax":
@@ -95,20 +89,21 @@ class Efficient(Kernelised):
                     sums = self._plain_sums(_roomy(q), _mask(_roomy(k), lengths), _roomy(v), state)
                 else:
                     sums = self._running_softmax(wide(q), _mask(wide(k), lengths), wide(v), state)
-            return self.heads.merge(sums[0].to(v.dtype)), State(*sums[1:], position)
+            return self._merge(sums[0]), State(*sums[1:], position)
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
-        o, added = self._add((q / root).to(v.dtype), k, v, state, lengths)
-        return self.heads.merge((o / root).to(v.dtype)), State(*added, state.max, position)
+        how = {"lengths": lengths, "initial_state": LinearState(state.s, state.z), **self._how()}
+        o, added = linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
+        return self._merge(o / root), State(*added, state.max, position)
 
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v = self.heads.split(x[:, None])  # [B, 1, H, K]
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
         if self.options.normalize == "scaling":
-            root = (state.position + 1).to(state.s.dtype).sqrt()[:, None, None]
-            o, added = self._add_one((q / root[:, None]).to(v.dtype), k, v, state)
-            return self.heads.merge((o / root).to(v.dtype)), State(*added, state.max, state.position + 1)
-        q, k, v = wide(q[:, 0]), wide(k[:, 0]), v[:, 0]
+            root, before = (state.position + 1).to(state.s.dtype).sqrt()[:, None, None], LinearState(state.s, state.z)
+            o, added = linear_attention_step((q / root).to(v.dtype), k, v, before, **self._how())
+            return self._merge(o / root), State(*added, state.max, state.position + 1)
+        q, k = wide(q), wide(k)
         largest = torch.maximum(state.max, k.detach())
         gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
         values = wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
@@ -117,7 +112,7 @@ class Efficient(Kernelised):
             _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
             s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
             o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
-        return self.heads.merge(o[:, :, 0].to(v.dtype)), State(s, z, largest, state.position + 1)
+        return self._merge(o[:, :, 0]), State(s, z, largest, state.position + 1)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
@@ -132,11 +127,10 @@ class Efficient(Kernelised):
         q = self.heads.queries(x)
         rho = wide(q).softmax(-1) if self.options.normalize == "softmax" else wide(q)
         sums = LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
-        o = linear_attention_read(rho, sums, feature_map="identity", normalize=False)
-        return self.heads.merge(o.to(q.dtype))
+        return self._merge(linear_attention_read(rho, sums, feature_map="identity", normalize=False))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        s, z, position = self._empty(batch, self.options.dim // self.options.heads)
+        s, z, position = self._empty(batch, self.width)
         return State(s, z, torch.full_like(z, NOTHING), position)
 
     def _plain_sums(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,10 +148,10 @@ class Efficient(Kernelised):
     def _running_softmax(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Causal softmax normalisation: o [B, T, H, V], and s, z, max after the last key.
 
-        With L_tc the logarithm of a feature's normaliser up to t, key s weighs Σ_c exp(log ρ_tc + k_sc - L_tc) in t.
-        The exponent is never positive, but k_sc and L_tc alone may be anything, and differently so in each feature.
-        So blocks of tokens are summed in units of the feature's own largest logit so far, and handed on by the gated
-        sum of linear attention, where every feature is a head of width one; inside a block, see `_within`.
+        With L_tc the logarithm of a feature's normaliser up to t, key s weighs Σ_c exp(log ρ_tc + k_sc - L_tc) in t:
+        the exponent is never positive, but k_sc and L_tc may be large. So blocks of tokens are summed in units of each
+        feature's largest logit so far. Linear attention passes the sums on with a gate, each feature as a head of width
+        one; inside a block, see `_within`.
         """
         length = q.shape[1]
         size = BLOCK if symbolic(length) else min(BLOCK, 1 << (length - 1).bit_length())
@@ -226,9 +220,8 @@ def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
     """exp(k - shift) [B, S, H, K], and its sum over positions in at least float32 [B, H, K].
 
-    The shift brings a feature's largest logit to within LIMIT and is mostly zero. The difference is then k itself; one
-    from the largest would be rounded to 16 bits, and the exponential enlarges what is lost. Where it is not zero, it is
-    as coarse as the keys that weigh, and the difference is exact for them.
+    The shift brings a feature's largest logit to within LIMIT. Mostly it is zero, so that k is not rounded to 16 bits
+    before the exponential; a larger one is as coarse as the keys that weigh, and the difference is exact for them.
     """
     largest = k.detach().amax(1, keepdim=True)
     weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp_()

@@ -47,7 +47,6 @@ class Options(patterned.Options):
 
 
 class Fixed(Patterned):
-    options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.5

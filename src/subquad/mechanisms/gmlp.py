@@ -34,7 +34,6 @@ class Options(base.Options):
 
 
 class GMLP(Mixer):
-    options_type = Options
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
     family = "attention-free"
     exponent = 2.0

@@ -20,9 +20,18 @@ class Memory(NamedTuple):
     lengths: Tensor  # [B]
 
 
+class Features(NamedTuple):
+    q: Tensor  # [B, T, H, M], or what the op makes features of
+    k: Tensor  # [B, S, H, M]
+    v: Tensor  # [B, S, H, V]
+    gate: Tensor | None = None  # the log gate of a causal sum, [B, S, H]
+    more: tuple[Tensor, ...] = ()  # what a state holds behind these tokens, besides sums and position
+
+
 class Kernelised(Attention):
     """Attention that is linear in the features of queries and keys."""
 
+    state_type: type[Any]
     memory_type: type[Any] = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family = "kernels"
@@ -30,44 +39,45 @@ class Kernelised(Attention):
     equivariant = True
     unused = Attention.unused | {"dropout"}
 
+    # What a mechanism writes
+
     def _how(self) -> dict[str, Any]:
         """feature_map, eps and impl, as `ops.linear` takes them."""
         raise NotImplementedError
 
-    def _sum(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        key_lengths: Tensor | None,
-        gate: Tensor | None = None,
-    ) -> Tensor:
+    def _features(self, x: Tensor, lengths: Tensor | None, state: Any) -> Features:
+        """What `ops.linear` sums when x comes behind a state."""
+        return Features(*self._project(x, position=state.position))
+
+    # What follows
+
+    def _sum(self, features: Features, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         """A sequence from its start, or cross-attention: [B, T, H, V]."""
         own, other = (lengths, None) if key_lengths is lengths else (None, key_lengths)
-        causal = self.options.causal
-        return linear_attention(q, k, v, causal=causal, lengths=own, key_lengths=other, log_gate=gate, **self._how())
+        how = {"lengths": own, "key_lengths": other, "log_gate": features.gate, **self._how()}
+        return linear_attention(*features[:3], causal=self.options.causal, **how)
 
-    def _add(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, lengths: Tensor | None = None, gate: Tensor | None = None
-    ) -> tuple[Tensor, LinearState]:
-        """A prompt behind the sums of a state: [B, T, H, V], and the sums behind it."""
-        before = LinearState(state.s, state.z)
-        return linear_attention(
-            q, k, v, lengths=lengths, log_gate=gate, initial_state=before, return_state=True, **self._how()
-        )
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        state = self._init_state(x.shape[0], None) if state is None else state
+        q, k, v, gate, more = self._features(x, lengths, state)
+        how = {"lengths": lengths, "log_gate": gate, "initial_state": LinearState(state.s, state.z), **self._how()}
+        o, sums = linear_attention(q, k, v, return_state=True, **how)
+        return self._merge(o), self.state_type(*sums, *more, self._advance(state.position, x, lengths))
 
-    def _add_one(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, gate: Tensor | None = None, inplace: bool = False
-    ) -> tuple[Tensor, LinearState]:
-        """A token [B, 1, H, ·] behind the sums of a state: [B, H, V], and the sums behind it."""
-        q, k, v, gate = q[:, 0], k[:, 0], v[:, 0], None if gate is None else gate[:, 0]
-        return linear_attention_step(
-            q, k, v, LinearState(state.s, state.z), log_gate=gate, inplace=inplace, **self._how()
-        )
+    def _step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
+        features = self._features(x[:, None], None, state)
+        q, k, v = (t[:, 0] for t in features[:3])  # [B, H, ·]
+        gate = None if features.gate is None else features.gate[:, 0]
+        how = {"log_gate": gate, "inplace": inplace, **self._how()}
+        o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), **how)
+        position = state.position.add_(1) if inplace else state.position + 1
+        return self._merge(o), self.state_type(*sums, *features.more, position)
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.heads.merge(o.to(self.heads.out.weight.dtype))
 
     def _empty(self, batch: int, features: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sums s [B, H, M, V] and z [B, H, M] of no keys, and the position 0."""
-        heads, wide = self.options.heads, wide_type(self._like)
-        s = self._zeros(batch, heads, features, self.options.dim // heads, dtype=wide)
-        return s, self._zeros(batch, heads, features, dtype=wide), self._zeros(batch, dtype=torch.int64)
+        z = self._zeros(batch, self.options.heads, features, dtype=wide_type(self._like))
+        s = z.new_zeros(*z.shape, self.width)
+        return s, z, self._zeros(batch, dtype=torch.int64)

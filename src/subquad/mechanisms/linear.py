@@ -17,19 +17,11 @@ from torch import Tensor
 
 from subquad.checks import check_eps
 from subquad.mechanisms import base, kernelised
-from subquad.mechanisms.heads import Heads
-from subquad.mechanisms.kernelised import Kernelised
+from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
-from subquad.ops.linear.deferred import (
-    GROUP,
-    Queue,
-    can_defer,
-    deferred_linear_attention_step,
-    make_queue,
-    settle,
-)
+from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
 from subquad.ops.precision import wide
 
 
@@ -64,19 +56,18 @@ class Options(base.Options):
 
 
 class Linear(Kernelised):
-    options_type = Options
     state_type = State
     memory_type = Memory
     small = ({}, {"feature_map": "relu"})
+    approximates = True
     options: Options
 
     def __init__(self, options: Options):
         super().__init__(options)
         self.map = feature_map(options.feature_map)
-        self.heads = Heads(options.dim, options.heads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        return self._sum(q, k, v, lengths, key_lengths)
+        return self._sum(Features(q, k, v), lengths, key_lengths)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         scores = torch.einsum("bthm,bshm->bhts", wide(self.map.apply(q)), wide(self.map.apply(k)))
@@ -86,34 +77,20 @@ class Linear(Kernelised):
         d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps)) if self.map.signed else d + eps
         return (scores / d).to(q.dtype)  # [B, H, T, S]
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
-
     def _how(self) -> dict[str, Any]:
-        options = self.options
-        return {"feature_map": options.feature_map, "eps": options.eps, "impl": options.impl}
+        return {name: getattr(self.options, name) for name in ("feature_map", "eps", "impl")}
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        features = self.map.apply(self._zeros(1, self.options.dim // self.options.heads)).shape[-1]
+        features = self.map.apply(self._zeros(1, self.width)).shape[-1]
         return State(*self._empty(batch, features))
-
-    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(x.shape[0], None)
-        o, sums = self._add(*self._project(x, position=state.position), state, lengths)
-        return self._merge(o), State(*sums, self._advance(state.position, x, lengths))
-
-    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        o, sums = self._add_one(*self._project(x[:, None], position=state.position), state, inplace=inplace)
-        return self._merge(o), State(*sums, state.position.add_(1) if inplace else state.position + 1)
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
 
     def defer(self, state: State) -> State | Deferred:
-        heads, width = self.options.heads, self.options.dim // self.options.heads
-        if width > 256 or not can_defer(self._like, self.options.feature_map, self.options.impl):
+        if self.width > 256 or not can_defer(self._like, self.options.feature_map, self.options.impl):
             return state
-        return Deferred(*state, make_queue(self._like, state.position, heads, width, width))
+        return Deferred(*state, make_queue(self._like, state.position, self.options.heads, self.width, self.width))
 
     def step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
         if not isinstance(state, Deferred):
@@ -135,6 +112,5 @@ class Linear(Kernelised):
         return Memory(*linear_attention_sums(k, v, feature_map=self.options.feature_map, lengths=lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        sums, o = LinearState(memory.s, memory.z), self.options
-        q = self.heads.queries(x)
-        return self.heads.merge(linear_attention_read(q, sums, feature_map=o.feature_map, eps=o.eps))
+        q, sums, options = self.heads.queries(x), LinearState(memory.s, memory.z), self.options
+        return self._merge(linear_attention_read(q, sums, feature_map=options.feature_map, eps=options.eps))

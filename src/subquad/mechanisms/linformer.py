@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Mixer, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.lengths import first, zero_padding
 
 Share = Literal["none", "heads", "keyvalue", "layer"]
@@ -40,7 +39,6 @@ class Options(base.Options):
 
 
 class Linformer(Attention):
-    options_type = Options
     memory_type = Memory
     traits = Traits(cross=True, fixed_length=True)
     family = "fewer queries or keys"
@@ -52,12 +50,12 @@ class Linformer(Attention):
         {"rank": 60, "share": "keyvalue"},
         {"rank": 7, "share": "layer"},
     )
+    approximates = True
     options: Options
     _why_not_causal = "E and F mix all positions before any query reads them"
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
         shape = (options.heads if options.share == "none" else 1, options.rank, options.max_length or 0)
         bound = 1 / math.sqrt(options.rank)
         self.key_rows = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))  # E
@@ -84,9 +82,6 @@ class Linformer(Attention):
         few = torch.einsum("hrs,bshk->bhrk", self.key_rows[..., :size].expand(k.shape[2], -1, -1), k)
         scores = torch.einsum("bthk,bhrk->bhtr", q, few) / math.sqrt(q.shape[-1])
         return scores.softmax(-1) @ self._value_rows[..., :size]
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._few(*self.heads.keys(context), lengths), lengths)

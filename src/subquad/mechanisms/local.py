@@ -31,7 +31,6 @@ class Options(patterned.Options):
 
 
 class Local(Patterned):
-    options_type = Options
     state_type = State
     exponent = 1.0
     small = ({"window": 5},)

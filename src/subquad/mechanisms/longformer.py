@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import patterned
+from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
@@ -55,7 +56,6 @@ class Options(patterned.Options):
 
 
 class Longformer(Patterned):
-    options_type = Options
     state_type = State
     exponent = 1.0
     small = (
@@ -118,7 +118,7 @@ class Longformer(Patterned):
         q, k, v = self._project_global(x)
         return (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1), v
 
-    def _project_global(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_global(self, x: Tensor) -> QKV:
         """q' of the global tokens, k' and v' of all."""
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
         few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x

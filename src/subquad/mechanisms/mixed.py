@@ -48,7 +48,6 @@ class Options(base.Options):
 
 
 class Mixed(Mixer):
-    options_type = Options
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "hybrid"
     exponent = 1.0

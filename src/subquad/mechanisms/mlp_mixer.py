@@ -26,7 +26,6 @@ class Options(base.Options):
 
 
 class MLPMixer(Mixer):
-    options_type = Options
     traits = Traits(causal=False, bidirectional=True, fixed_length=True)
     family = "attention-free"
     exponent = 1.0

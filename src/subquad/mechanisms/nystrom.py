@@ -27,7 +27,6 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import wide, wide_type
@@ -49,18 +48,17 @@ class Options(base.Options):
 
 
 class Nystrom(Attention):
-    options_type = Options
     traits = Traits(cross=True)
     family = "fewer queries or keys"
     exponent = 1.0
     joint_queries = True
     small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
+    approximates = True
     options: Options
     _why_not_causal = "a landmark is a mean over a segment, so every query would read the future through it"
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
         width, heads = options.conv, options.heads
         self.conv = (
             nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False) if width else None
@@ -88,9 +86,6 @@ class Nystrom(Attention):
             for j in range(max(0, i - half), min(size, i + half + 1)):
                 square[:, i, j] = kernel[:, j - i + half]
         return square
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         with uncast(q):

@@ -17,7 +17,6 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.impl import Impl
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
@@ -38,12 +37,12 @@ class Patterned(Attention):
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "human patterns"
     unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
+    approximates = True
     options: Options
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
-        self.scale = (options.dim // options.heads) ** -0.5
+        self.scale = self.width**-0.5
         self._follow(self._patterns())
 
     def _follow(self, patterns: Sequence[Pattern]) -> None:
@@ -85,12 +84,9 @@ class Patterned(Attention):
         scores = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
         return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, S]
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
-
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
         heads = self.options.heads
-        empty = self.cache.empty(batch, heads, self.options.dim // heads, capacity or 64, self._like)
+        empty = self.cache.empty(batch, heads, self.width, capacity or 64, self._like)
         return self.state_type(*empty)
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from subquad.checks import at_least, check_eps, refuse
 from subquad.mechanisms import base, kernelised
-from subquad.mechanisms.heads import Heads
-from subquad.mechanisms.kernelised import Kernelised
+from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.impl import Impl
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
@@ -74,7 +73,6 @@ class Options(base.Options):
 
 
 class Performer(Kernelised):
-    options_type = Options
     state_type = State
     memory_type = Memory
     small = (
@@ -88,34 +86,21 @@ class Performer(Kernelised):
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.width = options.dim // options.heads
         default = KERNELS[options.kernel] * ((2 * options.features) ** -0.5 if options.kernel == "trig" else 1)
         self.eps = default if options.eps is None else options.eps
-        self.heads = Heads(options.dim, options.heads)
-        self.register_buffer("directions", self._draw(self._generator()))
+        self.register_buffer("directions", torch.empty(options.heads, options.features, self.width))
+        self.redraw()
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        self.directions.copy_(self._draw(generator if generator is not None else self._generator()))
-
-    def _draw(self, generator: torch.Generator) -> Tensor:
-        o = self.options
-        return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal, norms=o.norms)
+        o, generator = self.options, generator or self._generator()
+        drawn = draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal, norms=o.norms)
+        self.directions.copy_(drawn)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        q, k, v, gate, _ = self._prepare(q, k, v, key_lengths, None)
-        return self._sum(q, k, v, lengths, key_lengths, gate)
+        return self._sum(self._prepare(q, k, v, key_lengths, None), lengths, key_lengths)
 
-    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(x.shape[0], None)
-        q, k, v, gate, largest = self._prepare(*self._project(x, position=state.position), lengths, state.max)
-        o, sums = self._add(q, k, v, state, lengths, gate)
-        return self._merge(o), State(*sums, largest, self._advance(state.position, x, lengths))
-
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        projected = self._project(x[:, None], position=state.position)
-        q, k, v, gate, largest = self._prepare(*projected, None, state.max)
-        o, sums = self._add_one(q, k, v, state, gate)
-        return self._merge(o), State(*sums, largest, state.position + 1)
+    def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
+        return self._prepare(*self._project(x, position=state.position), lengths, state.max)
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         twice = self.options.kernel in ("trig", "hyperbolic")
@@ -135,15 +120,10 @@ class Performer(Kernelised):
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return None if self.options.kernel == "relu" else self._project(x)
 
-    def _prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Features of q and k, v, the log gate of a causal sum, and the largest exponent after the last key.
-
-        A query's factor is the same above and below the fraction, so it is left out.
-        """
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None) -> Features:
+        """The last item is the largest exponent so far. A query's factor cancels in the fraction, so it is left out."""
         k, v, gate, largest = self._prepare_keys(k, v, lengths, largest)
-        return self._query_features(q, v.dtype), k, v, gate, largest
+        return Features(self._query_features(q, v.dtype), k, v, gate, (largest,))
 
     def _prepare_keys(
         self, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
@@ -155,7 +135,8 @@ class Performer(Kernelised):
         dtype = v.dtype if narrow else wide_type(v)
         v = v.to(dtype)
         if self.options.kernel == "relu":
-            largest = largest if largest is not None else _nothing(k)
+            if largest is None:
+                largest = k.new_full((k.shape[0], k.shape[2]), NOTHING, dtype=wide_type(k))
             return self._rectified(k).to(dtype), v, None, largest
         if self.options.kernel == "trig":
             phi, exponent = trigonometric(self._scaled(k), self.directions)
@@ -215,9 +196,6 @@ class Performer(Kernelised):
         eps = self.eps if self.options.kernel == "trig" else 1e-30
         return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
 
-    def _merge(self, o: Tensor) -> Tensor:
-        return self.heads.merge(o.to(self.heads.out.weight.dtype))
-
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) over its sum, [B, H, T, S], in units of the largest exponent among the keys that a query sees."""
         kernel = self.options.kernel
@@ -249,8 +227,3 @@ class Performer(Kernelised):
         if kernel == "trig":
             d = torch.where(d < 0, d.clamp(max=-eps), d.clamp(min=eps))
         return (weights / d).to(q.dtype)
-
-
-def _nothing(k: Tensor) -> Tensor:
-    """The largest exponent before the first key of k [B, S, H, K]: [B, H]"""
-    return k.new_full((k.shape[0], k.shape[2]), NOTHING, dtype=wide_type(k))

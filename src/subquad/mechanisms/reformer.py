@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
@@ -89,7 +89,6 @@ class Options(base.Options):
 
 
 class Reformer(Attention):
-    options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     family = "clustering"
@@ -103,12 +102,12 @@ class Reformer(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options)
+        super().__init__(options, heads=False)
         self.query = nn.Linear(options.dim, options.dim)  # of the keys as well
         self.value = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
         self.buckets = math.prod(options.factors)
-        shape = (options.heads, options.rounds, options.dim // options.heads, sum(options.factors) // 2)
+        shape = (options.heads, options.rounds, self.width, sum(options.factors) // 2)
         self.register_buffer("rotation", torch.empty(shape))
         self.rotation: Tensor
         self.redraw()
@@ -123,9 +122,7 @@ class Reformer(Attention):
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         return self._merge(self._attend_near(*self._route(x, lengths)))
 
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         return self._route(x, None, position)[:3]
 
     def _route(
@@ -213,7 +210,7 @@ class Reformer(Attention):
             seen = seen & torch.ones_like(own).tril()
         return pair_attention(q, k, v, seen, -SELF * own, self._dropout())
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor) -> QKV:
         q, k, v = self._project(x)
         return q * q.shape[-1] ** 0.5, k, v  # without the self-exclusion
 
@@ -240,7 +237,7 @@ class Reformer(Attention):
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads
-        cache = self._zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        cache = self._zeros(batch, capacity or 64, heads, self.width)
         lists = empty_lists((batch, heads, self.options.rounds), self.buckets, self.options.chunk, cache.device)
         return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from subquad.checks import check_eps, refuse
 from subquad.mechanisms import base, kernelised
+from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast1
-from subquad.mechanisms.heads import Heads
-from subquad.mechanisms.kernelised import Kernelised
+from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
@@ -65,7 +65,6 @@ class Options(base.Options):
 
 
 class RFA(Kernelised):
-    options_type = Options
     state_type = State
     memory_type = Memory
     small = ({"features": 24}, {"features": 24, "gate": True}, {"features": 30, "orthogonal": True, "tau": 0.8})
@@ -74,44 +73,31 @@ class RFA(Kernelised):
 
     def __init__(self, options: Options):
         super().__init__(options)
-        self.width = options.dim // options.heads
-        self.heads = Heads(options.dim, options.heads)
         self.sigma = nn.Parameter(torch.ones(options.heads, self.width))
         self.gate = nn.Linear(options.dim, options.heads) if options.gate else None
-        self.register_buffer("directions", self._draw(self._generator()))
+        self.register_buffer("directions", torch.empty(options.heads, options.features, self.width))
+        self.redraw()
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        self.directions.copy_(self._draw(generator if generator is not None else self._generator()))
-
-    def _draw(self, generator: torch.Generator) -> Tensor:
-        o = self.options
-        return draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal)
+        o, generator = self.options, generator or self._generator()
+        self.directions.copy_(draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        q, k, v, gate = self._features(x, *self._project(x))
-        if self.options.causal:
-            q = _over_unit(q, self._squares(gate, None, x, None)[0])
-        else:
-            q = _over_unit(q, _counts(k, lengths))
-        return self._merge(self._sum(q, k, v, lengths, lengths, gate))
+        features = self._prepare(x, *self._project(x))
+        squares = (
+            self._squares(features.gate, None, x, None)[0] if self.options.causal else _counts(features.k, lengths)
+        )
+        return self._merge(self._sum(_over_unit(features, squares), lengths, lengths))
 
     def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
-        q, k, v, _ = self._features(x, *self._project(x, context))
-        return self._merge(self._sum(_over_unit(q, _counts(k, context_lengths)), k, v, lengths, context_lengths))
+        features = self._prepare(x, *self._project(x, context))
+        features = _over_unit(features, _counts(features.k, context_lengths))
+        return self._merge(self._sum(features, lengths, context_lengths))
 
-    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(x.shape[0], None)
-        q, k, v, gate = self._features(x, *self._project(x, position=state.position))
-        squares, last = self._squares(gate, state.weight_squares, x, lengths)
-        o, sums = self._add(_over_unit(q, squares), k, v, state, lengths, gate)
-        return self._merge(o), State(*sums, last, self._advance(state.position, x, lengths))
-
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        x = x[:, None]
-        q, k, v, gate = self._features(x, *self._project(x, position=state.position))
-        squares, last = self._squares(gate, state.weight_squares, x, None)
-        o, sums = self._add_one(_over_unit(q, squares), k, v, state, gate)
-        return self._merge(o), State(*sums, last, state.position + 1)
+    def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
+        features = self._prepare(x, *self._project(x, position=state.position))
+        squares, last = self._squares(features.gate, state.weight_squares, x, lengths)
+        return _over_unit(features, squares)._replace(more=(last,))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         s, z, position = self._empty(batch, 2 * self.options.features)
@@ -124,22 +110,22 @@ class RFA(Kernelised):
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = fourier(self.heads.queries(x), self._frequencies(), unit=True)
-        q, sums = _over_unit(q, _counts(q, memory.lengths)), LinearState(memory.s, memory.z)
+        q, sums = q * _unit_of(_counts(q, memory.lengths), q), LinearState(memory.s, memory.z)
         return self._merge(linear_attention_read(q, sums, feature_map="identity", eps=self._how()["eps"]))
 
     def _frequencies(self) -> Tensor:
         return self.directions * self.sigma[:, None] / self.options.tau  # [H, features, K]
 
-    def _features(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Features:
         """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
         # float16 holds neither a small 1 - g nor the gradient of a small denominator
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         frequencies = self._frequencies()
         q, k = (fourier(t, frequencies, unit=True, dtype=dtype) for t in (q, k))
         if self.gate is None:
-            return q, k, v.to(dtype), None
+            return Features(q, k, v.to(dtype))
         logit = self.gate(x).to(torch.promote_types(dtype, torch.float32))  # [B, T, H]
-        return q, (k * torch.sigmoid(-logit)[..., None]).to(dtype), v.to(dtype), F.logsigmoid(logit)
+        return Features(q, (k * torch.sigmoid(-logit)[..., None]).to(dtype), v.to(dtype), F.logsigmoid(logit))
 
     @torch.no_grad()
     def _squares(
@@ -162,10 +148,7 @@ class RFA(Kernelised):
         eps = self.options.eps / (2 * self.options.features) ** 0.5
         return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
 
-    def _merge(self, o: Tensor) -> Tensor:
-        return self.heads.merge(o.to(self.heads.out.weight.dtype))
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor) -> QKV:
         """A last channel carries what depends on the key alone: its norm under σ, and the gates."""
         q, k, v = self._project(x)
         q, k = _unit(q), _unit(k)
@@ -208,14 +191,18 @@ def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:
     return count[:, None, None].to(wide_type(like))
 
 
-def _over_unit(q: Tensor, squares: Tensor) -> Tensor:
-    """Features of queries over √Σ wₛ² [B, T, H], so that the least denominator is one number for all of them.
+def _over_unit(features: Features, squares: Tensor) -> Features:
+    """Queries over √Σ wₛ², so that the least denominator is one number for all of them."""
+    return features._replace(q=features.q * _unit_of(squares, features.q))
 
-    Rounded to a power of two it leaves every digit of the quotient as it is. 0.7 puts the steps of the rounding where
-    no count is, nor a gate that is all open, so that it does not follow the last digit of a sum.
+
+def _unit_of(squares: Tensor, like: Tensor) -> Tensor:
+    """1/√squares [B, T, H] as a factor of queries, rounded to a power of two, so that no digit of a quotient changes.
+
+    The steps of the rounding are at 0.7 of a power: no count is there, nor a gate that is all open.
     """
     exponent = (0.7 * squares.detach()).clamp(min=1e-30).log2().div(2).floor()
-    return q * torch.exp2(-exponent)[..., None].to(q.dtype)
+    return torch.exp2(-exponent)[..., None].to(like.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.checking import check_padded
 from subquad.ops.autocast import uncast
@@ -96,7 +96,6 @@ class Options(base.Options):
 
 
 class Routing(Attention):
-    options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     family = "clustering"
@@ -109,14 +108,13 @@ class Routing(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options)
+        super().__init__(options, heads=False)
         self.shared = options.causal if options.share_qk is None else options.share_qk
         self.strict = options.causal and options.strict_causal
-        width = options.dim // options.heads
-        self.scale = options.scale or 1 / math.sqrt(width)
+        self.scale = options.scale or 1 / math.sqrt(self.width)
         self.qkv = nn.Linear(options.dim, (2 if self.shared else 3) * options.dim)
         self.out = nn.Linear(options.dim, options.dim)
-        self.register_buffer("centroids", torch.empty(options.heads, options.clusters, width))
+        self.register_buffer("centroids", torch.empty(options.heads, options.clusters, self.width))
         self.register_buffer("_last", torch.empty_like(self.centroids), persistent=False)
         self.centroids: Tensor
         self._last: Tensor  # what the last training forward routed by
@@ -150,13 +148,11 @@ class Routing(Attention):
             return self._merge(self._attend_near(routed, self._nearest(routed, lengths)))
         return self._merge(self._balanced(routed, lengths))
 
-    def _project(
-        self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         return self._route(x, position)[:3]
 
     def _route(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
-        parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.options.dim // self.options.heads)).unbind(2)
+        parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.width)).unbind(2)
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
         with torch.no_grad(), uncast(x):
@@ -249,7 +245,7 @@ class Routing(Attention):
     def _merge(self, o: Tensor) -> Tensor:
         return self.out(o.flatten(-2))
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor) -> QKV:
         q, k, v = self._project(x)
         return q * q.shape[-1] ** 0.5, k, v
 
@@ -297,7 +293,7 @@ class Routing(Attention):
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         heads = self.options.heads
-        cache = self._zeros(batch, capacity or 64, heads, self.options.dim // heads)
+        cache = self._zeros(batch, capacity or 64, heads, self.width)
         lists = empty_lists((batch, heads), self.options.clusters, self.options.window, cache.device)
         return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
 

@@ -30,7 +30,6 @@ from subquad.checks import at_least, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding
 from subquad.ops.precision import wide_type
@@ -58,16 +57,12 @@ class Options(base.Options):
 
 
 class Sinkhorn(Attention):
-    options_type = Options
     traits = Traits(causal=True, bidirectional=True)
     family = "learnable patterns"
     exponent = 2.0
     small = ({"block": 6}, {"block": 8, "sortcut": 2}, {"block": 5, "iterations": 3, "temperature": 0.2})
+    approximates = True
     options: Options
-
-    def __init__(self, options: Options):
-        super().__init__(options)
-        self.heads = Heads(options.dim, options.heads)
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
@@ -99,9 +94,6 @@ class Sinkhorn(Attention):
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads.split(x)  # not rotated: R ignores positions
         return self._weights(q, k), v
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._project(x)
 
     def _blocks(self, t: Tensor) -> Tensor:
         """[B, T, H, K] -> [B, N, C, H, K], the last block completed with zeros."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import QKV, Attention, Heads
 from subquad.mechanisms.base import Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import counted_attention, dense_attention, hide_future
 from subquad.ops.lengths import visible_keys
@@ -55,7 +54,7 @@ class Unprojected(Heads):
         nn.Module.__init__(self)
         self.heads = heads
 
-    def split(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, context: Tensor | None = None) -> QKV:
         return self.queries(x), *self.keys(x if context is None else context)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -69,7 +68,6 @@ class Unprojected(Heads):
 
 
 class Softmax(Attention):
-    options_type = Options
     state_type = State
     memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
@@ -80,10 +78,10 @@ class Softmax(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options)
-        width = options.dim // options.heads
-        self.scale = options.scale or (1 / math.sqrt(width) if options.projections else 1.0)
-        self.heads = Heads(options.dim, options.heads) if options.projections else Unprojected(options.heads)
+        super().__init__(options, heads=options.projections)
+        self.scale = options.scale or (1 / math.sqrt(self.width) if options.projections else 1.0)
+        if not options.projections:
+            self.heads = Unprojected(options.heads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         causal = self.options.causal  # right padding is in every token's future
@@ -95,12 +93,12 @@ class Softmax(Attention):
         scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
         return (hide_future(scores) if self.options.causal else scores).softmax(-1)  # [B, H, T, S]
 
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor) -> QKV:
         q, k, v = self._project(x)
         return q * (self.scale * math.sqrt(q.shape[-1])), k, v
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        cache = self._zeros(batch, capacity or 64, self.options.heads, self.options.dim // self.options.heads)
+        cache = self._zeros(batch, capacity or 64, self.options.heads, self.width)
         return State(cache, cache.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:

@@ -16,6 +16,7 @@ Verified    tests/mechanisms/test_synthesizer.py: random with R = QKᵀ/√K is 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.dense import hide_future
 from subquad.ops.lengths import first, visible_keys
 
@@ -49,7 +49,6 @@ class Options(base.Options):
 
 
 class Synthesizer(Attention):
-    options_type = Options
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
     family = "new frameworks"
     exponent = 2.0
@@ -62,12 +61,10 @@ class Synthesizer(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         heads, length, kinds = options.heads, options.max_length or 0, options.kinds
-        width = options.dim // heads
-        self.heads = Heads(options.dim, heads)
         self.mixture = nn.Parameter(torch.zeros(heads, len(kinds)))  # softmax of it is α
         if "dense" in kinds:
             self.w1 = nn.Linear(options.dim, options.dim)
-            self.w2 = nn.Parameter(torch.randn(heads, length, width) / math.sqrt(width))
+            self.w2 = nn.Parameter(torch.randn(heads, length, self.width) / math.sqrt(self.width))
         if "random" in kinds:
             self.random = nn.Parameter(torch.randn(heads, length, length))
         if "fixed" in kinds:
@@ -91,31 +88,20 @@ class Synthesizer(Attention):
         size, causal = x.shape[1], self.options.causal
         sides: list[tuple[Tensor, Tensor]] = []  # [B, H, T, ·] and [B, H, S, ·], whose products are logits
         bias: Tensor | None = None  # logits that are no product, [B, H, T, S]
-        for kind, share in zip(self.options.kinds, self.mixture.softmax(-1).T, strict=True):
-            share = share[:, None, None]  # [H, 1, 1]
+        for kind, share in zip(self.options.kinds, self.mixture.softmax(-1).T[..., None, None], strict=True):
             if kind in ("dense", "factorised_random", "dot"):
                 left, right = self._sides(kind, x, q, k)
                 sides.append((left * share, right))
             else:
                 bias = share * self._bias(kind, x) + (0 if bias is None else bias)
-        if sides:
-            left, right = torch.cat([s[0] for s in sides], dim=-1), torch.cat([s[1] for s in sides], dim=-1)
-        else:
-            left = right = q.new_zeros(*q.transpose(1, 2).shape[:3], 1)
+        nothing = q.new_zeros(*q.transpose(1, 2).shape[:3], 1)
+        left, right = (torch.cat(side, dim=-1) for side in zip(*(sides or [(nothing, nothing)]), strict=True))
         visible = None if causal else visible_keys(lengths, size)
         mask = visible if bias is None or visible is None else bias.masked_fill(~visible, -math.inf)
         if bias is not None and visible is None:
             mask = hide_future(bias) if causal else bias
-        o = F.scaled_dot_product_attention(
-            left,
-            right,
-            v.transpose(1, 2),
-            mask,
-            dropout_p=self._dropout(),
-            is_causal=causal and bias is None,
-            scale=1.0,
-        )
-        return self.heads.merge(o.transpose(1, 2))
+        how: dict[str, Any] = {"dropout_p": self._dropout(), "is_causal": causal and bias is None, "scale": 1.0}
+        return self._merge(F.scaled_dot_product_attention(left, right, v.transpose(1, 2), mask, **how).transpose(1, 2))
 
     def _sides(self, kind: str, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         size = x.shape[1]

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.heads import Heads
 from subquad.ops.lengths import at_most, first, keep, padding
 
 
@@ -39,7 +38,6 @@ class Options(base.Options):
 
 
 class TransformerXL(Attention):
-    options_type = Options
     state_type = State
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "recurrence"
@@ -50,27 +48,22 @@ class TransformerXL(Attention):
 
     def __init__(self, options: Options):
         super().__init__(options)
-        width = options.dim // options.heads
-        self.heads = Heads(options.dim, options.heads)
         self.relative = nn.Linear(options.dim, options.dim, bias=False)  # W_r
-        self.u = nn.Parameter(torch.randn(options.heads, width) * 0.02)
-        self.w = nn.Parameter(torch.randn(options.heads, width) * 0.02)
+        self.u, self.w = (nn.Parameter(torch.randn(options.heads, self.width) * 0.02) for _ in range(2))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
-        memory, after = self.options.memory, self._after()
-        seen = keep(lengths, x.shape[1])
+        around, seen = (self.options.memory, self._after()), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
-        k, v = (F.pad(t, (0, 0, 0, 0, memory, after)) for t in (k, v))
-        return self._merge(self._attend_behind(q, k, v, F.pad(seen, (memory, after))))
+        k, v = (F.pad(t, (0, 0, 0, 0, *around)) for t in (k, v))
+        return self._merge(self._attend_behind(q, k, v, F.pad(seen, around)))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads = self.options.heads
-        past = self._zeros(batch, self.options.memory, heads, self.options.dim // heads)
+        past = self._zeros(batch, self.options.memory, self.options.heads, self.width)
         return State(past, past.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(x.shape[0], None)
+        state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
         k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
         memory = self.options.memory
@@ -87,9 +80,8 @@ class TransformerXL(Attention):
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
         distances = self.options.memory - torch.arange(self.options.memory + self._after() + 1, device=like.device)
-        return self.relative(sinusoid(distances, self.options.dim).to(like.dtype)).unflatten(
-            -1, (self.options.heads, -1)
-        )
+        waves = sinusoid(distances, self.options.dim).to(like.dtype)
+        return self.relative(waves).unflatten(-1, (self.options.heads, -1))
 
     def _attend_behind(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Query t sees entries t .. t + span of k, v and `seen`, which start `memory` before the first query.

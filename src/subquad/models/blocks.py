@@ -17,7 +17,7 @@ from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
-from subquad.ops.lengths import keep
+from subquad.ops.lengths import zero_padding
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
@@ -217,13 +217,12 @@ def shorten(lengths: Tensor | None, pool: int) -> Tensor | None:
 def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
     """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, padding left out."""
     batch, size, _ = x.shape
-    mask = keep(lengths, size)
-    if mask is None:
-        mask = torch.ones(batch, size, dtype=torch.bool, device=x.device)
     missing = -size % pool
-    x = nn.functional.pad(x.masked_fill(~mask[..., None], 0), (0, 0, 0, missing)).unflatten(1, (-1, pool))
-    counts = nn.functional.pad(mask, (0, missing)).unflatten(1, (-1, pool)).sum(-1)  # [B, T/pool]
-    return x.sum(2) / counts.clamp(min=1)[..., None].to(x.dtype)
+    counts = x.new_full((batch,), size, dtype=torch.int64) if lengths is None else lengths  # [B]
+    starts = torch.arange(0, size, pool, device=x.device)
+    counts = (counts[:, None] - starts).clamp(1, pool)  # [B, T/pool]; 1 where no token is left, whose sum is 0
+    x = nn.functional.pad(zero_padding(x, lengths), (0, 0, 0, missing)).unflatten(1, (-1, pool))
+    return x.sum(2) / counts[..., None].to(x.dtype)
 
 
 def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:

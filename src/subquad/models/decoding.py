@@ -227,14 +227,12 @@ class Mixture:
     """A mixture of discretised logistics; a filter needs the probability of every value, a plain draw does not."""
 
     values = logistic_mixture.VALUES
+    log_prob = staticmethod(logistic_mixture.log_prob)
 
     def draw(self, outputs: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
         if sampling.plain:
             return logistic_mixture.draw(outputs, seeds, position)
         return draw(logistic_mixture.log_probs(outputs), sampling, seeds, position, seen)
-
-    def log_prob(self, outputs: Tensor, token: Tensor) -> Tensor:
-        return logistic_mixture.log_prob(outputs, token)
 
 
 def decoder_of(model: Any) -> Any:
@@ -303,7 +301,5 @@ def compiled_step() -> Callable[..., State]:
 
 def _lacks_compiler(error: BaseException | None) -> bool:
     """Whether inductor or triton found no compiler; this is noticed before anything has run."""
-    if error is None:
-        return False
-    known = type(error).__name__ in ("InvalidCxxCompiler", "TritonMissing") or "C++ compiler" in str(error)
-    return known or "C compiler" in str(error) or _lacks_compiler(error.__cause__)
+    signs = "InvalidCxxCompiler", "TritonMissing", "C++ compiler", "C compiler"
+    return error is not None and (any(sign in repr(error) for sign in signs) or _lacks_compiler(error.__cause__))

@@ -166,8 +166,6 @@ class LSTM(Model):
     def _check_state(self, state: State, batch: int) -> State:
         self._check_direction("prefill")
         wanted = (batch, self.config.depth, self.config.dim)
-        if not isinstance(state, State):
-            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         for name, part in (("hidden", state.hidden), ("cell", state.cell)):
             if not isinstance(part, Tensor) or part.shape != wanted or part.dtype != self.head.weight.dtype:
                 raise ValueError(f"state.{name} is {shown(part)}: accepted is {self.head.weight.dtype} {list(wanted)}")

@@ -81,20 +81,17 @@ class Streams:
             return self._admit(read_prompts(self.model, prompts, lengths, state, seed, "prompts"))
 
     def _admit(self, prompts: Prompts) -> list[int]:
-        count = len(prompts.tokens)
+        count, free = len(prompts.tokens), sorted(set(range(self.slots)) - set(self.slot_of.values()))
         if count > self.free:
             raise ValueError(
                 f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
             )
         reached = prompts.sizes.cpu() + (0 if prompts.state is None else position_of(prompts.state).cpu())
-        if int(reached.max()) > self.capacity:
-            raise ValueError(
-                f"prompts reach position {int(reached.max())}: accepted is at most capacity={self.capacity}"
-            )
+        if (last := int(reached.max())) > self.capacity:
+            raise ValueError(f"prompts reach position {last}: accepted is at most capacity={self.capacity}")
         state = begin(self.model, prompts, self.capacity)
-        taken = set(self.slot_of.values())
-        slots = [slot for slot in range(self.slots) if slot not in taken][:count]
-        loop, rows = self.loop, torch.tensor(slots, device=self.model.device)
+        loop, slots = self.loop, free[:count]
+        rows = torch.tensor(slots, device=self.model.device)
         overwrite(loop.state, rows, state)
         loop.token[rows], loop.seeds[rows], loop.done[rows] = prompts.last, prompts.seeds, False
         loop.mark_seen(prompts.tokens, rows)

@@ -20,13 +20,14 @@ from subquad.data import digits
 from subquad.measure.growth import Growth, growth_of_time
 from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
-from subquad.mechanisms.base import Mixer, Options
+from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.card import card, option_meanings
 from subquad.report import charts
 from subquad.report.charts import FAMILIES
 from subquad.report.html import Cell, code, environment, escape, number, render, template
 from subquad.report.published import beside
 from subquad.report.runs import Json, Run, compared, find, read
+from subquad.report.terminal import options
 from subquad.studies.published import TABLES
 
 LESSONS = {
@@ -184,19 +185,12 @@ class _Site:
         series: list[Json] = [{"name": n, "family": charts.family(n), "points": p} for n, p in points.items()]
         counted = [[n, (4 * dim + 2 * n) / (12 * dim + 2 * n)] for n in sorted({r["length"] for r in rows})]
         series.append({"name": "softmax, counted", "family": "other", "points": counted})
-        view = {
-            "label": "Share of the mixer in a block's forward time",
-            "x": {"label": "sequence length N", "short": "N =", "unit": "tokens", "log": True},
-            "y": {"label": "share of the block", "short": "share", "unit": "share", "range": [0, 1]},
-            "series": series,
-        }
+        x = {"label": "sequence length N", "short": "N =", "unit": "tokens", "log": True}
+        y = {"label": "share of the block", "short": "share", "unit": "share", "range": [0, 1]}
+        view = {"label": "Share of the mixer in a block's forward time", "x": x, "y": y, "series": series}
+        keys = ("length", "mixer_ms", "block_ms")
         cells = [
-            [
-                Cell(r["mechanism"]),
-                *(number(r[key]) for key in ("length", "mixer_ms", "block_ms")),
-                number(100 * r["share"], unit="%"),
-            ]
-            for r in rows
+            [Cell(r["mechanism"]), *(number(r[key]) for key in keys), number(100 * r["share"], unit="%")] for r in rows
         ]
         where = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in {**machine, **settings}.items())
         return {"chart": {"views": [view], "chosen": [s["name"] for s in series]}, "rows": cells, "where": where}
@@ -207,12 +201,7 @@ class _Site:
         for i, run in enumerate(self.runs):
             spec = charts.curves(run)
             layer = ", ".join(f"{word} {run.settings[key]}" for key, word in words.items() if key in run.settings)
-            about = {
-                "where": _where(run),
-                "layer": layer,
-                "file": run.path.name,
-                "date": run.comparison.date[:10],
-            }
+            about = {"where": _where(run), "layer": layer, "file": run.path.name, "date": run.comparison.date[:10]}
             if spec:
                 runs.append({"anchor": f"measured{i}", "chart": spec, **about})
         published = beside(TABLES.values(), _named_by_device(self.figures))
@@ -269,9 +258,8 @@ def who_attends(name: str, pixels: Tensor) -> list[tuple[str, list[str]]]:
 def embed(pixels: Tensor) -> Tensor:
     """A fixed random vector for each shade, row and column, added: [T] -> [1, T, DIM]."""
     generator = torch.Generator().manual_seed(0)
-    shades, rows, columns = (
-        torch.randn(n, DIM, generator=generator) for n in (digits.SHADES, digits.SIDE, digits.SIDE)
-    )
+    sizes = (digits.SHADES, digits.SIDE, digits.SIDE)
+    shades, rows, columns = (torch.randn(n, DIM, generator=generator) for n in sizes)
     place = torch.arange(len(pixels))
     return (shades[pixels] + rows[place // digits.SIDE] + columns[place % digits.SIDE])[None]
 
@@ -308,29 +296,21 @@ def run_example(source: str) -> Markup:
 
 
 def _options(name: str) -> list[list[Cell]]:
-    cls = MECHANISMS[name]
-    meanings = option_meanings(cls)
-    shared = {field.name for field in dataclasses.fields(Options)}
+    meanings = option_meanings(MECHANISMS[name])
     rows = []
-    for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
-        needed = option.default is dataclasses.MISSING or (option.name == "max_length" and cls.traits.fixed_length)
+    for option, default, shared in options(MECHANISMS[name]):
         kind = option.type if isinstance(option.type, str) else getattr(option.type, "__name__", str(option.type))
         kind = kind if kind not in ("Literal", "Union", "UnionType") else str(option.type)
         kind = re.sub(r"typing\.|collections\.abc\.|torch\.(?=Tensor)", "", kind)
-        default, whose = (
-            "required" if needed else repr(option.default),
-            "all mechanisms" if option.name in shared else name,
-        )
-        meaning = Cell(meanings[option.name], css="long")
-        rows.append([Cell(option.name), Cell(default), Cell(kind), meaning, Cell(whose)])
+        meaning, whose = Cell(meanings[option.name], css="long"), Cell("all mechanisms" if shared else name)
+        rows.append([Cell(option.name), Cell(default), Cell(kind), meaning, whose])
     return rows
 
 
 def _decoding(cost: str) -> str:
     """The part of a Cost field that speaks of decoding."""
-    flat = _one_line(cost)
-    at = flat.find("decode")
-    return flat[at:] if at >= 0 else "no decoding"
+    _, decode, rest = _one_line(cost).partition("decode")
+    return decode + rest or "no decoding"
 
 
 def _legend() -> str:

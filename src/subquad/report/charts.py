@@ -135,11 +135,7 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
 
 
 def _drawn(
-    rows: list[Row],
-    points: Mapping[str, list[list[float]]],
-    forms: Mapping[str, bool],
-    key: str,
-    against: str | None,
+    rows: list[Row], points: Mapping[str, list[list[float]]], forms: Mapping[str, bool], key: str, against: str | None
 ) -> dict[str, dict[float, float]]:
     """{series: {length: cost}} for what was measured in pairs with softmax, and for that softmax."""
     if key.endswith("_ratio"):

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.disk import read_json
+from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import budget_line, of_size
 from subquad.studies.lra.recipes import PUBLISHED, RECIPES
 from subquad.studies.published import TABLES
@@ -27,12 +28,9 @@ COSTS = (  # title, field of a run, in what unit, format
 def published(mechanism: str, column: str) -> float | None:
     """The paper's accuracy, if its table has it."""
     titles = [c.title for c in PAPER.columns]
-    title = RECIPES[column].title
-    for _, name, figures in PAPER.rows:
-        if name == mechanism and title in titles:
-            value = figures[titles.index(title)]
-            return float(value) if isinstance(value, (int, float)) else None
-    return None
+    printed = {name: dict(zip(titles, figures, strict=True)) for _, name, figures in PAPER.rows}
+    value = printed.get(mechanism, {}).get(RECIPES[column].title)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
@@ -65,19 +63,15 @@ def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Tab
 def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> Table:
     """Ours beside the paper's, their averages over the same columns, and mean and deviation over the mechanisms."""
     known, notes = cells(results), notes or {}
-    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    columns = _columns(known)
     named = {c: next(r.task for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
     real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
     counted = [c for c in columns if real[c] and c != "pathx"]
     average = averages(results, counted)
     budget = budget_line(results.budget.size, [r for runs in known.values() for r in runs])
     title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("mechanism", no_wrap=True)
-    for c in columns:
-        table.add_column(named[c], justify="right")
-    if counted:
-        table.add_column(f"average of {len(counted)}", justify="right", no_wrap=True)
+    last = [f"average of {len(counted)}"] if counted else []
+    table = plain_table(title, ["mechanism", *named.values(), *last], folds=[*named.values()])
     for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # failed ones too
         row = []
         for c in columns:
@@ -87,25 +81,22 @@ def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> 
             row.append(_cell(known.get((mechanism, c), []), theirs, f"{c} {mechanism}" in notes))
         ours, mean = average.get(mechanism, (None, None))
         row.append("-" if ours is None else f"{ours:.2f}" + ("" if mean is None else f" ({mean:.2f})"))
-        table.add_row(mechanism, *row[: len(columns) + bool(counted)])
+        table.add_row(mechanism, *row[: len(columns) + len(last)])
     of_column = {c: [_mean(runs) for (_, column), runs in known.items() if column == c] for c in columns}
     overall = [ours for ours, _ in average.values()]
     for label, of in _summaries(known).items():
         row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
-        table.add_row(label, *row[: len(columns) + bool(counted)], style="dim")
+        table.add_row(label, *row[: len(columns) + len(last)], style="dim")
     return table
 
 
 def cost_tables(results: ArenaTable) -> list[Table]:
     """Seconds, memory, steps and parameters, each with mean and deviation over the mechanisms."""
     known = cells(results)
-    columns = [c for c in RECIPES if any(column == c for _, column in known)]
+    columns = _columns(known)
     tables = []
     for title, field, unit, shape in COSTS:
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("mechanism", no_wrap=True)
-        for c in columns:
-            table.add_column(RECIPES[c].title, justify="right", no_wrap=True)
+        table = plain_table(title, ["mechanism", *(RECIPES[c].title for c in columns)])
         values = {key: statistics.fmean(getattr(r, field) / unit for r in runs) for key, runs in known.items()}
         for mechanism in dict.fromkeys(m for m, _ in known):
             row = [shape.format(values[mechanism, c]) if (mechanism, c) in values else "-" for c in columns]
@@ -150,6 +141,11 @@ def note_lines(results: ArenaTable, notes: dict[str, str]) -> list[str]:
     return lines + [
         f"{'failed' if cell in failed else 'needs a note'}: {cell}, {escape(why)}" for cell, why in missing.items()
     ]
+
+
+def _columns(known: Iterable[tuple[str, str]]) -> list[str]:
+    run = {column for _, column in known}
+    return [column for column in RECIPES if column in run]
 
 
 def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:

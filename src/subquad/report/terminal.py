@@ -3,12 +3,13 @@
 import dataclasses
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from subquad.mechanisms import MECHANISMS, mechanism
-from subquad.mechanisms.base import Options
+from subquad.mechanisms.base import Mixer, Options
 from subquad.mechanisms.card import FIELDS, card, option_meanings
 from subquad.studies.recommend import Advice
 
@@ -59,11 +60,18 @@ def options_table(name: str) -> Table:
     table = Table(title="Options", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("option", "default", "meaning"):
         table.add_column(column, no_wrap=column == "option")
-    shared, meanings = {field.name for field in dataclasses.fields(Options)}, option_meanings(cls)
+    meanings = option_meanings(cls)
+    for option, default, _ in options(cls):
+        table.add_row(option.name, default, escape(meanings[option.name]))
+    return table
+
+
+def options(cls: type[Mixer]) -> Iterator[tuple[dataclasses.Field[Any], str, bool]]:
+    """(option, its default in words, whether all mechanisms have it), those of this mechanism alone first."""
+    shared = {field.name for field in dataclasses.fields(Options)}
     for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
         required = option.default is dataclasses.MISSING or (option.name == "max_length" and cls.traits.fixed_length)
-        table.add_row(option.name, "required" if required else repr(option.default), escape(meanings[option.name]))
-    return table
+        yield option, "required" if required else repr(option.default), option.name in shared
 
 
 def advice_lines(advice: Advice, width: int) -> Iterator[str]:

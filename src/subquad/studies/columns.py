@@ -3,8 +3,10 @@
 A new column is a field of `measure.cost.Row` and an entry here; the CSV has every field by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from subquad.machine import readable
 from subquad.measure.cost import Spread
@@ -31,6 +33,14 @@ class Column(NamedTuple):
     heading: str  # in the report
     format: Callable[[Any], str]  # in the terminal; "-" where there is no figure
     wide: bool = False  # only where the terminal is wide
+
+
+def plain_table(title: str | None, columns: Sequence[str], gap: int = 2, folds: Collection[str] = ()) -> Table:
+    """A table without lines: names to the left, figures to the right; only the columns of `folds` break their lines."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=column not in folds)
+    return table
 
 
 COLUMNS = (

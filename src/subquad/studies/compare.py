@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +26,7 @@ from subquad.measure.cost import DTYPES, YARDSTICK, Row
 from subquad.mechanisms import MECHANISMS
 from subquad.pool import Died, Worker
 from subquad.studies import compare_worker as worker
-from subquad.studies.columns import COLUMNS, milliseconds, ratio
+from subquad.studies.columns import COLUMNS, milliseconds, plain_table, ratio
 from subquad.studies.compare_worker import Event, Job
 from subquad.studies.quality import task_name
 from subquad.studies.results import Comparison, MissingQuality, Quality, from_json, save, set_aside, to_json
@@ -54,7 +55,7 @@ def compare(
     """
     if settings.data is not None:
         load_tokens(Path(settings.data))  # refuse bad data before anything is measured
-    check_room(settings)
+    _check_room(settings)
     work = work or (_elsewhere if isolated else worker.work)
     out.mkdir(parents=True, exist_ok=True)
     results = Comparison(**origin(settings.device), settings=to_json(settings.to_dict()))
@@ -75,7 +76,7 @@ def compare(
     return results
 
 
-def check_room(settings: Settings) -> None:
+def _check_room(settings: Settings) -> None:
     """Refuse what not even the shortest length has memory for: nothing would be measured, slowly."""
     free, shortest = free_bytes(settings.device), settings.shape(settings.lengths[0], causal=True)
     weights = 2 * 4 * settings.dim**2 * DTYPES[settings.dtype].itemsize  # of softmax, with their gradients
@@ -111,12 +112,13 @@ def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
 
 def plan(settings: Settings) -> list[Job]:
     """Lengths from short to long, so that an early end leaves something of everybody; then quality."""
-    jobs: list[Job] = []
-    # those that share a yardstick one after the other
-    order = sorted(settings.mechanisms, key=lambda name: not settings.is_causal(name))
-    for length in settings.lengths:
-        for name in order:
-            jobs.append({"kind": "row", "mechanism": name, "length": length, "causal": settings.is_causal(name)})
+    forms = {name: settings.is_causal(name) for name in settings.mechanisms}
+    order = sorted(forms, key=lambda name: not forms[name])  # those that share a yardstick one after the other
+    jobs: list[Job] = [
+        {"kind": "row", "mechanism": name, "length": length, "causal": forms[name]}
+        for length in settings.lengths
+        for name in order
+    ]
     if settings.task is not None or settings.data is not None:
         jobs += [{"kind": "quality", "mechanism": name} for name in settings.mechanisms]
     return jobs
@@ -141,15 +143,13 @@ def _run(
             _save(results, out)
         return jobs[done:] if done else []
     except Died as death:
-        job, message = jobs[done], f"the measuring process died: {death}"
-        left = jobs[done + 1 :]
+        job, message, left = jobs[done], f"the measuring process died: {death}", jobs[done + 1 :]
         if job["kind"] == "row":
-            same = [other for other in left if other["kind"] == "row" and other["mechanism"] == job["mechanism"]]
-            left = [other for other in left if other not in same]
             results.rows.append(_row(job, error=message))
-            results.rows += [
-                _row(other, skipped=f"not tried: the process died at T = {job['length']}") for other in same
-            ]
+            same = [other for other in left if (other["kind"], other["mechanism"]) == ("row", job["mechanism"])]
+            reason = f"not tried: the process died at T = {job['length']}"
+            results.rows += [_row(other, skipped=reason) for other in same]
+            left = [other for other in left if other not in same]
             report(job, message)
         else:
             _keep_quality(results, {"mechanism": job["mechanism"], "task": task_name(settings), "reason": message})
@@ -157,8 +157,8 @@ def _run(
         return left
 
 
-def _row(job: Job, **why: str) -> Row:
-    return Row(mechanism=job["mechanism"], length=job["length"], causal=job["causal"], **why)  # type: ignore[arg-type]
+def _row(job: Job, **why: Any) -> Row:
+    return Row(mechanism=job["mechanism"], length=job["length"], causal=job["causal"], **why)
 
 
 def _keep_quality(results: Comparison, record: Event) -> str:
@@ -196,22 +196,17 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[Job, str], None]]:
     """A bar in a terminal, a line a figure elsewhere."""
-    if not console.is_terminal:
-
-        def say(job: Job, summary: str) -> None:
-            if summary:
-                console.print(f"{_title(job)}: {summary}", soft_wrap=True, highlight=False, markup=False)
-
-        yield say
-        return
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=total)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("starting", total=total)
 
-        def show(job: Job, summary: str) -> None:
-            progress.update(task, description=_title(job), advance=1 if summary else 0)
+    def report(job: Job, summary: str) -> None:
+        bar.update(task, description=_title(job), advance=1 if summary else 0)
+        if summary and not console.is_terminal:
+            console.print(f"{_title(job)}: {summary}", soft_wrap=True, highlight=False, markup=False)
 
-        yield show
+    with bar:
+        yield report
 
 
 def _title(job: Job) -> str:
@@ -236,11 +231,9 @@ def tables(results: Comparison, width: int = 120) -> list[Table]:
     )
     wide = width >= WIDE
     columns = [column for column in COLUMNS if wide or not column.wide]
+    metric = results.quality[0].metric if quality else ""
     titles = ["mechanism", "T", *(column.title for column in columns), "growth", "from T"]
-    titles += [_metric(results)] if quality and wide else []
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2 if wide else 1, 0, 0))
-    for name in titles:
-        table.add_column(name, justify="left" if name == "mechanism" else "right", no_wrap=True)
+    table = plain_table(title, [*titles, metric] if quality and wide else titles, gap=2 if wide else 1)
     growths = {record.mechanism: record for record in results.growth}
     crossed = {record.mechanism: record.training for record in results.crossovers}
     for row in _longest(results.rows):
@@ -254,25 +247,20 @@ def tables(results: Comparison, width: int = 120) -> list[Table]:
         time = "-" if exponents.time is None else f"{exponents.time:.2f}"
         cells.append(f"{time} ({exponents.documented_time:g})")
         cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
-        if quality and wide:
-            cells.append(_learned(quality.get(name), _metric(results)))
+        cells += [_learned(quality.get(name), metric)] if quality and wide else []
         table.add_row(*cells, style="bold" if name == YARDSTICK else None)
     if any(not row.causal for row in results.rows) and settings["causal"] is None:
         table.caption, table.caption_justify = "* bidirectional, against bidirectional softmax", "left"
-    learned = Table(box=None, padding=(0, 2, 0, 0))
-    if quality and not wide:  # no room beside the others
-        learned.add_column("learned", no_wrap=True)
-        learned.add_column(f"{_metric(results)} on {results.quality[0].task}", justify="right", no_wrap=True)
-        for name, record in quality.items():
-            learned.add_row(name, _learned(record, _metric(results)), style="bold" if name == YARDSTICK else None)
+    learned = plain_table(None, ("learned", f"{metric} on {results.quality[0].task}") if quality else ())
+    for name, record in quality.items() if not wide else ():  # no room beside the others
+        learned.add_row(name, _learned(record, metric), style="bold" if name == YARDSTICK else None)
     return [shown for shown in (table, learned, reasons(results)) if shown.row_count]
 
 
 def reasons(results: Comparison) -> Table:
     """Why something was not measured."""
-    table = Table(title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("mechanism", "T", "why"):
-        table.add_column(column, overflow="fold")
+    columns = ("mechanism", "T", "why")
+    table = Table(*columns, title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in growth.names(results.rows):
         lost = [row for row in results.rows if row.mechanism == name and (row.error or row.skipped)]
         if lost:  # the first reason; those of longer lengths follow from it
@@ -285,15 +273,9 @@ def reasons(results: Comparison) -> Table:
 
 def _longest(rows: list[Row]) -> list[Row]:
     """The row of each mechanism's longest measured length; the longest and the fastest first."""
-    last: dict[str, tuple[float, Row]] = {}
-    for row in rows:
-        if row.training_ms is not None and (row.mechanism not in last or row.length >= last[row.mechanism][1].length):
-            last[row.mechanism] = (row.training_ms.median, row)
-    return [row for _, row in sorted(last.values(), key=lambda timed: (-timed[1].length, timed[0]))]
-
-
-def _metric(results: Comparison) -> str:
-    return results.quality[0].metric
+    timed = [row for row in sorted(rows, key=lambda row: row.length) if row.training_ms is not None]
+    longest = {row.mechanism: row for row in timed}.values()
+    return sorted(longest, key=lambda row: (-row.length, row.training_ms and row.training_ms.median))
 
 
 def _learned(record: Quality | None, metric: str) -> str:

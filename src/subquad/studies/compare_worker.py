@@ -1,7 +1,6 @@
 """The process that measures, apart from the one that keeps the figures: if it dies, only one figure is lost."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +20,13 @@ from subquad.measure.cost import (
     grown,
     out_of_memory,
     peak_bytes,
+    release,
     spread,
     time_beside,
 )
 from subquad.mechanisms import mechanism
 from subquad.pool import serve
+from subquad.studies.quality import quality
 from subquad.studies.results import from_json, to_json
 from subquad.studies.settings import Settings
 
@@ -67,14 +68,12 @@ class Bench:
         self.yardstick_shape: Shape | None = None
 
     def do(self, job: Job) -> Event:
+        if job["kind"] == "quality":
+            return {"quality": quality(self.settings, job["mechanism"])}
         if job["kind"] == "row":
             return {"row": self.row(job["mechanism"], job["length"], job["causal"])}
-        if job["kind"] == "warm":
-            warm(job["mechanism"], self.settings.shape(job["length"], job["causal"]))
-            return {"warmed": job["mechanism"]}
-        from subquad.studies.quality import quality
-
-        return {"quality": quality(self.settings, job["mechanism"])}
+        warm(job["mechanism"], self.settings.shape(job["length"], job["causal"]))
+        return {"warmed": job["mechanism"]}
 
     def row(self, name: str, length: int, causal: bool) -> Row:
         """The figures of one mechanism at one length, or why there are none; nothing is raised."""
@@ -90,14 +89,14 @@ class Bench:
             else:
                 row.skipped = f"out of memory: {amount}"
         self.rows.append(row)
-        gc.collect()
-        if torch.device(self.settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        release(self.settings.device)
         return row
 
     def _measure(self, row: Row, shape: Shape) -> None:
         name = row.mechanism
-        self._refuse_impossible(name, shape)
+        traits, form = mechanism(name).traits, "causal" if shape.causal else "bidirectional"
+        if not getattr(traits, form):
+            raise Skip(f"has no {form} form")
         self._refuse_slow(name, shape, self.settings.limit * (2 if name == YARDSTICK else 1))
         self._refuse_large(name, shape)
         subject = _build(name, shape)
@@ -113,9 +112,8 @@ class Bench:
             self._time(row, {"decode": decode}, shape, yardstick, False)
 
     def _time(self, row: Row, runs: dict[str, Any], shape: Shape, yardstick: Yardstick | None, slow: bool) -> None:
-        times, ratios = time_beside(
-            runs, shape.device, yardstick, self.settings.seconds, 2 * self.settings.repeats, slow=slow
-        )
+        seconds, most = self.settings.seconds, 2 * self.settings.repeats
+        times, ratios = time_beside(runs, shape.device, yardstick, seconds, most, slow=slow)
         for what in runs:
             setattr(row, f"{what}_ms", spread(times[what]))
             setattr(row, f"{what}_ratio", spread(ratios[what]))
@@ -123,26 +121,15 @@ class Bench:
     def _yardstick_of(self, shape: Shape) -> Yardstick | None:
         """Exact softmax of this shape, or None where it is too slow or too large itself."""
         if shape != self.yardstick_shape:
-            self.yardstick = None
-            self.yardstick_shape = shape
+            self.yardstick, self.yardstick_shape = None, shape
             try:
                 self._refuse_slow(YARDSTICK, shape, 2 * self.settings.limit)  # all ratios need it
                 self._refuse_large(YARDSTICK, shape)
                 self.yardstick = Yardstick(shape)
-            except Skip:
-                self.yardstick = None
             except Exception as error:
-                if out_of_memory(error) is None:
+                if not isinstance(error, Skip) and out_of_memory(error) is None:
                     raise
-                self.yardstick = None
         return self.yardstick
-
-    def _refuse_impossible(self, name: str, shape: Shape) -> None:
-        traits = mechanism(name).traits
-        if shape.causal and not traits.causal:
-            raise Skip("has no causal form")
-        if not shape.causal and not traits.bidirectional:
-            raise Skip("has no bidirectional form")
 
     def _refuse_slow(self, name: str, shape: Shape, limit: float) -> None:
         """Judge by the lower quartile at the length before: one slow sample is not a reason to skip."""
@@ -179,13 +166,8 @@ class Bench:
 
     def _before(self, name: str, shape: Shape, field: str) -> Row | None:
         """The row of the longest shorter length that has this figure."""
-        shorter = [
-            row
-            for row in self.rows
-            if (row.mechanism, row.causal) == (name, shape.causal)
-            and row.length < shape.length
-            and getattr(row, field) is not None
-        ]
+        same = [row for row in self.rows if (row.mechanism, row.causal) == (name, shape.causal)]
+        shorter = [row for row in same if row.length < shape.length and getattr(row, field) is not None]
         return max(shorter, key=lambda row: row.length, default=None)
 
 

@@ -25,14 +25,15 @@ from subquad.disk import read_json
 from subquad.machine import machine, readable
 from subquad.measure.cost import YARDSTICK
 from subquad.models import LanguageModel, load, shipped
-from subquad.models.footprint import bytes_per_stream
+from subquad.models.footprint import bytes_per_stream, imagine
 from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
+from subquad.models.state import size
 from subquad.models.threads import run_small
-from subquad.studies.columns import duration
+from subquad.studies.columns import milliseconds, plain_table
 from subquad.studies.compare import compare, reasons
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import Comparison, from_json, save, to_json
+from subquad.studies.results import Comparison, Picture, Quality, from_json, save
 from subquad.studies.settings import LENGTHS, Settings
 from subquad.tasks.digits import MODEL, Digits
 from subquad.tasks.images import Images
@@ -74,11 +75,10 @@ def demo(
     count: int = 64,
     fresh: bool = False,
     isolated: bool = True,
-) -> Json:
+) -> Comparison:
     """Write, train, measure, print; returns what results.json holds."""
     steps = STEPS if steps is None else steps
-    for name, value in (("steps", steps), ("writing", writing)):
-        check_count(name, value)
+    check_count("steps", steps)
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     first = _shipped(out, console, draw, fresh)
@@ -93,20 +93,16 @@ def demo(
     written = _digits("linear", "writing", out, console, writing, count, fresh)
     console.print(f"time and memory at T = {min(lengths):,} to {max(lengths):,}", highlight=False)
     results = _scaling(out, console, contenders, lengths, fresh, isolated)
-    results["quality"] = [stage["quality"] for stage in learned]
-    results["pictures"] = [stage["picture"] for stage in (first, written, *learned) if stage is not None]
-    results["summary"] = conclusions(results)
+    results.quality = [from_json(Quality, stage["quality"], "quality") for stage in learned]
+    results.pictures = [Picture(**stage["picture"]) for stage in (first, written, *learned) if stage is not None]
+    results.summary = conclusions(results)
     save(results, out / "results.json")
-    for table in (
-        _digits_table(results["quality"]),
-        _lengths_table(results),
-        reasons(from_json(Comparison, results, "")),
-    ):
+    for table in (_digits_table(results.quality), _lengths_table(results), reasons(results)):
         if table.row_count:
             console.print()
             console.print(table)
     console.print()
-    for sentence in results["summary"]:
+    for sentence in results.summary:
         console.print(sentence, highlight=False, markup=False)
     console.print(f"\ndigits written by linear as an RNN: {out / written['picture']['file']}", soft_wrap=True)
     console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
@@ -229,7 +225,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
             "curve": [[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
             "parameters": sum(p.numel() for p in model.parameters()),
             "images_per_second": rate,
-            "state_bytes_per_image": _state_bytes(model),
+            "state_bytes_per_image": sum(map(size, imagine(model, digits.SIDE**2).layers)),
         },
         "picture": {"title": title, "file": file},
     }
@@ -265,14 +261,6 @@ def picture(real: Tensor, generated: Tensor, path: Path, title: str, columns: in
     plt.close(figure)
 
 
-def _state_bytes(model: LanguageModel) -> int | None:
-    """The state of one image at its last pixel; None where a layer has none."""
-    if model.transformer.traits.state is None:
-        return None
-    state = model.init_state(1, capacity=digits.SIDE**2)
-    return sum(t.numel() * t.element_size() for layer in state.layers for t in layer)
-
-
 def _earlier(path: Path, settings: Json) -> Json | None:
     """What an earlier run with the same settings left, if it is whole."""
     try:
@@ -284,74 +272,61 @@ def _earlier(path: Path, settings: Json) -> Json | None:
 
 def _scaling(
     out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, isolated: bool
-) -> Json:
-    settings = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths))
-    folder = out / "scaling"
+) -> Comparison:
+    settings, folder = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths)), out / "scaling"
     before = None if fresh else _earlier(folder / "results.json", json.loads(json.dumps(settings.to_dict())))
     if before is not None and not before["interrupted"]:
         console.print(f"  {len(before['rows'])} measurements of an earlier run", highlight=False)
-        return before
+        return from_json(Comparison, before, "")
     # too few mechanisms to recommend from
-    results: Json = to_json(compare(settings, folder, console, isolated=isolated, remember=False))
-    if results["interrupted"]:
+    results = compare(settings, folder, console, isolated=isolated, remember=False)
+    if results.interrupted:
         raise KeyboardInterrupt
     return results
 
 
-def _digits_table(quality: Sequence[Json]) -> Table:
-    first = quality[0]
+def _digits_table(quality: Sequence[Quality]) -> Table:
     title = (
-        f"learned: {first['steps']:,} steps of the same digits, width and depth for each. bits/dim on unseen digits, "
+        f"learned: {quality[0].steps:,} steps of the same digits, width and depth for each. bits/dim on unseen digits, "
         f"± twice its standard error; guessing costs {math.log2(digits.SHADES):.2f}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("mechanism", "bits/dim", "training", "writes", "state an image"):
-        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
-    for record in sorted(quality, key=lambda record: record["value"]):
-        state = record["state_bytes_per_image"]
+    table = plain_table(title, ("mechanism", "bits/dim", "training", "writes", "state an image"))
+    for record in sorted(quality, key=lambda record: record.value or 0.0):
         table.add_row(
-            record["mechanism"],
-            f"{record['value']:.2f} ± {2 * record['standard_error']:.2f}",
-            f"{record['seconds']:.0f} s",
-            f"{record['images_per_second']:.0f} images/s",
-            "-" if state is None else readable(state),
+            record.mechanism,
+            f"{record.value:.2f} ± {2 * (record.standard_error or 0.0):.2f}",
+            f"{record.seconds:.0f} s",
+            f"{record.images_per_second:.0f} images/s",
+            _or_dash(readable, record.state_bytes_per_image),
         )
     return table
 
 
-def _lengths_table(results: Json) -> Table:
+def _lengths_table(results: Comparison) -> Table:
     """Who is fastest at which length; what the longest takes."""
-    lengths, crossed = results["settings"]["lengths"], {c["mechanism"]: c["training"] for c in results["crossovers"]}
-    rows: dict[str, dict[int, Json]] = {}
-    for row in results["rows"]:
-        rows.setdefault(row["mechanism"], {})[row["length"]] = row
-    ratios = {  # softmax beside itself is 1, and what it measured there is noise
-        name: {
-            n: 1.0 if name == YARDSTICK else row["training_ratio"]["median"]
-            for n, row in measured.items()
-            if row["training_ratio"] is not None
-        }
-        for name, measured in rows.items()
-    }
+    lengths, crossed = results.settings["lengths"], {c.mechanism: c.training for c in results.crossovers}
+    ratios: dict[str, dict[int, float]] = {row.mechanism: {} for row in results.rows}
+    for row in results.rows:
+        if row.training_ratio is not None:  # softmax beside itself is 1, and what it measured there is noise
+            ratios[row.mechanism][row.length] = 1.0 if row.mechanism == YARDSTICK else row.training_ratio.median
     best = {n: min((at[n] for at in ratios.values() if n in at), default=None) for n in lengths}
-    last = max(lengths)
+    longest = {row.mechanism: row for row in results.rows if row.length == max(lengths)}
     title = (
         f"one layer of each at T tokens: training time, {YARDSTICK}'s being 1 (* the fastest at that T; from: faster "
-        f"than {YARDSTICK} from this T on). memory of training, time of a token and state at T = {last:,}"
+        f"than {YARDSTICK} from this T on). memory of training, time of a token and state at T = {max(lengths):,}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     columns = [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in lengths]
-    for column in ("mechanism", *columns, "from", "memory", "token", "state"):
-        table.add_column(column, justify="left" if column == "mechanism" else "right", no_wrap=True)
-    for name in sorted(rows, key=lambda name: ratios[name].get(last, math.inf)):
-        cells = [
-            f"{ratios[name][n]:.2f}{'*' if ratios[name][n] == best[n] else ' '}" if n in ratios[name] else "- "
-            for n in lengths
-        ]
-        row, since = rows[name].get(last, {}), crossed.get(name)
-        cells.append("" if name == YARDSTICK else "-" if since is None else f"{since:,}")
-        cells += ["-" if row.get("peak_bytes") is None else readable(row["peak_bytes"])]
-        cells += [duration(row["decode_ms"]["median"]) if row.get("decode_ms") else "-"]
-        cells += ["-" if row.get("state_bytes") is None else readable(row["state_bytes"])]
+    table = plain_table(title, ("mechanism", *columns, "from", "memory", "token", "state"), gap=1)
+    for name, at in sorted(ratios.items(), key=lambda item: item[1].get(max(lengths), math.inf)):
+        cells = [f"{at[n]:.2f}{'*' if at[n] == best[n] else ' '}" if n in at else "- " for n in lengths]
+        cells.append("" if name == YARDSTICK else _or_dash("{:,}".format, crossed.get(name)))
+        last = longest.get(name)
+        cells.append(_or_dash(readable, last and last.peak_bytes))
+        cells.append(_or_dash(milliseconds, last and last.decode_ms))
+        cells.append(_or_dash(readable, last and last.state_bytes))
         table.add_row(name, *cells, style="bold" if name == YARDSTICK else None)
     return table
+
+
+def _or_dash(form: Callable[[Any], str], value: Any) -> str:
+    return "-" if value is None else form(value)

@@ -4,9 +4,11 @@ Time is that of the whole loop, sampling included, after the step has been compi
 the same batch as the others, and at the largest its memory allows.
 """
 
+import itertools
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from subquad.checks import check_count
+from subquad.checks import at_least
 from subquad.machine import available, commit
-from subquad.measure.cost import first_line
+from subquad.measure.cost import DTYPES, first_line
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
 from subquad.models.decoding import Loop, decoder_of, values_of
@@ -160,98 +162,80 @@ def measure(
     }
 
 
-def sweep(
-    mechanisms: Iterable[str],
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    *,
-    dim: int = 256,
-    depth: int = 4,
-    heads: int = 8,
-    steps: int = 16,
-    most: int = 4096,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    compile: bool = False,
-    report: Callable[[Figures], None] = lambda _: None,
-) -> list[Figures]:
-    """Every mechanism at every length, at each batch and at the largest that its memory allows (up to `most`)."""
-    rows: list[Figures] = []
-    for name in mechanisms:
-        for length in lengths:
-            model = LanguageModel(vocab=START + 1, dim=dim, depth=depth, heads=heads, mechanism=name, max_length=length)
-            model = model.to(device, dtype).eval()
-            biggest = min(most, largest_batch(model, length))
-            count = min(steps, length)
-            at = sorted({0, length // 4, length // 2, 3 * length // 4, length - count})
-            for batch in sorted({*(b for b in batches if b <= biggest), max(1, biggest)}):
-                row: Figures = {"mechanism": name, "largest_batch": batch >= biggest, "batch": batch, "length": length}
-                try:
-                    if biggest < 1:
-                        raise MemoryError("not one stream fits into memory")
-                    row |= measure(model, batch, length, compile=compile, unroll=UNROLL, at=at, steps=count)
-                except (RuntimeError, MemoryError) as error:
-                    row["error"] = first_line(error)
-                rows.append(row)
-                report(row)
-    return rows
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What `subquad bench generation` measures: each field is an option of the command."""
+
+    mechanisms: str = field(default="all", metadata={"help": "Names with commas between them, or all."})
+    lengths: str = field(default="256,1024,4096", metadata={"help": "Lengths with commas between them."})
+    batches: str = field(default="1,16", metadata={"help": "Streams at once, beside the largest that fits."})
+    most: int = field(default=256, metadata={"help": "Streams at most."})
+    dim: int = field(default=256, metadata={"help": "Width of the model."})
+    depth: int = field(default=4, metadata={"help": "Layers."})
+    heads: int = field(default=8, metadata={"help": "Heads."})
+    steps: int = field(default=16, metadata={"help": "Steps timed at each of five positions."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda."})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float64."})
+    compile: bool = field(default=False, metadata={"help": "Compile the step."})
+
+    def __post_init__(self) -> None:
+        for name in self.names():
+            if name not in MECHANISMS or not MECHANISMS[name].traits.causal:
+                accepted = ", ".join(name for name, cls in MECHANISMS.items() if cls.traits.causal)
+                raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {accepted}")
+        if self.dtype not in DTYPES or self.dtype == "float16":
+            raise ValueError(f"dtype={self.dtype!r} cannot work: accepted are float32, bfloat16, float64")
+        at_least(self, most=1, steps=1)
+        object.__setattr__(self, "device", available(self.device))
+        for name in ("lengths", "batches"):
+            if not all(0 < len(part) < 16 and part.isdecimal() and int(part) for part in self.parts(name)):
+                given = getattr(self, name)
+                raise ValueError(f"{name}={given!r} cannot work: accepted are whole numbers with commas between them")
+
+    def parts(self, name: str) -> list[str]:
+        return [part.strip() for part in getattr(self, name).split(",")]
+
+    def names(self) -> list[str]:
+        causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+        return causal if self.mechanisms == "all" else self.parts("mechanisms")
 
 
-def bench(
-    console: Console,
-    out: Path,
-    *,
-    mechanisms: str = "all",
-    lengths: str = "256,1024,4096",
-    batches: str = "1,16",
-    most: int = 256,
-    dim: int = 256,
-    depth: int = 4,
-    heads: int = 8,
-    steps: int = 16,
-    device: str = "cpu",
-    dtype: str = "float32",
-    compile: bool = False,
-) -> Figures:
+def sweep(options: Bench) -> Iterator[Figures]:
+    """Every mechanism at every length, at each batch and at the largest that its memory allows, up to `most`."""
+    shape = {name: getattr(options, name) for name in ("dim", "depth", "heads")}
+    batches = [int(batch) for batch in options.parts("batches")]
+    for name, length in itertools.product(options.names(), map(int, options.parts("lengths"))):
+        model = LanguageModel(vocab=START + 1, mechanism=name, max_length=length, **shape)
+        model = model.to(options.device, DTYPES[options.dtype]).eval()
+        biggest, steps = min(options.most, largest_batch(model, length)), min(options.steps, length)
+        at = sorted({0, length // 4, length // 2, 3 * length // 4, length - steps})
+        for batch in sorted({*(b for b in batches if b <= biggest), max(1, biggest)}):
+            row: Figures = {"mechanism": name, "largest_batch": batch >= biggest, "batch": batch, "length": length}
+            try:
+                if biggest < 1:
+                    raise MemoryError("not one stream fits into memory")
+                row |= measure(model, batch, length, compile=options.compile, unroll=UNROLL, at=at, steps=steps)
+            except (RuntimeError, MemoryError) as error:
+                row["error"] = first_line(error)
+            yield row
+
+
+def bench(console: Console, out: Path, options: Bench) -> Figures:
     """`sweep` with a line printed for each figure, written to `out` as JSON."""
-    causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
-    names = causal if mechanisms == "all" else [name.strip() for name in mechanisms.split(",")]
-    for name in names:
-        if name not in causal:
-            raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {', '.join(causal)}")
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype not in kinds:
-        raise ValueError(f"dtype={dtype!r} cannot work: accepted are {', '.join(kinds)}")
-    for name, value in (("most", most), ("steps", steps)):
-        check_count(name, value)
-
-    def report(row: Figures) -> None:
+    figures: Figures = facts(options.device)
+    figures |= {**{name: getattr(options, name) for name in ("dim", "depth", "heads", "dtype")}, "rows": []}
+    for row in sweep(options):
+        figures["rows"].append(row)
         mark = "*" if row["largest_batch"] else " "
-        head = f"{row['mechanism']:15s} length {row['length']:6d}  batch {row['batch']:5d}{mark}"
-        if "error" in row:
-            console.print(f"{head} {row['error']}", highlight=False, markup=False)
-            return
-        rates = f"{row['sequences_per_second']:10.2f} sequences/s {row['tokens_per_second']:11.0f} tokens/s"
-        state = f"{row['bytes_of_state_per_stream']:,} bytes of state a stream"
-        line = f"{head} {rates} {row['milliseconds_per_step']:9.3f} ms a token  {state}"
-        console.print(line, highlight=False, soft_wrap=True)
-
-    device = available(device)
-    figures: Figures = {**facts(device), "dim": dim, "depth": depth, "heads": heads, "dtype": dtype}
-    figures["rows"] = sweep(
-        names, _numbers(lengths, "lengths"), _numbers(batches, "batches"), dim=dim, depth=depth, heads=heads,
-        steps=steps, most=most, device=device, dtype=kinds[dtype], compile=compile, report=report,
-    )  # fmt: skip
+        line = f"{row['mechanism']:15s} length {row['length']:6d}  batch {row['batch']:5d}{mark} {row.get('error', '')}"
+        if "error" not in row:
+            line += f"{row['sequences_per_second']:10.2f} sequences/s {row['tokens_per_second']:11.0f} tokens/s "
+            line += f"{row['milliseconds_per_step']:9.3f} ms a token  {row['bytes_of_state_per_stream']:,} bytes of "
+            line += "state a stream"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     save(figures, out)
-    console.print(f"* the largest batch that memory, or {most} streams, allows; figures: {out}", soft_wrap=True)
+    console.print(f"* the largest batch that memory, or {options.most} streams, allows; figures: {out}", soft_wrap=True)
     return figures
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 16 and int(part) for part in parts):
-        raise ValueError(f"{name}={text!r} cannot work: accepted are whole numbers with commas between them")
-    return [int(part) for part in parts]
 
 
 def facts(device: str = "cpu") -> Figures:

@@ -37,7 +37,7 @@ def quality(settings: Settings, name: str) -> dict[str, Any]:
         short = make_task(settings, causal)
         if short is None:
             return {**record, "reason": "has no causal form, which this task needs"}
-        return {**record, **train(short, name, settings, causal)}
+        return {**record, **_train(short, name, settings, causal)}
     except Exception as error:
         return {**record, "reason": f"{type(error).__name__}: {error}"}
 
@@ -57,7 +57,7 @@ def make_task(settings: Settings, causal: bool) -> Short | None:
     return Short(Images("digits", validation=1)) if causal else Short(DigitClasses())
 
 
-def train(short: Short, name: str, settings: Settings, causal: bool) -> dict[str, Any]:
+def _train(short: Short, name: str, settings: Settings, causal: bool) -> dict[str, Any]:
     """A short run, the same for all mechanisms."""
     task, every = short.task, max(1, settings.steps // POINTS)
     fields: dict[str, Any] = {"mechanism": name, "dim": DIM, "depth": DEPTH, "heads": HEADS}

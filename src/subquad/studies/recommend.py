@@ -90,7 +90,9 @@ def _advise(figures: Figures, request: Request) -> Advice:
     ]
     if not choices:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
-    choices.sort(key=lambda choice: (_falls_short(choice.mechanism, quality), _rank_cost(choice)))
+    # exactness is worth something: softmax stands where an approximation is not clearly cheaper
+    worth = {YARDSTICK: CLEARLY}
+    choices.sort(key=lambda c: (_falls_short(c.mechanism, quality), c.cost * worth.get(c.mechanism, 1.0)))
     best = tuple(choices[:3])
     verdict = _verdict(best[0], request, rows, choices, at)
     if at != request.length:
@@ -115,7 +117,7 @@ def find(request: Request, source: Path | None = None) -> Figures:
         with blaming(str(own)):
             results = _read(own)
             _serves(results, request)
-        count = len(_measured(results, request))
+        count = len(names(_timed(results, request)))
         known.append(Figures(results, f"figures of this machine ({own}, {count} mechanisms)"))
     shipped = "figures that ship with subquad, not of this machine"
     known += [Figures(results, shipped) for results in _shipped() if _device(results) == device]
@@ -131,8 +133,7 @@ def find(request: Request, source: Path | None = None) -> Figures:
 
 def _nearest(results: Comparison, request: Request) -> int:
     """The length that is asked for, or the end of what was measured."""
-    rows = [row for row in results.rows if row.causal == request.causal and row.training_ms]
-    lengths = [row.length for row in rows]
+    lengths = [row.length for row in _timed(results, request)]
     return min(max(request.length, min(lengths)), max(lengths))
 
 
@@ -152,11 +153,11 @@ def _serves(results: Comparison, request: Request) -> bool:
     """Whether most of what it compares was measured in the form that is asked for."""
     compared = names(results.rows)
     possible = [name for name in compared if name in MECHANISMS and _has_form(MECHANISMS[name].traits, request)]
-    return len(_measured(results, request)) * 2 > len(possible)
+    return len(names(_timed(results, request))) * 2 > len(possible)
 
 
-def _measured(results: Comparison, request: Request) -> set[str]:
-    return {row.mechanism for row in results.rows if row.causal == request.causal and row.training_ms}
+def _timed(results: Comparison, request: Request) -> list[Row]:
+    return [row for row in results.rows if row.causal == request.causal and row.training_ms]
 
 
 def _device(results: Comparison) -> str:
@@ -165,10 +166,9 @@ def _device(results: Comparison) -> str:
 
 def _described(results: Comparison) -> str:
     settings, machine = results.settings, results.machine
-    name = machine["cpu"] if _device(results) == "cpu" else machine["device"]
-    threads = f", {_counted(machine['threads'], 'thread')}" if _device(results) == "cpu" else ""
+    cpu = f"{machine['cpu']}, {_counted(machine['threads'], 'thread')}" if _device(results) == "cpu" else None
     return (
-        f"{name}{threads}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
+        f"{cpu or machine['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
         f"{_counted(settings['heads'], 'head')}, {results.date[:10]}"
     )
 
@@ -206,16 +206,13 @@ def _weigh(
     else:
         took = f"a training step takes {duration(training)} at T = {length:,}"
         reasons = [f"{took}, {_compared(ratio)} exact softmax in the same run"]
-        from_length, first = (
-            crossover(*series(rows, name, "training_ratio")),
-            series(rows, name, "training_ratio")[0][0],
-        )
-        if from_length is None:
+        lengths, ratios = series(rows, name, "training_ratio")
+        since = crossover(lengths, ratios)
+        if since is None:
             reasons.append("not faster than softmax at the longest length measured")
-        elif from_length <= first:
-            reasons.append(f"faster than softmax at every length measured, from T = {first:,} on")
         else:
-            reasons.append(f"faster than softmax from T = {from_length:,} on")
+            throughout = " at every length measured," if since <= lengths[0] else ""
+            reasons.append(f"faster than softmax{throughout} from T = {since:,} on")
     if request.decode:
         decode, decode_ratio, state = figure("decode_ms"), figure("decode_ratio"), figure("state_bytes")
         if decode is None or decode_ratio is None:
@@ -244,16 +241,11 @@ def _weigh(
 
 
 def _growth_of_state(sizes: Sequence[float]) -> str:
-    if not sizes or len(sizes) == 1:
+    if len(sizes) < 2:
         return ""
     if sizes[0] == sizes[-1]:
         return ", the same at every length measured"
     return ", which no longer grows" if sizes[-2] == sizes[-1] else ", which grows with the length"
-
-
-def _rank_cost(choice: Choice) -> float:
-    """Exactness is worth something: softmax stands where an approximation is not clearly cheaper."""
-    return choice.cost * CLEARLY if choice.mechanism == YARDSTICK else choice.cost
 
 
 def _quality(sources: Sequence[Comparison], request: Request) -> dict[str, Quality]:
@@ -270,22 +262,20 @@ def _falls_short(name: str, quality: Mapping[str, Quality]) -> bool:
     if name not in quality:
         return False
     mine, exact = quality[name].value or 0.0, quality[YARDSTICK].value or 0.0
-    lost = mine - exact if quality[name].lower_is_better else exact - mine
-    return lost > WORSE * abs(exact)
+    return (mine - exact if quality[name].lower_is_better else exact - mine) > WORSE * abs(exact)
 
 
 def _verdict(best: Choice, request: Request, rows: Sequence[Row], choices: Sequence[Choice], length: int) -> str:
-    rivals = [choice for choice in choices if choice.mechanism != YARDSTICK]
     if best.mechanism != YARDSTICK:
         return f"use {best.mechanism}: {_compared(best.cost)} exact softmax at T = {length:,}" + (
             " over training and decoding together" if request.decode else ""
         )
-    crossings = {r.mechanism: crossover(*series(rows, r.mechanism, "training_ratio")) for r in rivals}
-    later = {name: at for name, at in crossings.items() if at is not None and at > length}
-    if not later:
+    rivals = [choice.mechanism for choice in choices if choice.mechanism != YARDSTICK]
+    later = [(crossover(*series(rows, name, "training_ratio")) or 0, n, name) for n, name in enumerate(rivals)]
+    at, _, name = min((found for found in later if found[0] > length), default=(0, 0, ""))
+    if not at:
         return f"use flash softmax: nothing measured is clearly cheaper at T = {length:,}"
-    name = min(later, key=lambda n: later[n])
-    return f"use flash softmax: you are below the crossover at T = {later[name]:,} ({name}, training time)"
+    return f"use flash softmax: you are below the crossover at T = {at:,} ({name}, training time)"
 
 
 def _compared(ratio: float) -> str:

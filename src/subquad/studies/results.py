@@ -115,15 +115,9 @@ class TrainedRow:
     steps_wanted: int | None = field(default=None, metadata=OPTIONAL)
     cut_short_by_time: bool | None = field(default=None, metadata=OPTIONAL)
     seconds: float | None = field(default=None, metadata=OPTIONAL)
-    examples_per_second: float | None = field(
-        default=None, metadata=OPTIONAL
-    )  # of updates alone, the median over the run
-    warm_up_counted: bool | None = field(
-        default=None, metadata=OPTIONAL
-    )  # the run was too short for anything else: it is the overall rate
-    examples_per_second_overall: float | None = field(
-        default=None, metadata=OPTIONAL
-    )  # with warm-up, evaluations and checkpoints
+    examples_per_second: float | None = field(default=None, metadata=OPTIONAL)  # updates alone
+    warm_up_counted: bool | None = field(default=None, metadata=OPTIONAL)  # too short a run for less
+    examples_per_second_overall: float | None = field(default=None, metadata=OPTIONAL)  # with everything
     peak_bytes: float | None = field(default=None, metadata=OPTIONAL)
     parameters: int | None = field(default=None, metadata=OPTIONAL)
     epochs: float | None = field(default=None, metadata=OPTIONAL)
@@ -131,9 +125,7 @@ class TrainedRow:
     iteration: Json | None = field(default=None, metadata=OPTIONAL)
     pieces: list[str] | None = field(default=None, metadata=OPTIONAL)
     images_per_second_written: float | None = field(default=None, metadata=OPTIONAL)
-    longest: int | None = field(
-        default=None, metadata=OPTIONAL
-    )  # of the scaling test: the longest length, and its cost
+    longest: int | None = field(default=None, metadata=OPTIONAL)  # of the scaling test, as the next two
     training_ms: float | None = field(default=None, metadata=OPTIONAL)
     growth: Json | None = field(default=None, metadata=OPTIONAL)
     context: int | None = field(default=None, metadata=OPTIONAL)  # of the table of contexts

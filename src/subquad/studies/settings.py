@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -18,22 +18,27 @@ TASKS = ("copy", "digits", "listops")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """Fields with a help text are options of `subquad compare`."""
+
     lengths: tuple[int, ...] = LENGTHS
     mechanisms: tuple[str, ...] = tuple(MECHANISMS)
-    dim: int = 64
-    heads: int = 2
-    batch: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
+    dim: int = field(default=64, metadata={"help": "Width of the model."})
+    heads: int = field(default=2, metadata={"help": "Heads."})
+    batch: int = field(default=1, metadata={"help": "Sequences at once."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda."})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, float16 or float64."})
     causal: bool | None = None  # None: causal where a mechanism has a causal form, bidirectional where it has none
-    repeats: int = 4  # at most this many times two samples of a mechanism between two of softmax
+    repeats: int = field(default=4, metadata={"help": "At most this many pairs of samples."})
     seconds: float = 0.3  # beyond which a mechanism at a length is not sampled further
-    limit: float = 2.5  # seconds a training step may be expected to take, softmax's twice that
+    # softmax may take twice as long
+    limit: float = field(default=2.5, metadata={"help": "Skip what would take more seconds for a training step."})
     memory: int | None = None  # bytes that may be used; None: most of what is free
-    task: str | None = None  # a short training for quality
+    task: str | None = field(
+        default=None, metadata={"help": "Quality as well: copy, digits or listops, learned shortly."}
+    )
     data: str | None = None  # the same on the user's own tokens
-    steps: int = 200  # of that training
-    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+    steps: int = field(default=200, metadata={"help": "Training steps for quality."})
+    threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
         for name in ("lengths", "mechanisms"):
@@ -65,15 +70,8 @@ class Settings:
         object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:
-        return Shape(
-            length=length,
-            dim=self.dim,
-            heads=self.heads,
-            batch=self.batch,
-            causal=causal,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        same = {name: getattr(self, name) for name in ("dim", "heads", "batch", "device", "dtype")}
+        return Shape(length=length, causal=causal, **same)
 
     def is_causal(self, name: str) -> bool:
         """Whether this mechanism is measured in its causal form."""
@@ -84,15 +82,14 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {each.name for each in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in known})
 
 
 def parse_mechanisms(text: str) -> tuple[str, ...]:
     """ "linear, local" or "all"."""
-    return (
-        tuple(MECHANISMS) if text.strip() == "all" else tuple(name.strip() for name in text.split(",") if name.strip())
-    )
+    given = MECHANISMS if text.strip() == "all" else text.split(",")
+    return tuple(name.strip() for name in given if name.strip())
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
-from subquad.models.embedding import Embedding
-from subquad.models.positions import Grid
+from subquad.models.embedding import Embedding, Grid
 from subquad.models.taps import Taps
 from subquad.training.config import TrainingConfig
 

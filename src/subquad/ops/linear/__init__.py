@@ -11,10 +11,4 @@ from subquad.ops.linear.api import (
     linear_attention_sums,
 )
 
-__all__ = [
-    "LinearState",
-    "linear_attention",
-    "linear_attention_read",
-    "linear_attention_step",
-    "linear_attention_sums",
-]
+__all__ = ["LinearState", "linear_attention", "linear_attention_read", "linear_attention_step", "linear_attention_sums"]

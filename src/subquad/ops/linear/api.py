@@ -9,7 +9,7 @@ Legend: B batch, T queries, S keys, H heads, K key width, M features, V value wi
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import check_op_lengths, readable
+from subquad.ops.lengths import check_op_lengths, readable, zero_padding
 from subquad.ops.linear import chunked
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
+from subquad.ops.precision import wide, wide_type
 
 Map = str | Callable[[Tensor], Tensor]
 
@@ -34,35 +35,16 @@ class LinearState(NamedTuple):
     z: Tensor  # [B, H, M]
 
 
-class _Options(TypedDict, total=False):
-    causal: bool
-    feature_map: Map
-    normalize: bool
-    eps: float
-    lengths: Tensor | None
-    key_lengths: Tensor | None
-    cu_seqlens: Tensor | None
-    log_gate: Tensor | None
-    initial_state: LinearState | None
-    impl: Impl
-
-
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Any
 ) -> tuple[Tensor, LinearState]: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[_Options]
-) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
 @checked
@@ -103,9 +85,7 @@ def linear_attention(
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
         # the kernels would take lengths for queries and keys alike, so these keys are emptied here
-        padded = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]  # [B, S]
-        padded = padded[:, :, None, None]
-        q, k, v = phi.apply(q), phi.apply(k).masked_fill(padded, 0), v.masked_fill(padded, 0)
+        q, k, v = phi.apply(q), zero_padding(phi.apply(k), key_lengths), zero_padding(v, key_lengths)
         spec = spec._replace(feature_map="identity")
     elif key_lengths is not None:
         lengths = key_lengths
@@ -114,7 +94,7 @@ def linear_attention(
     if phi.fused is None:
         _check_features(q, k, v, shape)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    s0, z0 = _check_state("initial_state", initial_state, rows, q, v)
+    s0, z0 = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
     impl = choose(impl, "linear_attention", q, _unsupported(q, v))
     o, s, z = attend(Inputs(q, k, v, log_gate, lengths, cu_seqlens, s0, z0), spec, impl)
     return (o, LinearState(s, z)) if return_state else o
@@ -144,9 +124,7 @@ def linear_attention_step(
         shape = q_t.shape
         q_t, k_t = phi.apply(q_t), phi.apply(k_t)
         _check_features(q_t, k_t, v_t, shape)
-    s, z = _check_state("state", state, q_t.shape[0], q_t[:, None], v_t[:, None])
-    assert s is not None
-    assert z is not None
+    s, z = _check_state("state", state, q_t.shape[0], q_t, v_t)
     spec = Spec(True, _name_of(phi, feature_map), phi.signed, normalize, eps)
     triton = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton"
     o, s, z = (fused_step if triton else chunked.step)(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
@@ -154,31 +132,19 @@ def linear_attention_step(
 
 
 def linear_attention_sums(
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: Map = "elu+1",
-    lengths: Tensor | None = None,
+    k: Tensor, v: Tensor, *, feature_map: Map = "elu+1", lengths: Tensor | None = None
 ) -> LinearState:
     """What a context is to linear attention, in constant size: k [B, S, H, K], v [B, S, H, V] -> s [B, H, M, V], z.
 
     `linear_attention_read` then equals linear_attention(q, k, v, causal=False, key_lengths=lengths), in O(M·V) a query.
     """
-    phi, v = _wide_features(k, feature_map), v.to(torch.promote_types(v.dtype, torch.float32))
-    if lengths is not None:
-        padded = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]  # [B, S]
-        phi = phi.masked_fill(padded[..., None, None], 0)
+    phi = zero_padding(_wide_features(k, feature_map), lengths)
     with uncast(k):
-        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, v), phi.sum(1))
+        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, wide(v)), phi.sum(1))
 
 
 def linear_attention_read(
-    q: Tensor,
-    state: LinearState,
-    *,
-    feature_map: Map = "elu+1",
-    normalize: bool = True,
-    eps: float = 1e-6,
+    q: Tensor, state: LinearState, *, feature_map: Map = "elu+1", normalize: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """o = φ(q)ᵀs / φ(q)ᵀz of queries that see all of a state: q [B, T, H, K] -> o [B, T, H, V] in q's type."""
     phi = _wide_features(q, feature_map)
@@ -192,8 +158,8 @@ def linear_attention_read(
 
 def _wide_features(x: Tensor, feature_map: Map) -> Tensor:
     """φ(x) in at least float32; a caller's own map sees x in its own type."""
-    phi, wide = find_map(feature_map), torch.promote_types(x.dtype, torch.float32)
-    return phi.apply(x).to(wide) if phi.fused is None else phi.apply(x.to(wide))
+    phi = find_map(feature_map)
+    return phi.apply(x).to(wide_type(x)) if phi.fused is None else phi.apply(wide(x))
 
 
 def _name_of(phi: FeatureMap, feature_map: Map) -> str:
@@ -235,8 +201,7 @@ def _check_masks(
     cu_seqlens: Tensor | None,
     log_gate: Tensor | None,
 ) -> None:
-    batch, length, heads, _ = q.shape
-    keys = k.shape[1]
+    batch, length, keys = *q.shape[:2], k.shape[1]
     if lengths is not None:
         check_op_lengths("lengths", lengths, batch, keys, q.device)
     if key_lengths is not None:
@@ -269,15 +234,16 @@ def _check_masks(
             raise ValueError(
                 "log_gate with causal=False: accepted is a gate with causal=True, since a decay needs an order"
             )
-        if log_gate.shape != (batch, length, heads) or not log_gate.is_floating_point() or log_gate.device != q.device:
-            raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
-                f" accepted are floating point numbers of shape [B, T, H] = {(batch, length, heads)} on {q.device}"
-            )
-        _check_gate(log_gate)
+        _check_gate(log_gate, q, "[B, T, H]")
 
 
-def _check_gate(log_gate: Tensor) -> None:
+def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
+    shape = tuple(q.shape[:-1])
+    if log_gate.shape != shape or not log_gate.is_floating_point() or log_gate.device != q.device:
+        raise ValueError(
+            f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
+            f" accepted are floating point numbers of shape {letters} = {shape} on {q.device}"
+        )
     check_strided("log_gate", log_gate)
     if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
@@ -294,15 +260,10 @@ def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _check_state(
-    which: str, state: LinearState | None, rows: int, q: Tensor, v: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """s and z, in at least float32; q [R, T, H, M] and v [R, T, H, V] give the widths."""
-    if state is None:
-        return None, None
+def _check_state(which: str, state: LinearState, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """s and z, in at least float32; q [..., H, M] and v [..., H, V] give the widths."""
     s, z = state
-    shape = (rows, q.shape[2] if q.dim() == 4 else q.shape[1], q.shape[-1], v.shape[-1])
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    shape, dtype = (rows, *q.shape[-2:], v.shape[-1]), wide_type(v)
     for name, x, accepted in ((f"{which}.s", s, shape), (f"{which}.z", z, shape[:-1])):
         check_tensor(name, x)
         if x.shape != accepted or x.device != q.device:
@@ -320,9 +281,4 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
         raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
     check_eps(eps)
     if log_gate is not None:
-        if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point() or log_gate.device != q_t.device:
-            raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
-                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])} on {q_t.device}"
-            )
-        _check_gate(log_gate)
+        _check_gate(log_gate, q_t, "[B, H]")

@@ -6,7 +6,6 @@ gradients from a CUDA graph where a mechanism can ("captured"). Exact softmax st
 """
 
 import contextlib
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from subquad.measure.cost import (
     first_line,
     first_run,
     grown,
+    release,
     spread,
     tensor_bytes,
     time_beside,
@@ -35,6 +35,7 @@ from subquad.measure.cost import (
 from subquad.mechanisms import mechanism
 from subquad.models import Classifier
 from subquad.models.blocks import Block
+from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import BUSY
 from subquad.studies.lra.recipes import mixer
 from subquad.studies.results import EfficiencyRow, EfficiencyTable, save, set_aside
@@ -138,6 +139,7 @@ def _measure(
             shape = Shape(length=length, batch=batch, causal=False, device=place, dtype=dtype)
             for name in names:
                 row = _row(name, shape, tokens, results.rows, LIMIT[kind])
+                release(place)
                 results.rows.append(row)
                 save(results, out)
                 figures = row.skipped or f"{row.steps_per_second:.3g} steps/s, {readable(row.peak_bytes or 0)}"
@@ -150,9 +152,8 @@ def _measure(
 
 def byte_text(count: int) -> tuple[Tensor, str]:
     """(so many bytes, where from): reviews where they are, else random letters; nothing is downloaded for this."""
-    if not (
-        files.find(imdb.FOLDER) or any((generated() / "imdb").glob("*.npy")) or (generated() / f"imdb{SUFFIX}").exists()
-    ):
+    here = generated()
+    if not (files.find(imdb.FOLDER) or any((here / "imdb").glob("*.npy")) or (here / f"imdb{SUFFIX}").exists()):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(97, 123, (count,), generator=generator, dtype=torch.uint8), "random letters"
     text = torch.from_numpy(stored()["text"][:count].copy())
@@ -163,7 +164,6 @@ def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[EfficiencyRow],
     row = EfficiencyRow(mechanism=name, length=shape.length, skipped=_too_much(name, shape, rows, limit))
     if row.skipped is not None:
         return row
-    step = None
     try:
         step = Step(name, shape, tokens)
         peak, slow = first_run(step)
@@ -175,11 +175,6 @@ def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[EfficiencyRow],
         row.skipped = "out of memory"
     except Exception as error:
         row.skipped = f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        step = None
-        gc.collect()
-        if torch.device(shape.device).type == "cuda":
-            torch.cuda.empty_cache()
     return row
 
 
@@ -203,20 +198,20 @@ def efficiency_tables(results: EfficiencyTable) -> list[Table]:
     """Steps a second and memory by length, and both over those of naive and of flash softmax at the longest shared."""
     rows = {(row.mechanism, row.length): row for row in results.rows}
     names, lengths = list(dict.fromkeys(row.mechanism for row in results.rows)), sorted({n for _, n in rows})
-    shared = {other: _longest(results.rows, other) for other in (NAIVE, "softmax")}
     settings = results.settings
     about = f"{settings['text']}, batch {settings['batch']}, {settings['dtype']}, {results.machine['device']}"
+    shared, over = {}, []
+    for other, label in ((NAIVE, "naive"), ("softmax", "flash")):
+        measured = [row.length for row in results.rows if row.mechanism == other and row.steps_per_second]
+        shared[other] = 4096 if 4096 in measured else max(measured, default=0)  # 4,096 as in the paper, or the longest
+        over.append(f"{shared[other]:,} over {label}" if shared[other] else f"over {label}")
     tables = []
     for title, field, scale in (
         ("training steps a second", "steps_per_second", 1.0),
         ("peak memory, GB", "peak_bytes", 1e9),
     ):
-        table = Table(title=f"{title}: {about}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("mechanism", no_wrap=True)
-        for length in lengths:
-            table.add_column(f"{length:,}", justify="right", no_wrap=True)
-        for other, label in ((NAIVE, "naive"), ("softmax", "flash")):
-            table.add_column(f"{shared[other]:,} over {label}" if shared[other] else f"over {label}", justify="right")
+        columns = ["mechanism", *(f"{length:,}" for length in lengths), *over]
+        table = plain_table(f"{title}: {about}", columns, folds=over)
         figures = {at: getattr(row, field) for at, row in rows.items()}
         for name in names:
             ours = [figures.get((name, length)) for length in lengths]
@@ -227,9 +222,3 @@ def efficiency_tables(results: EfficiencyTable) -> list[Table]:
             table.add_row(name, *cells)
         tables.append(table)
     return tables
-
-
-def _longest(rows: Sequence[EfficiencyRow], name: str) -> int:
-    """The length at which all are compared: the longest that was measured, or 4,096, the paper's, if it was."""
-    lengths = [row.length for row in rows if row.mechanism == name and row.steps_per_second]
-    return 4096 if 4096 in lengths else max(lengths, default=0)

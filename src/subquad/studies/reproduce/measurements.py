@@ -1,6 +1,6 @@
 """The figures of a table that no training run gives: cost over length, iterations, contexts, and what models write."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from subquad.checks import check_plain, counts, refuse
 from subquad.machine import readable
 from subquad.measure.cost import DTYPES
+from subquad.measure.growth import amount
 from subquad.studies.reproduce import scaling
 from subquad.studies.reproduce.row import Reproduction, heading, settings_of
 from subquad.studies.reproduce.tables import Row
@@ -51,15 +52,14 @@ def measure_scaling(run: Reproduction) -> None:
             time = new.training_ms
             cost = "" if time is None else f"{time.median:.3g} ms, {readable(new.peak_bytes or 0)} a sample"
             run.say(row.name, f"N = {new.length:,}: {new.skipped or new.error or cost}")
-        timed = [r for r in results.rows if r.label == row.name and r.training_ms]
-        last = max(timed, key=lambda r: r.length, default=None)
+        last = next((r for r in reversed(results.rows) if r.label == row.name and r.training_ms), None)
         grown = next((g for g in results.growth if g.mechanism == row.name), None)
         results.results[row.name] = heading(
             run.table,
             row,
             settings=[f"{key}={value}" for key, value in given.items() if usual.get(key) != value],
             longest=last.length if last else 0,
-            training_ms=last.training_ms.median if last and last.training_ms else None,
+            training_ms=amount(last, "training_ms") if last else None,
             peak_bytes=last.peak_bytes if last else None,
             growth={"time": grown and grown.time, "memory": grown and grown.memory},
         )
@@ -123,15 +123,13 @@ def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> N
 
 def measure_iterations(run: Reproduction) -> None:
     """Time for an iteration of whole models: those of the chosen rows beside the first that the table names."""
+    first, *others = run.table.iterations
     chosen = {row.name: row for row in run.rows if row.name in run.table.iterations}
-    first = run.table.iterations[0]
     if len(chosen) < 2 or first not in chosen:
-        others = ", ".join(run.table.iterations[1:])
-        run.say(
-            "iterations", f"not timed: --rows must name {first}, which the others stand beside, and one of {others}"
-        )
+        why = f"--rows must name {first}, which the others stand beside, and one of {', '.join(others)}"
+        run.say("iterations", f"not timed: {why}")
         return
-    makers = {name: _maker(run, chosen[name]) for name in (first, *(name for name in chosen if name != first))}
+    makers = {name: partial(_iteration, run, row) for name, row in {first: chosen[first], **chosen}.items()}
     models = scaling.iterations(makers, on_line=lambda line: run.say("iterations", line))
     for name, timed in models.items():
         if name in run.results.results:
@@ -142,21 +140,18 @@ def measure_iterations(run: Reproduction) -> None:
     run.keep()
 
 
-def _maker(run: Reproduction, row: Row) -> Callable[[], scaling.Iteration]:
+def _iteration(run: Reproduction, row: Row) -> scaling.Iteration:
     """An iteration of a row's own task and settings, on a batch of its training data."""
-
-    def make() -> scaling.Iteration:
-        task, config = configure(run.table.task, settings_of(run.table, row, run.budget))
-        torch.manual_seed(0)
-        size = config.training.micro_batch or config.training.batch
-        batch = task.source("train").batch(np.arange(size), 0)
-        batch = {name: tensor.to(run.budget.place) for name, tensor in batch.items()}
-        model = task.make_model(config.model).to(run.budget.place)
-        precision = "bf16" if run.budget.place.startswith("cuda") else "fp32"
-        compile, capture = config.training.compile, config.training.capture
-        return scaling.Iteration(task, model, batch, precision=precision, compile=compile, capture=capture)
-
-    return make
+    task, config = configure(run.table.task, settings_of(run.table, row, run.budget))
+    training, place = config.training, run.budget.place
+    torch.manual_seed(0)
+    batch = task.source("train").batch(np.arange(training.micro_batch or training.batch), 0)
+    batch = {name: tensor.to(place) for name, tensor in batch.items()}
+    model = task.make_model(config.model).to(place)
+    precision = "bf16" if place.startswith("cuda") else "fp32"
+    return scaling.Iteration(
+        task, model, batch, precision=precision, compile=training.compile, capture=training.capture
+    )
 
 
 def write_samples(run: Reproduction, count: int) -> None:

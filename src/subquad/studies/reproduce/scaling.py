@@ -5,8 +5,6 @@ Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.2: attention forwar
           Child et al. 2019, arXiv:1904.10509, Table 2: time for an iteration of training with dense, fixed and strided
 """
 
-import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, spread
-from subquad.measure.growth import Growth, exponent
+from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, grown, once, peak_bytes, release, spread
+from subquad.measure.growth import Growth, amount, exponent
 from subquad.mechanisms import build, mechanism
 from subquad.studies.results import Json, ScalingRow, to_json
 from subquad.tasks.kinds import is_lstm
@@ -34,15 +32,11 @@ CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-class Recurrent(nn.Module):
+class Recurrent(nn.LSTM):
     """One LSTM layer where the others have a mixer."""
 
-    def __init__(self, dim: int):
-        super().__init__()
-        self.lstm = nn.LSTM(dim, dim, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
 
 
 class Contender(Subject):
@@ -51,11 +45,11 @@ class Contender(Subject):
     def __init__(self, label: str, shape: Shape):
         super().__init__("linear", shape)  # for the input and the gradient
         (name, options), self.name = CONTENDERS[label], label
-        recurrent = is_lstm(name)
-        mix = (
-            Recurrent(shape.dim) if recurrent else build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
-        )
-        self.mix: Any = mix.to(self.x.device, self.x.dtype)
+        if is_lstm(name):
+            self.mix: Any = Recurrent(shape.dim, shape.dim, batch_first=True)
+        else:
+            self.mix = build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
+        self.mix.to(self.x.device, self.x.dtype)
 
 
 def layers(
@@ -88,26 +82,22 @@ def layers(
             else:
                 shape = Shape(length=length, dim=dim, heads=heads, batch=batch, device=device, dtype=dtype)
                 try:
-                    times, row.peak_bytes = _measured(label, shape, samples)
-                    row.training_ms = spread(times)
-                    before = length, batch, statistics.median(times)
+                    _measure(row, shape, samples)
+                    before = length, batch, row.training_ms.median if row.training_ms else 0.0
                 except (torch.OutOfMemoryError, MemoryError):
                     row.skipped = "out of memory"
                 except RuntimeError as error:  # of one length: the others stand
                     row.error = first_line(error)
             yield row
-            gc.collect()
-            if torch.device(device).type == "cuda":
-                torch.cuda.empty_cache()
+            release(device)
 
 
-def _measured(label: str, shape: Shape, samples: int) -> tuple[list[float], int]:
+def _measure(row: ScalingRow, shape: Shape, samples: int) -> None:
     """For one sequence of the batch: times and share of the peak memory."""
-    subject = Contender(label, shape)
-    peak = peak_bytes(subject)
+    subject = Contender(row.label, shape)
+    row.peak_bytes = peak_bytes(subject) // shape.batch
     how = calibrate(subject.training, shape.device)
-    times = [once(subject.training, shape.device, how) / shape.batch for _ in range(samples)]
-    return times, peak // shape.batch
+    row.training_ms = spread([once(subject.training, shape.device, how) / shape.batch for _ in range(samples)])
 
 
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
@@ -122,10 +112,10 @@ def growth(rows: Sequence[ScalingRow]) -> list[Growth]:
     """Exponents of time and memory a sample over the four longest lengths that were measured."""
     growths = []
     for label in dict.fromkeys(row.label for row in rows):
-        timed = [(row, row.training_ms.median) for row in rows if row.label == label and row.training_ms][-4:]
-        lengths = [row.length for row, _ in timed]
-        time = exponent(lengths, [median for _, median in timed])
-        memory = exponent(lengths, [row.peak_bytes or 0 for row, _ in timed])
+        timed = [row for row in rows if row.label == label and row.training_ms][-4:]
+        lengths = [row.length for row in timed]
+        time = exponent(lengths, [amount(row, "training_ms") or 0.0 for row in timed])
+        memory = exponent(lengths, [row.peak_bytes or 0 for row in timed])
         growths.append(Growth(mechanism=label, time=time, memory=memory, lengths_used=lengths))
     return growths
 
@@ -170,10 +160,7 @@ class Iteration:
 
 
 def iterations(
-    makers: Mapping[str, Callable[[], Iteration]],
-    *,
-    rounds: int = 8,
-    on_line: Callable[[str], None] = lambda _: None,
+    makers: Mapping[str, Callable[[], Iteration]], *, rounds: int = 8, on_line: Callable[[str], None] = lambda _: None
 ) -> dict[str, Json]:
     """Milliseconds an iteration of each model, and its ratio to the first one's of the same round.
 

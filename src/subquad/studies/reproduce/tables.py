@@ -16,7 +16,7 @@ LINEAR = "Katharopoulos et al. 2020, arXiv:2006.16236"
 SPARSE = "Child et al. 2019, arXiv:1904.10509"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     name: str
     mechanism: Any  # as models take it; "lstm" for the recurrent baseline
@@ -51,59 +51,61 @@ def lsh(rounds: int, chunk: int) -> tuple[str, dict[str, Any]]:
     return "reformer", {"rounds": rounds, "chunk": chunk, "buckets": 64}
 
 
-# post-norm at ten times the paper's lr and batch: warmed up, then down to nothing when the time is over
-SHORT: Settings = {
-    "optimiser": "adamw",  # with a warm-up, which RAdam has built in; torch has it as one kernel for all parameters
-    "batch": 128,
-    "lr": 1e-3,
-    "betas": [0.9, 0.98],
-    "warmup": 1000,
-    "schedule": "cosine",
-    "weight_decay": 0.01,
-    "compile": True,
-    "evaluate_batch": 250,
-}
+# post-norm at ten times the paper's lr and batch: warmed up, then down to nothing when the time is over. AdamW with a
+# warm-up, which RAdam has built in: torch has it as one kernel for all parameters
+ADAMW: Settings = {"optimiser": "adamw", "schedule": "cosine", "weight_decay": 0.01}
+WARM: Settings = {**ADAMW, "batch": 128, "lr": 1e-3, "betas": [0.9, 0.98], "warmup": 1000}
+SHORT: Settings = {**WARM, "compile": True, "evaluate_batch": 250}
+SPARSE_TRAINING: Settings = {**ADAMW, "betas": [0.9, 0.95], "clip_by": "norm", "warmup": 500, "lr": 3.5e-4}
 GRAPH: Settings = {"capture": True}  # on a GPU a step waits for its launches otherwise
 # the same size as it would be built today: pre-norm, positions that know rows, columns and channels, a convolution over
 # a few neighbours before each attention (`taps`), and a logit for each value: gradients of a mixture grow with
 # 1 / scale, which at ten times the paper's lr leaves it behind
 TODAY: Settings = {"positions": "waves", "norm_position": "pre", "activation": "gelu", "mixture": None}
 FULL: Settings = {"precision": "fp32"}  # cuDNN's LSTM under autocast is float16, which gradients of sums overflow
-STRIDED_TEXT = ("strided", {"stride": 128})
+NO_DROPOUT: Settings = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0}
+STRIDED_TEXT, FIXED_TEXT = ("strided", {"stride": 128}), ("fixed", {"block": 128, "summary": 32})
 SPARSE_152M, MUSIC = "Sparse Transformer 152M (strided)", "Classical music, 5 s at 12 kHz"
-FIXED_TEXT = ("fixed", {"block": 128, "summary": 32})
-SPARSE_TRAINING: Settings = {
-    "optimiser": "adamw",
-    "betas": [0.9, 0.95],
-    "clip_by": "norm",
-    "warmup": 500,
-    "schedule": "cosine",
-    "weight_decay": 0.01,
+AUDIO: dict[str, Settings] = {
+    "data": {"set": "audio", "length": 16384},
+    "model": {"dim": 512, "depth": 12, "heads": 8, "dropout": 0.1},
+    "training": {"batch": 4},
 }
 
-TABLES: dict[str, Table] = {
-    "mnist": Table(
+
+def sparse_image(name: str, label: str, mechanism: Any) -> Row:
+    """The Sparse Transformer's model of CIFAR-10."""
+    return Row(
+        f"sparse-{name}",
+        mechanism,
+        printed("sparse-speed", label, "bits/dim", "iteration_s", first=3),
+        model={k: v for k, v in SPARSE_CIFAR10.items() if k != "mechanism"},
+        training={**SPARSE_TRAINING, "batch": 16, "micro_batch": 8, "warmup": 5000, "steps": 360_000},
+    )
+
+
+def sparse_text(name: str, label: str, mechanism: Any) -> Row:
+    return Row(name, mechanism, printed("sparse-speed", label, "bits/byte", "iteration_s"))
+
+
+_TABLES = (
+    Table(
         name="mnist",
         title="MNIST, pixel by pixel",
         source=f"{LINEAR}, Table 1",
         task="images",
         metric="bits/dim",
         data={"set": "mnist"},
-        model={"dropout": 0.05, "ff_dropout": 0.0, "attention_dropout": 0.0},
+        model={**NO_DROPOUT, "dropout": 0.05},
         training={**SHORT, "steps": 115_000},
         rows=(
-            Row(name="linear", mechanism="linear", published=printed("mnist", "Linear", "bits/dim"), training=GRAPH),
-            Row(name="softmax", mechanism="softmax", published=printed("mnist", "Softmax", "bits/dim"), training=GRAPH),
-            Row(name="reformer-1", mechanism=lsh(1, 29), published=printed("mnist", "LSH-1", "bits/dim")),
-            Row(name="reformer-4", mechanism=lsh(4, 29), published=printed("mnist", "LSH-4", "bits/dim")),
-            Row(
-                name="linear-taps",
-                mechanism="linear",
-                model={**TODAY, "taps": [1, 2, 3, 27, 28, 29, 56]},
-                training=GRAPH,
-            ),
-            Row(name="strided", mechanism=("strided", {"stride": 28})),
-            Row(name="fixed", mechanism=("fixed", {"block": 28, "summary": 7})),
+            Row("linear", "linear", printed("mnist", "Linear", "bits/dim"), training=GRAPH),
+            Row("softmax", "softmax", printed("mnist", "Softmax", "bits/dim"), training=GRAPH),
+            Row("reformer-1", lsh(1, 29), printed("mnist", "LSH-1", "bits/dim")),
+            Row("reformer-4", lsh(4, 29), printed("mnist", "LSH-4", "bits/dim")),
+            Row("linear-taps", "linear", model={**TODAY, "taps": [1, 2, 3, 27, 28, 29, 56]}, training=GRAPH),
+            Row("strided", ("strided", {"stride": 28})),
+            Row("fixed", ("fixed", {"block": 28, "summary": 7})),
         ),
         iterations=("softmax", "fixed", "strided", "linear"),
         differs=(
@@ -116,49 +118,29 @@ TABLES: dict[str, Table] = {
             "reformer is strictly causal in its buckets; theirs let the future decide who meets whom",
         ),
     ),
-    "cifar10": Table(
+    Table(
         name="cifar10",
         title="CIFAR-10, byte by byte",
         source=f"{LINEAR}, Table 2; {SPARSE}, Table 2",
         task="images",
         metric="bits/dim",
         data={"set": "cifar10", "validation": 2000},
-        model={"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0},
+        model=NO_DROPOUT,
         training={**SHORT, "batch": 64, "lr": 5e-4, "warmup": 2000, "steps": 75_000, "evaluate_batch": 50},
         rows=(
-            Row(name="linear", mechanism="linear", published=printed("cifar10", "Linear", "bits/dim"), training=GRAPH),
+            Row("linear", "linear", printed("cifar10", "Linear", "bits/dim"), training=GRAPH),
+            Row("softmax", "softmax", printed("cifar10", "Softmax", "bits/dim"), training=GRAPH),
+            Row("reformer-1", lsh(1, 37), printed("cifar10", "LSH-1", "bits/dim")),
+            Row("reformer-4", lsh(4, 37), printed("cifar10", "LSH-4", "bits/dim")),
             Row(
-                name="softmax", mechanism="softmax", published=printed("cifar10", "Softmax", "bits/dim"), training=GRAPH
-            ),
-            Row(name="reformer-1", mechanism=lsh(1, 37), published=printed("cifar10", "LSH-1", "bits/dim")),
-            Row(name="reformer-4", mechanism=lsh(4, 37), published=printed("cifar10", "LSH-4", "bits/dim")),
-            Row(
-                name="linear-taps",
-                mechanism="linear",
+                "linear-taps",
+                "linear",
                 model={**TODAY, "taps": [1, 2, 3, 6, 93, 96, 99]},
                 training={**GRAPH, "batch": 32, "lr": 2e-3, "warmup": 1000, "steps": 150_000, "evaluate_every": 2000},
             ),
-            *(
-                Row(
-                    name=f"sparse-{name}",
-                    mechanism=mechanism,
-                    published=printed("sparse-speed", label, "bits/dim", "iteration_s", first=3),
-                    model={k: v for k, v in SPARSE_CIFAR10.items() if k != "mechanism"},
-                    training={
-                        **SPARSE_TRAINING,
-                        "batch": 16,
-                        "micro_batch": 8,
-                        "lr": 3.5e-4,
-                        "warmup": 5000,
-                        "steps": 360_000,
-                    },
-                )
-                for name, label, mechanism in (
-                    ("dense", "Dense attention", "softmax"),
-                    ("fixed", "Fixed", ("fixed", {"block": 96, "summary": 24})),
-                    ("strided", "Strided", ("strided", {"stride": 96})),
-                )
-            ),
+            sparse_image("dense", "Dense attention", "softmax"),
+            sparse_image("fixed", "Fixed", ("fixed", {"block": 96, "summary": 24})),
+            sparse_image("strided", "Strided", ("strided", {"stride": 96})),
         ),
         iterations=("sparse-dense", "sparse-fixed", "sparse-strided"),
         differs=(
@@ -172,45 +154,42 @@ TABLES: dict[str, Table] = {
             "2,000 training images choose the checkpoint",
         ),
     ),
-    "copy": Table(
+    Table(
         name="copy",
         title="The causal copy task: 10 symbols, length 128",
         source=f"{LINEAR}, Figure 2",
         task="copy",
         metric="bits/symbol",
         rows=(
-            Row(name="linear", mechanism="linear", training=GRAPH),
-            Row(name="softmax", mechanism="softmax", training=GRAPH),
-            Row(name="reformer-4", mechanism=("reformer", REFORMER_4)),
-            Row(name="lstm", mechanism="lstm", training=FULL),
+            Row("linear", "linear", training=GRAPH),
+            Row("softmax", "softmax", training=GRAPH),
+            Row("reformer-4", ("reformer", REFORMER_4)),
+            Row("lstm", "lstm", training=FULL),
         ),
         differs=(
             "the paper prints curves, not figures: linear reaches softmax's loss, below LSH's",
             "an LSTM of the same width and depth is added",
         ),
     ),
-    "scaling": Table(
+    Table(
         name="scaling",
         title="Time and memory a sample, forward and backward of one causal layer",
         source=f"{LINEAR}, Figure 1",
         task="scaling",
         metric="training_ms",
         kind="scaling",
-        rows=tuple(
-            Row(name=name, mechanism=name, published=published)
-            for name, published in (
-                ("linear", {}),
-                ("softmax", {"longest": 4096.0}),
-                ("reformer-4", {"longest": 16384.0}),
-                ("lstm", {}),
-            )
+        rows=(
+            Row("linear", "linear"),
+            Row("softmax", "softmax", {"longest": 4096.0}),
+            Row("reformer-4", "reformer-4", {"longest": 16384.0}),
+            Row("lstm", "lstm"),
         ),
         differs=(
             "the paper prints curves, and the longest N that fits into 11 GB of a GTX 1080 Ti",
             "softmax here is a flash kernel, which does not keep the N x N matrix",
         ),
     ),
-    "enwik8": Table(
+    Table(
         name="enwik8",
         title="Bytes of Wikipedia, context 12,288",
         source=f"{SPARSE}, Tables 1 and 2",
@@ -218,28 +197,16 @@ TABLES: dict[str, Table] = {
         metric="bits/byte",
         data={"set": "enwik8", "length": 12288},
         model={"dim": 512, "depth": 30, "heads": 8, "dropout": 0.1, "positions": "grid"},
-        training={**SPARSE_TRAINING, "batch": 8, "micro_batch": 4, "lr": 3.5e-4, "steps": 75_000, "evaluate_batch": 8},
+        training={**SPARSE_TRAINING, "batch": 8, "micro_batch": 4, "steps": 75_000, "evaluate_batch": 8},
         rows=(
+            sparse_text("dense", "Dense attention", "softmax"),
+            sparse_text("fixed", "Fixed", FIXED_TEXT),
+            sparse_text("strided", "Strided", STRIDED_TEXT),
+            Row("linear", "linear"),
             Row(
-                name="dense",
-                mechanism="softmax",
-                published=printed("sparse-speed", "Dense attention", "bits/byte", "iteration_s"),
-            ),
-            Row(
-                name="fixed",
-                mechanism=FIXED_TEXT,
-                published=printed("sparse-speed", "Fixed", "bits/byte", "iteration_s"),
-            ),
-            Row(
-                name="strided",
-                mechanism=STRIDED_TEXT,
-                published=printed("sparse-speed", "Strided", "bits/byte", "iteration_s"),
-            ),
-            Row(name="linear", mechanism="linear"),
-            Row(
-                name="transformer_xl",
-                mechanism=("transformer_xl", {"memory": 512}),
-                published=printed("sparse", "Transformer-XL 88M", "bits/byte", first=1),
+                "transformer_xl",
+                ("transformer_xl", {"memory": 512}),
+                printed("sparse", "Transformer-XL 88M", "bits/byte", first=1),
                 model={"positions": "none"},
             ),
         ),
@@ -248,7 +215,7 @@ TABLES: dict[str, Table] = {
             "theirs: 80 epochs of 90 MB on eight V100, dropout 0.40; their dense attention keeps the whole matrix",
         ),
     ),
-    "context": Table(
+    Table(
         name="context",
         title="The least context while evaluating",
         source=f"{SPARSE}, Table 3",
@@ -256,16 +223,12 @@ TABLES: dict[str, Table] = {
         metric="bits/byte",
         kind="context",
         rows=tuple(
-            Row(
-                name=f"{context:,}",
-                mechanism=FIXED_TEXT,
-                published={**printed("sparse-context", f"{context:,} tokens", "bits/byte"), "context": context},
-            )
-            for context in (6144, 9216, 10752, 11904, 12096, 12160)
+            Row(f"{n:,}", FIXED_TEXT, {**printed("sparse-context", f"{n:,} tokens", "bits/byte"), "context": n})
+            for n in (6144, 9216, 10752, 11904, 12096, 12160)
         ),
         differs=("the model is the row `fixed` of the table enwik8, as far as that was trained",),
     ),
-    "imagenet64": Table(
+    Table(
         name="imagenet64",
         title="ImageNet 64 x 64, byte by byte",
         source=f"{SPARSE}, Table 1",
@@ -273,46 +236,36 @@ TABLES: dict[str, Table] = {
         metric="bits/dim",
         data={"set": "imagenet64", "validation": 2000},
         model={k: v for k, v in SPARSE_IMAGENET64.items() if k != "mechanism"},
-        training={**SPARSE_TRAINING, "batch": 16, "lr": 3.5e-4, "warmup": 5000, "steps": 600_000, "evaluate_batch": 8},
+        training={**SPARSE_TRAINING, "batch": 16, "warmup": 5000, "steps": 600_000, "evaluate_batch": 8},
         rows=(
-            Row(
-                name="strided",
-                mechanism=STRIDED_TEXT,
-                published=printed("sparse", SPARSE_152M, "bits/dim", first=1, data="ImageNet 64x64"),
-            ),
-            Row(name="linear", mechanism="linear"),
+            Row("strided", STRIDED_TEXT, printed("sparse", SPARSE_152M, "bits/dim", first=1, data="ImageNet 64x64")),
+            Row("linear", "linear"),
         ),
         differs=("theirs: 70 epochs on 64 V100 for seven days",),
     ),
-    "music": Table(
+    Table(
         name="music",
         title="Music: chorales note by note, audio sample by sample",
         source=f"{SPARSE}, Table 1 and §7.4",
         task="music",
         metric="bits/token",
         rows=(
-            Row(name="chorales-strided", mechanism=("strided", {"stride": 64}), data={"set": "chorales"}),
-            Row(name="chorales-linear", mechanism="linear", data={"set": "chorales"}),
-            *(
-                Row(
-                    name=f"audio-{name}",
-                    mechanism=mechanism,
-                    data={"set": "audio", "length": 16384},
-                    model={"dim": 512, "depth": 12, "heads": 8, "dropout": 0.1},
-                    training={"batch": 4},
-                    published=printed("sparse", SPARSE_152M, "bits/token", first=1, data=MUSIC)
-                    if name == "strided"
-                    else {},
-                )
-                for name, mechanism in (("strided", STRIDED_TEXT), ("linear", "linear"))
+            Row("chorales-strided", ("strided", {"stride": 64}), data={"set": "chorales"}),
+            Row("chorales-linear", "linear", data={"set": "chorales"}),
+            Row(
+                "audio-strided",
+                STRIDED_TEXT,
+                printed("sparse", SPARSE_152M, "bits/token", first=1, data=MUSIC),
+                **AUDIO,
             ),
+            Row("audio-linear", "linear", **AUDIO),
         ),
         differs=(
             "theirs: five seconds of classical piano at 12 kHz, 65,536 samples, 152 million weights",
             "ours: four-part chorales on a grid, and spoken digits at 8 kHz, for want of their recordings",
         ),
     ),
-    "speech": Table(
+    Table(
         name="speech",
         title="Speech: CTC over phones",
         source=f"{LINEAR}, Table 3 (Wall Street Journal, 80 hours)",
@@ -321,29 +274,15 @@ TABLES: dict[str, Table] = {
         data={"set": "an4"},
         rows=(
             Row(
-                name="bi-lstm",
-                mechanism="lstm",
-                published=printed("speech", "Bi-LSTM", "per", "epoch_s"),
+                "bi-lstm",
+                "lstm",
+                printed("speech", "Bi-LSTM", "per", "epoch_s"),
                 model={"dim": 320, "depth": 3},
                 training={**FULL, "optimiser": "adam", "lr": 1e-3},
             ),
-            Row(
-                name="softmax",
-                mechanism="softmax",
-                published=printed("speech", "Softmax", "per", "epoch_s"),
-                training=GRAPH,
-            ),
-            Row(
-                name="reformer-4",
-                mechanism=("reformer", REFORMER_4),
-                published=printed("speech", "LSH-4", "per", "epoch_s"),
-            ),
-            Row(
-                name="linear",
-                mechanism="linear",
-                published=printed("speech", "Linear", "per", "epoch_s"),
-                training=GRAPH,
-            ),
+            Row("softmax", "softmax", printed("speech", "Softmax", "per", "epoch_s"), training=GRAPH),
+            Row("reformer-4", ("reformer", REFORMER_4), printed("speech", "LSH-4", "per", "epoch_s")),
+            Row("linear", "linear", printed("speech", "Linear", "per", "epoch_s"), training=GRAPH),
         ),
         differs=(
             "AN4, 948 utterances of three seconds, validation among them, not 80 hours of the Wall Street Journal; 13 "
@@ -353,4 +292,5 @@ TABLES: dict[str, Table] = {
             "captured as CUDA graphs, reformer-4 and the LSTM are not",
         ),
     ),
-}
+)
+TABLES = {table.name: table for table in _TABLES}
