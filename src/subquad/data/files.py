@@ -26,11 +26,11 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
+from filelock import BaseFileLock, FileLock
 
 from subquad.disk import user_cache
 
 if TYPE_CHECKING:
-    from filelock import BaseFileLock
     from rich.progress import Progress
 
 T = TypeVar("T")
@@ -182,10 +182,8 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise Broken(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is text in {encoding}") from error
 
 
-def lock(directory: Path) -> "BaseFileLock":
+def lock(directory: Path) -> BaseFileLock:
     """One process and thread at a time. The lock goes with its process, so a killed one leaves no trap."""
-    from filelock import FileLock
-
     return FileLock(directory / ".lock", thread_local=False)
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from subquad.checks import at_least
+
 T = TypeVar("T")
 
 
@@ -22,9 +24,7 @@ class Order:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, least in (("length", self.length, 1), ("batch", self.batch, 1), ("seed", self.seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} cannot work: accepted is an integer of at least {least}")
+        at_least(self, length=1, batch=1, seed=0)
 
     def indices(self, step: int) -> tuple[np.ndarray, int]:
         """(example indices [batch] of the update that begins after `step` updates, the epoch of the first of them)"""

@@ -164,16 +164,6 @@ class Folder:
             if path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def forget(self) -> None:
-        """Let a new run begin here."""
-        (self.path / CONFIG).unlink(missing_ok=True)
-
-    def finish(self, result: dict[str, Any]) -> None:
-        write_sealed(self.path / RESULT, result)
-
-    def close(self) -> None:
-        self.lock.close()
-
 
 def read_config(path: Path) -> RunConfig:
     """The config of a run; if config.json is lost or damaged, from the newest checkpoint."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.data.order import Order
+from subquad.disk import write_sealed
 from subquad.models.saving import tensors_of
 from subquad.training import checkpoints
 from subquad.training.capture import Captured
@@ -27,7 +28,7 @@ from subquad.training.distributed import Ranks, blocks_of, whole
 from subquad.training.ema import Ema
 from subquad.training.evaluate import Wired, evaluate
 from subquad.training.feed import Feed, pieces_of
-from subquad.training.folder import Folder, plain
+from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
 from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
 from subquad.training.optimisers import Optimiser, scale_and_clip
@@ -213,14 +214,11 @@ class Run:
         return loss
 
     def _capture(self) -> Captured:
-        accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
-        for what, wrong in (
-            (f"on {self.ranks.device}", self.ranks.device.type != "cuda"),
-            (f"over {self.ranks.world} ranks", self.ranks.world > 1),
-            ("in fp16, whose scale changes", self.precision.scaled),
-        ):
-            if wrong:
-                raise ValueError(f"training.capture=true cannot work {what}: {accepted}")
+        ranks, name = self.ranks, self.precision.name
+        if ranks.device.type != "cuda" or ranks.world > 1 or self.precision.scaled:  # fp16's scale changes
+            run = f"on {ranks.device} in {name} with {ranks.world} process" + "es" * (ranks.world > 1)
+            accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
+            raise ValueError(f"training.capture=true cannot work {run}: {accepted}")
         return Captured(self._gradients, self.model)
 
     def _read_window(self) -> list[float]:
@@ -266,12 +264,11 @@ class Run:
         value = measures[self.task.metric]
         log.write(self.step, "validation", {**measures, "seconds": self.seconds})
         sign = -1.0 if self.task.higher_is_better else 1.0
-        best = self.best
+        best, mark = self.best, ""
         if math.isfinite(value) and (best is None or sign * value < sign * best["measures"][self.task.metric]):
             with self._averaged():
                 digest = self._save_model(self.folder.best(self.step))
-            self.best = {"step": self.step, "measures": measures, "sha256": digest}
-        mark = ", the best so far" if self.best is not None and self.best["step"] == self.step else ""
+            self.best, mark = {"step": self.step, "measures": measures, "sha256": digest}, ", the best so far"
         log.say(f"step {self.step:,}: validation {value:.4f} {self.task.metric}{mark}")
         if self.schedule.evaluated(value):
             log.say(f"step {self.step:,}: lr falls to {self.training.lr * self.schedule.scale:.3g}")
@@ -323,8 +320,6 @@ class Run:
         facts = {
             "config": plain(self.config),
             "seconds": self.seconds,
-            "position": {"examples": self.step * self.training.batch, "epoch": self.order.indices(self.step)[1]},
-            "random": {"seed": self.training.seed, "drawn_for": "seed, step, rank"},
             "evaluated": self.evaluated_step,
             "best": self.best,
             "schedule": self.schedule.state(),
@@ -391,7 +386,7 @@ class Run:
             log.say(f"{short}: the learning rate did not reach training.lr; --set training.warmup=... shortens it")
         result = dataclasses.replace(self._result(ended, measures, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
-            folder.finish(dataclasses.asdict(result))
+            write_sealed(folder.path / RESULT, dataclasses.asdict(result))
         log.say(f"test {measures[self.task.metric]:.4f} {self.task.metric}, weights of step {result.best_step:,}")
         return result
 

@@ -17,7 +17,7 @@ from subquad.machine import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import Ranks, join
-from subquad.training.folder import RESULT, Folder
+from subquad.training.folder import CONFIG, RESULT, Folder
 from subquad.training.log import Log, LossCurve
 from subquad.training.loop import Result, Run, Stopped
 from subquad.training.memory_check import check_batch, check_model
@@ -76,7 +76,7 @@ def train(
                 return run.go(log, signals, leg)
             except Exception:
                 if ranks.first and run.step == 0:  # the first step failed: there is nothing to resume
-                    folder.forget()
+                    (folder.path / CONFIG).unlink(missing_ok=True)
                 raise
     except OSError as error:
         if error.errno not in DISK_FULL:
@@ -84,7 +84,7 @@ def train(
         last = checkpoints.last(folder.checkpoints)
         raise Stopped(f"the disk is full ({error}): {last}; free some space and continue with --resume") from error
     finally:
-        folder.close()
+        folder.lock.close()
         ranks.close()
 
 

@@ -30,8 +30,8 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
     tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
     numbers = range(-(-count // chunk))
     parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
-    said = f"{count:,} pictures of {size} x {size}"
-    for number, (pictures, found) in enumerate(files.shown(parts, said, len(numbers))):
+    label = f"{count:,} pictures of {size} x {size}"
+    for number, (pictures, found) in enumerate(files.shown(parts, label, len(numbers))):
         rows = slice(number * chunk, number * chunk + len(found))
         tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
     return {"tokens": tokens, "labels": labels}

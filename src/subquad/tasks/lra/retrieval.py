@@ -113,9 +113,6 @@ class Retrieval(Classification):
     def __post_init__(self) -> None:
         at_least(self, length=1, train=1, held_out=1, seed=0)
 
-    def positions(self) -> int:
-        return self.length
-
     def make_model(self, fields: Any) -> nn.Module:
         return Matcher(**{"vocab": self.vocab, "max_length": self.length, **fields})
 

@@ -68,9 +68,6 @@ class Text(Classification):
         if not 1 <= self.length <= LONGEST:
             raise ValueError(f"length={self.length} cannot work: accepted is 1 to {LONGEST}")
 
-    def positions(self) -> int:
-        return self.length
-
     def source(self, split: Split) -> Source:
         texts = stored()
         count, longest = len(texts["labels"]), int(np.diff(texts["starts"]).max())
