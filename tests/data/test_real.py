@@ -17,7 +17,7 @@ def needs(*wanted: File) -> pytest.MarkDecorator:
 def test_digits() -> None:
     training, test = digits.load()
     assert (len(training.labels), len(test.labels)) == (1500, 297)
-    assert int(training.images.max()) == 16
+    assert int(training.pixels.max()) == 16
 
 
 @needs(*mnist.FILES.values())

@@ -125,7 +125,7 @@ def an4() -> Speech:
         "validation": [utterance for utterance in training if _speaker(utterance) in people],
         "test": _an4_part(root, "test", words),
     }
-    return _speech("AN4", parts, phones, lambda utterance: read_cepstra(utterance.sound), CEPSTRA)
+    return _speech("AN4", parts, phones, lambda utterance: read_cepstra(utterance.sound), "cepstra")
 
 
 def digits() -> Speech:
@@ -306,7 +306,7 @@ def _of_sounds(name: str, parts: Mapping[str, Sequence[Utterance]], symbols: tup
             raise files.Broken(f"{differ}: accepted is one rate")
         return audio.log_mel(samples, rate, FILTERS).numpy()
 
-    return _speech(name, parts, symbols, log_mel, FILTERS, keep=f"{rate}.frames")
+    return _speech(name, parts, symbols, log_mel, f"{rate}.frames")
 
 
 def _speech(
@@ -314,21 +314,16 @@ def _speech(
     parts: Mapping[str, Sequence[Utterance]],
     symbols: tuple[str, ...],
     features: Callable[[Utterance], np.ndarray],
-    width: int,
-    keep: str | None = None,
+    kind: str,
 ) -> Speech:
-    """`keep` names the file that keeps computed features; without it features are read each time."""
+    """`kind` is part of the name of the folder in which features are cached."""
     number = {symbol: n for n, symbol in enumerate(symbols)}
     sounds = {}
     for part, utterances in parts.items():
-        if keep:
-            paths = [utterance.sound for utterance in utterances]
-            place = files.prepared(f"{name}.{part}.{keep}", partial(_write_frames, utterances, features), *paths)
-            frames = np.memmap(place / "frames.f32", np.float32, mode="r").reshape(-1, width)
-            sounds[part] = (frames, np.load(place / "starts.npy"))
-        else:
-            found = [features(utterance) for utterance in utterances]
-            sounds[part] = (np.concatenate(found), np.cumsum([0, *map(len, found)]))
+        paths = [utterance.sound for utterance in utterances]
+        place = files.prepared(f"{name}.{part}.{kind}", partial(_write_frames, utterances, features), *paths)
+        starts = np.load(place / "starts.npy")
+        sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(starts[-1], -1), starts)
     moments = _moments(sounds["train"][0])
     made = {}
     for part, utterances in parts.items():
