@@ -124,7 +124,10 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
 
 def mark(*sources: Path) -> str:
     """A name for what is made from these files or folders; it changes when one of them does."""
-    facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
+    try:
+        facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
+    except OSError as error:
+        raise Broken(f"{error.filename} cannot be read: {error.strerror}") from error
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
