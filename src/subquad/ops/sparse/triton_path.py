@@ -1,15 +1,15 @@
 """Sparse attention in Triton: which passes a pattern needs, and how each is launched.
 
-Tiles hold consecutive positions, or points of a lattice: residue by residue, r, r + l, r + 2l, ..., each residue padded
-to `pad` points. In that order a stride is block-diagonal. If a residue has fewer points than a tile has rows, a tile
-holds several residues.
+The tokens of a tile are consecutive, or in the order of a lattice: residue by residue, r, r + l, r + 2l, ..., each
+padded to `pad` points. In that order a stride is block-diagonal. If residues are shorter than a tile, a tile holds
+several of them.
 
-Several passes over the same queries continue one softmax: a later pass starts from the output and the log-sum-exp of
-the earlier one. The backward of each pass only needs the final log-sum-exp, so the gradients of all passes add up.
+Several passes over the same queries compute one softmax: each continues from the output and the log-sum-exp of the
+pass before. The backward of a pass only needs the final log-sum-exp, so the gradients of all passes add up.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from math import gcd, inf
 from typing import Any, NamedTuple
@@ -20,27 +20,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from subquad.ops.launch import blocks_of, tile_of
-from subquad.ops.sparse.kernels import (
-    BLOCK,
-    DENSE,
-    DILATED,
-    GLOBAL,
-    LOCAL,
-    LOG2E,
-    RANDOM,
-    ROWS,
-    STRIDED,
-    STRIP,
-    SUMMARY,
-    _dkv,
-    _dq,
-    _far,
-    _forward,
-)
-from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse import kernels
+from subquad.ops.sparse.kernels import DENSE, LOG2E, RANDOM, ROWS, STRIP, _dkv, _dq, _far, _forward
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
 from subquad.ops.sparse.spec import Inputs, Spec, ordered_atoms
 
-SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
+SPLIT = 2048  # keys (or queries) of one program in a pass of few rows over the whole sequence
 
 
 class Config(NamedTuple):
@@ -50,7 +35,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# by pass and by the bytes of a row (a head in its type, at least 128); a pass without its own takes the one before "_"
+# By the kind of pass and the bytes of a row (one head, at least 128). A kind without an entry uses the part before "_".
 CONFIGS: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(64, 64, 4, 3),
     ("forward", 256): Config(128, 64, 8, 2),
@@ -68,22 +53,22 @@ CONFIGS: dict[tuple[str, int], Config] = {
 
 
 class Passes(NamedTuple):
-    """How a pattern is computed: its atoms as integers, and which of them each kind of pass walks."""
+    """How a pattern is computed: its atoms as integers, and which of them each kind of pass handles."""
 
     atoms: tuple[int, ...]
-    far: int  # the summary whose far part is computed apart, or -1
+    far: int  # the summary whose far part is computed separately, or -1
     random: tuple[Random, ...]
-    rows: int  # leading queries that read everything
-    columns: int  # leading keys that are read by everything
-    queries: tuple[int, ...]  # atoms that a tile of consecutive queries walks
-    keys: tuple[int, ...]  # atoms that a tile of consecutive keys walks
+    rows: int  # the first queries, which read everything
+    columns: int  # the first keys, which everything reads
+    queries: tuple[int, ...]  # atoms for tiles of consecutive queries
+    keys: tuple[int, ...]  # atoms for tiles of consecutive keys
     summaries: tuple[int, ...]
     lattices: tuple[tuple[int, int], ...]  # atom, step
 
 
 @lru_cache(maxsize=256)
 def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
-    """`split_off`: whether the far part of a summary may be computed apart; `shifted`: whether heads shift it."""
+    """`split_off`: compute the far part of a summary separately; `shifted`: each head has its own shift."""
     atoms = ordered_atoms(pattern, causal)
     random = tuple(a for a in atoms if isinstance(a, Random))
     fixed = [a for a in atoms if not isinstance(a, Random)]
@@ -101,7 +86,7 @@ def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -
     queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
     keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
     summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
-    if random:  # several draws become one, over blocks that divide all of theirs
+    if random:  # several draws become one, with blocks whose size divides all of theirs
         size = gcd(*(a.block_size for a in random))
         queries.append(len(coded))
         keys.append(len(coded))
@@ -113,29 +98,19 @@ def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -
     return Passes(flat, far, random, rows, columns, tuple(queries), tuple(keys), summaries, lattices)
 
 
-def _code(atom: Pattern, shifted: bool) -> tuple[int, int, int, int]:
-    match atom:
-        case Global(tokens):
-            return GLOBAL.value, tokens, 0, 0
-        case Local(before, after):
-            return LOCAL.value, before, after, 0
-        case Block(l, before, after):
-            return BLOCK.value, l, before, after
-        case Dilated(window, gap):
-            return DILATED.value, gap, window, 0
-        case Strided(l):
-            return STRIDED.value, l, 0, 0
-        case Summary(l, c, shift):
-            return SUMMARY.value, l, c, -1 if shifted else l - c * (shift + 1)
-        case Dense():
-            return DENSE.value, 0, 0, 0
-    raise NotImplementedError(f"{atom!r} in Triton")
+def _code(atom: Atom, shifted: bool) -> tuple[int, ...]:
+    """An atom as the four integers that the kernels read."""
+    values = astuple(atom)  # type: ignore[call-overload]
+    if isinstance(atom, Summary):
+        values = (atom.l, atom.c, -1 if shifted else atom.l - atom.c * (atom.shift + 1))
+    kind = getattr(kernels, type(atom).__name__.upper())  # the constants of the kernels have the names of the atoms
+    return (kind.value, *values, 0, 0, 0)[:4]
 
 
 class RandomTables(NamedTuple):
-    """Which blocks of keys each block of queries drew, and the same the other way round; [1 or B, 1 or H, ...]."""
+    """The key blocks that each block of queries drew, and the readers of each key block: [1 or B, 1 or H, ...]."""
 
-    table: Tensor  # [.., rows, blocks]: each block once, -1 for none
+    table: Tensor  # [.., rows, blocks]: each block once, filled up with -1
     starts: Tensor  # [.., key blocks + 1]: where the readers of each block of keys start
     readers: Tensor  # [.., rows·blocks]: blocks of queries
 
@@ -174,32 +149,32 @@ _cached_tables = lru_cache(maxsize=32)(_tables)
 
 @lru_cache(maxsize=64)
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copied there once: a copy in the middle of a call waits, and cannot be captured."""
+    """Copied there only once: a copy during a call waits, and cannot be captured in a CUDA graph."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 class Pass(NamedTuple):
-    """One launch: which atoms a tile of consecutive (or of every step-th) queries or keys walks."""
+    """One launch: some atoms, for tiles of consecutive (or of every step-th) queries or keys."""
 
     kind: str  # of CONFIGS
-    parts: tuple[int, ...]
-    start: int  # first query or key, in index
+    parts: tuple[int, ...]  # the atoms
+    start: int  # the first index of the queries or keys
     stop: int
     step: int = 1
-    go_on: bool = False  # from what an earlier pass left
-    pieces: int = 0  # few rows against the whole sequence: it is cut into pieces, which leave float32 sums to be added
+    go_on: bool = False  # continue from the result of an earlier pass
+    pieces: int = 0  # a few rows over a whole sequence, in so many pieces, whose float32 results are then added up
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator: what every launch needs."""
+    """One call of the operator: what all its launches need."""
 
     x: Inputs
     spec: Spec
     work: Passes
     lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
     random: RandomTables | None
-    firsts: Tensor | None  # [H], where heads shift the summary: its first column in a block
+    firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -216,7 +191,7 @@ class Call:
         return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
 
     def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
-        """pad, shift, low: how tiles are cut from the residues."""
+        """pad, shift, low: how the kernels find the residues of a tile."""
         tile = max(config.queries, config.keys)
         points = blocks_of(max(self.sizes[1:3]), step)
         if step == 1 or points > tile:
@@ -252,13 +227,8 @@ class Call:
         if work.columns:
             yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=blocks_of(T, SPLIT))
 
-    def sums(self, run: Pass, heads: int) -> Tensor:
-        """Room for what the pieces of a pass leave."""
-        B, *_, D = self.sizes
-        return torch.empty(run.pieces, B, run.stop, heads, D, device=self.x.q.device, dtype=torch.float32)
-
     def arguments(self, run: Pass, config: Config) -> dict[str, Any]:
-        """What the kernels of all passes take."""
+        """The arguments that the kernels of all passes have."""
         q, k, v, *_ = self.x
         _, T, S, H, Hkv, D = self.sizes
         lengths, key_lengths = self.lengths or (q, q)
@@ -271,13 +241,13 @@ class Call:
             "CAUSAL": self.spec.causal, "STEP": run.step, "CONTINUE": run.go_on, "SPLITS": run.pieces > 0,
             "LENGTHS": self.lengths is not None, "FIRSTS": self.firsts is not None, "H": H, "SHARE": H // Hkv,
             "D": D, "BD": self.width, "BM": config.queries, "BN": config.keys,
-            # full float32 products from three of the tensor cores' short ones
+            # three tensor core products make a full float32 product
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
             "num_warps": config.warps, "num_stages": config.stages,
         }  # fmt: skip
 
     def query_arguments(self, run: Pass) -> tuple[dict[str, Any], int]:
-        """What kernels over tiles of queries take, and how many programs there are."""
+        """The arguments of kernels over tiles of queries, and the number of programs."""
         config = self.config(run.kind)
         common, (B, _, _, H, *_) = self.arguments(run, config), self.sizes
         tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
@@ -294,7 +264,7 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def _shared_strides(table: Tensor) -> tuple[int, int]:
-    """Of batch and head, 0 where all share one."""
+    """The strides of batch and head, 0 if all share one."""
     batch, head = (0 if table.shape[n] == 1 else table.stride(n) for n in range(2))
     return batch, head
 
@@ -302,7 +272,7 @@ def _shared_strides(table: Tensor) -> tuple[int, int]:
 def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
     (B, T, H, _), (S, Hkv), device = x.q.shape, x.k.shape[1:3], x.q.device
     lengths, key_lengths = x.lengths, x.key_lengths
-    # padding may hold anything, and the fused attention of torch would multiply it by 0
+    # padding may hold infinities, which the fused attention of torch would multiply by 0
     split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(x.q) is not None
     work = passes(spec.pattern, spec.causal, split_off, bool(spec.shifts))
     random = firsts = both = None
@@ -334,8 +304,7 @@ def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
         if not run.pieces:
             _run_forward(call, run, o[None], lse[None])
             continue
-        part = call.sums(run, H)
-        part_lse = torch.empty(run.pieces, B, H, run.stop, device=x.q.device, dtype=torch.float32)
+        (part,), part_lse = _room(run, o), lse.new_empty(run.pieces, B, H, run.stop)
         _run_forward(call, run, part, part_lse)
         total = torch.logsumexp(part_lse, 0)
         weight = torch.exp(part_lse - total.masked_fill(total == -inf, 0))
@@ -356,7 +325,7 @@ def _run_forward(call: Call, run: Pass, o: Tensor, lse: Tensor) -> None:
 def backward(
     x: Inputs, spec: Spec, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # the backward of torch's attention knows no gradient of the log-sum-exp
+    # the backward of torch's attention takes no gradient of the log-sum-exp
     call = _call(x, spec, split_off=dlse is None)
     q, (B, T, S, H, Hkv, D) = call.x.q, call.sizes
     do = _dense_rows(do)
@@ -366,26 +335,33 @@ def backward(
     dq = torch.empty(B, T, H, D, device=q.device, dtype=q.dtype)
     far = far_backward(call, given)
     for run in call.over_queries("dq"):
-        if run.pieces:
-            part = call.sums(run, H)
-            _run_dq(call, run, given, part)
-            dq[:, : run.stop] = part.sum(0)
-        else:
-            _run_dq(call, run, given, dq[None], far if run.step == 1 else None)
+        (into,) = _room(run, dq)
+        _run_dq(call, run, given, into, far if run.step == 1 and not run.pieces else None)
+        _add_up(run, (dq, into))
     runs = tuple(call.over_keys())
-    # a pass that does not go on from another writes every key
+    # a pass that does not continue from another writes every key
     make = torch.zeros if all(run.go_on or run.pieces for run in runs) else torch.empty
     dk, dv = (make(B, S, Hkv, D, device=q.device, dtype=q.dtype) for _ in range(2))
     for run in runs:
-        if run.pieces:
-            parts = call.sums(run, Hkv), call.sums(run, Hkv)
-            _run_dkv(call, run, given, *parts)
-            dk[:, : run.stop], dv[:, : run.stop] = (part.sum(0) for part in parts)
-        else:
-            _run_dkv(call, run, given, dk[None], dv[None])
+        into_k, into_v = _room(run, dk, dv)
+        _run_dkv(call, run, given, into_k, into_v)
+        _add_up(run, (dk, into_k), (dv, into_v))
     if far is not None:
         _run_far(call, dk, dv, *far[1:], back=True)
     return dq, dk, dv
+
+
+def _room(run: Pass, *results: Tensor) -> list[Tensor]:
+    """Where a pass writes to: the results [B, T, H, D] themselves, or float32 room for its pieces: [pieces, B, ...]."""
+    if not run.pieces:
+        return [x[None] for x in results]
+    return [x.new_empty(run.pieces, x.shape[0], run.stop, *x.shape[2:], dtype=torch.float32) for x in results]
+
+
+def _add_up(run: Pass, *results: tuple[Tensor, Tensor]) -> None:
+    """Writes the sums of the pieces of a pass into the results."""
+    for x, pieces in results if run.pieces else ():
+        x[:, : run.stop] = pieces.sum(0)
 
 
 class Given(NamedTuple):
@@ -431,12 +407,12 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
 def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
 
-    It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
-    take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
-    s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
-    u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
-    memory, so they pass for heads: dq comes for n·g queries from number l on, [B, n, g·H, D], dk and dv for n columns,
-    g times.
+    The far part is plain causal attention, and the fused kernels of torch are fastest at that. Put g = l/c neighbouring
+    queries into one group u = i // g, and number the columns s. A query of group u reads the columns of all earlier
+    blocks, s < c·(u // c). All s <= u - c are among them, and they form a causal square without its first c rows. The
+    rest, u - c < s < c·(u // c), is in the block before the query's: the kernels compute it as STRIP. The g queries of
+    a group are adjacent in memory, so they act as heads: dq is for the n·g queries from l on, [B, n, g·H, D], and dk
+    and dv are for n columns, g times.
     """
     if call.work.far < 0:
         return None
@@ -465,14 +441,14 @@ def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, bac
 
 
 def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
-    """[B, T, H, D] -> [B, n, g·H, D], without a copy if g divides T."""
+    """[B, T, H, D] -> [B, n, g·H, D]; copies only if g does not divide T."""
     x = x[:, size:]
     missing = n * (size // c) - x.shape[1]
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
 
 
 def _fused(q: Tensor) -> str | None:
-    """Which causal attention of torch has a backward that takes the log-sum-exp from outside."""
+    """Which of torch's causal attentions to use: one whose backward accepts a log-sum-exp from outside."""
     if q.device.type == "cpu":
         return "cpu"
     if q.dtype == torch.float32:
