@@ -9,7 +9,7 @@ pass before. The backward of a pass only needs the final log-sum-exp, so the gra
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import lru_cache
 from math import gcd, inf
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from subquad.ops.sparse.kernels import DENSE, LOG2E, RANDOM, ROWS, STRIP, _dkv, 
 from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
 from subquad.ops.sparse.spec import Inputs, Spec, ordered_atoms
 
+STRIDES = ("batch", "stride", "head")  # how kernels call the first three strides of a tensor
 SPLIT = 2048  # keys (or queries) of one program in a pass of few rows over the whole sequence
 
 
@@ -165,29 +166,24 @@ class Pass(NamedTuple):
     pieces: int = 0  # a few rows over a whole sequence, in so many pieces, whose float32 results are then added up
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the operator: what all its launches need."""
+class Kind(NamedTuple):
+    """All of a call but its tensors: calls of one kind have the same launches, with the same numbers."""
 
-    x: Inputs
+    sizes: tuple[int, int, int, int, int, int]  # B, T, S, H, Hkv, D
+    strides: tuple[tuple[int, ...], ...]  # of q, k, v
+    dtype: torch.dtype
     spec: Spec
     work: Passes
-    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
-    random: RandomTables | None
-    firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """B, T, S, H, Hkv, D"""
-        B, T, H, D = self.x.q.shape
-        return B, T, self.x.k.shape[1], H, self.x.k.shape[2], D
+    lengths: bool
+    firsts: bool
+    table: tuple[int, int, int]  # strides of batch and head, blocks drawn; of the tables of random blocks
 
     @property
     def width(self) -> int:
-        return tile_of(self.x.q.shape[3])
+        return tile_of(self.sizes[5])
 
     def config(self, kind: str) -> Config:
-        size = max(128, self.width * self.x.q.dtype.itemsize)
+        size = max(128, self.width * self.dtype.itemsize)
         return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
 
     def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
@@ -227,40 +223,60 @@ class Call:
         if work.columns:
             yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=blocks_of(T, SPLIT))
 
-    def arguments(self, run: Pass, config: Config) -> dict[str, Any]:
-        """The arguments that the kernels of all passes have."""
+
+@lru_cache(maxsize=1024)
+def _numbers(kind: Kind, run: Pass, config: Config, split: int) -> dict[str, Any]:
+    """The arguments that the kernels of all passes have, but for tensors. Made once for a kind: it takes a while."""
+    _, T, S, H, Hkv, D = kind.sizes
+    pad, shift, low = kind.lattice(run.step, config)
+    names = (f"{tensor}_{name}" for tensor in "qkv" for name in STRIDES)
+    return {
+        **dict(zip(names, (n for strides in kind.strides for n in strides), strict=True)),
+        "scale_log2": kind.spec.scale * LOG2E.value, "T": T, "S": S, "pad": pad, "shift": shift, "low": low,
+        "split": split, "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else kind.work.atoms,
+        "PARTS": run.parts, "CAUSAL": kind.spec.causal, "STEP": run.step, "CONTINUE": run.go_on,
+        "SPLITS": run.pieces > 0, "LENGTHS": kind.lengths, "FIRSTS": kind.firsts, "H": H, "SHARE": H // Hkv,
+        "D": D, "BD": kind.width, "BM": config.queries, "BN": config.keys,
+        # three tensor core products make a full float32 product
+        "PRECISION": "tf32x3" if kind.dtype == torch.float32 else "tf32",
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _query_numbers(kind: Kind, run: Pass, config: Config, split: int) -> tuple[dict[str, Any], int]:
+    """The same for kernels over tiles of queries, and the number of programs."""
+    common, (B, _, _, H, *_) = _numbers(kind, run, config, split), kind.sizes
+    tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
+    table = dict(zip(("table_batch", "table_head", "table_rows"), kind.table, strict=True))
+    return {**common, **table, "tiles": tiles, "row0": run.start, "rows": run.stop}, tiles * B * H
+
+
+class Call(NamedTuple):
+    """One call of the operator: what all its launches need."""
+
+    x: Inputs
+    kind: Kind
+    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
+    random: RandomTables | None
+    firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the kernels of all passes read; one that is not there is replaced by q, and never read."""
         q, k, v, *_ = self.x
-        _, T, S, H, Hkv, D = self.sizes
         lengths, key_lengths = self.lengths or (q, q)
-        pad, shift, low = self.lattice(run.step, config)
-        return {
-            "q": q, "k": k, "v": v, **_strides(q=q, k=k, v=v), "lengths": lengths, "key_lengths": key_lengths,
-            "firsts": q if self.firsts is None else self.firsts, "scale_log2": self.spec.scale * LOG2E.value,
-            "T": T, "S": S, "pad": pad, "shift": shift, "low": low, "split": SPLIT,
-            "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else self.work.atoms, "PARTS": run.parts,
-            "CAUSAL": self.spec.causal, "STEP": run.step, "CONTINUE": run.go_on, "SPLITS": run.pieces > 0,
-            "LENGTHS": self.lengths is not None, "FIRSTS": self.firsts is not None, "H": H, "SHARE": H // Hkv,
-            "D": D, "BD": self.width, "BM": config.queries, "BN": config.keys,
-            # three tensor core products make a full float32 product
-            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-            "num_warps": config.warps, "num_stages": config.stages,
-        }  # fmt: skip
+        firsts = q if self.firsts is None else self.firsts
+        return {"q": q, "k": k, "v": v, "lengths": lengths, "key_lengths": key_lengths, "firsts": firsts}
 
     def query_arguments(self, run: Pass) -> tuple[dict[str, Any], int]:
         """The arguments of kernels over tiles of queries, and the number of programs."""
-        config = self.config(run.kind)
-        common, (B, _, _, H, *_) = self.arguments(run, config), self.sizes
-        tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
-        table = self.random.table if self.random else self.x.q[:1, :1]
-        own = {"tiles": tiles, "row0": run.start, "rows": run.stop, "table": table}
-        own["table_batch"], own["table_head"] = _shared_strides(table)
-        own["table_rows"] = table.shape[2] if self.random else 0
-        return common | own, tiles * B * H
+        numbers, programs = _query_numbers(self.kind, run, self.kind.config(run.kind), SPLIT)
+        table = self.random.table if self.random else self.x.q
+        return {**self.tensors(), "table": table, **numbers}, programs
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    names = ("batch", "stride", "head")
-    return {f"{key}_{name}": x.stride(n) for key, x in tensors.items() for n, name in enumerate(names)}
+    return {f"{key}_{name}": x.stride(n) for key, x in tensors.items() for n, name in enumerate(STRIDES)}
 
 
 def _shared_strides(table: Tensor) -> tuple[int, int]:
@@ -288,7 +304,10 @@ def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
         key_lengths = torch.full((B,), S, device=device) if key_lengths is None else key_lengths
         both = lengths.clamp(max=T), key_lengths.clamp(max=S)
     q, k, v = (_dense_rows(t) for t in x[:3])
-    return Call(x._replace(q=q, k=k, v=v), spec, work, both, random, firsts)
+    drawn = (0, 0, 0) if random is None else (*_shared_strides(random.table), random.table.shape[2])
+    sizes, strides = (B, T, S, H, Hkv, x.q.shape[3]), tuple(t.stride()[:3] for t in (q, k, v))
+    kind = Kind(sizes, strides, q.dtype, spec, work, both is not None, firsts is not None, drawn)
+    return Call(x._replace(q=q, k=k, v=v), kind, both, random, firsts)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -297,10 +316,10 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     call = _call(x, spec)
-    B, T, _, H, _, D = call.sizes
+    B, T, _, H, _, D = call.kind.sizes
     o = torch.empty(B, T, H, D, device=x.q.device, dtype=x.q.dtype)
     lse = torch.empty(B, H, T, device=x.q.device, dtype=torch.float32)
-    for run in call.over_queries("forward"):
+    for run in call.kind.over_queries("forward"):
         if not run.pieces:
             _run_forward(call, run, o[None], lse[None])
             continue
@@ -327,18 +346,18 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # the backward of torch's attention takes no gradient of the log-sum-exp
     call = _call(x, spec, split_off=dlse is None)
-    q, (B, T, S, H, Hkv, D) = call.x.q, call.sizes
+    q, (B, T, S, H, Hkv, D) = call.x.q, call.kind.sizes
     do = _dense_rows(do)
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     given = Given(o, lse, do, dlse, torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype))
     dq = torch.empty(B, T, H, D, device=q.device, dtype=q.dtype)
     far = far_backward(call, given)
-    for run in call.over_queries("dq"):
+    for run in call.kind.over_queries("dq"):
         (into,) = _room(run, dq)
         _run_dq(call, run, given, into, far if run.step == 1 and not run.pieces else None)
         _add_up(run, (dq, into))
-    runs = tuple(call.over_keys())
+    runs = tuple(call.kind.over_keys())
     # a pass that does not continue from another writes every key
     make = torch.zeros if all(run.go_on or run.pieces for run in runs) else torch.empty
     dk, dv = (make(B, S, Hkv, D, device=q.device, dtype=q.dtype) for _ in range(2))
@@ -381,15 +400,15 @@ def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: tuple[Tensor, 
     _dq[(programs, len(dq))](
         o=o, do=do, lse=lse, dlse=lse if dlse is None else dlse, stats=stats, dq=dq, far=dq if far is None else far[0],
         **_strides(do=do), dq_piece=dq.stride(0), dq_batch=dq.stride(1),
-        far_batch=0 if far is None else far[0].stride(0), scale=call.spec.scale,
-        FAR=-1 if far is None else call.work.far, DLSE=dlse is not None, **arguments,
+        far_batch=0 if far is None else far[0].stride(0), scale=call.kind.spec.scale,
+        FAR=-1 if far is None else call.kind.work.far, DLSE=dlse is not None, **arguments,
     )  # fmt: skip
 
 
 def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> None:
     """dk and dv [pieces, B, columns, Hkv, D]"""
-    config, (B, *_, Hkv, _) = call.config(run.kind), call.sizes
-    arguments = call.arguments(run, config)
+    config, (B, *_, Hkv, _) = call.kind.config(run.kind), call.kind.sizes
+    arguments = {**call.tensors(), **_numbers(call.kind, run, config, SPLIT)}
     stop = run.stop if run.step == 1 else run.step * arguments["pad"]
     tiles = blocks_of(stop - run.start, config.keys)
     q = call.x.q
@@ -399,7 +418,7 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
         do=given.do, stats=given.stats, dk=dk, dv=dv, **_strides(do=given.do),
         dk_piece=dk.stride(0), dk_batch=dk.stride(1), starts=starts, starts_batch=starts_batch,
         starts_head=starts_head, readers=readers, readers_batch=readers_batch, readers_head=readers_head,
-        scale=call.spec.scale, tiles=tiles, row0=call.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
+        scale=call.kind.spec.scale, tiles=tiles, row0=call.kind.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
         **arguments,
     )  # fmt: skip
 
@@ -414,10 +433,10 @@ def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | No
     a group are adjacent in memory, so they act as heads: dq is for the n·g queries from l on, [B, n, g·H, D], and dk
     and dv are for n columns, g times.
     """
-    if call.work.far < 0:
+    if call.kind.work.far < 0:
         return None
-    T = call.sizes[1]
-    size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
+    T = call.kind.sizes[1]
+    size, c = call.kind.work.atoms[4 * call.kind.work.far + 1 : 4 * call.kind.work.far + 3]
     n = blocks_of(T, size // c) - c
     if n <= 0:
         return None
@@ -426,17 +445,17 @@ def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | No
     lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
     far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
     _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
-    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.spec.scale)
+    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.kind.spec.scale)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
-    (B, _, _, H, _, D), tile, rows = call.sizes, 32, far_k.shape[1]
+    (B, _, _, H, _, D), tile, rows = call.kind.sizes, 32, far_k.shape[1]
     tiles = blocks_of(rows, tile)
     _far[(tiles * B * H,)](
         k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
-        A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,
-        H=H, D=D, BD=call.width, BN=tile,
+        A=call.kind.work.atoms, n=call.kind.work.far, BACK=back, FIRSTS=call.firsts is not None,
+        H=H, D=D, BD=call.kind.width, BN=tile,
     )  # fmt: skip
 
 
