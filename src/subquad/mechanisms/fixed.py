@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import refuse
-from subquad.mechanisms import patterned
+from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.sparse.cache import SparseState
@@ -33,7 +33,7 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(patterned.Options):
+class Options(base.KernelOptions):
     block: AtLeast1 = 128  # l
     summary: AtLeast1 = 32  # c
     combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
@@ -59,9 +59,7 @@ class Fixed(Patterned):
 
     def _patterns(self) -> Sequence[Pattern]:
         block, summary = self.options.block, self.options.summary
-        factors: list[tuple[Pattern, Pattern]] = [
-            (Block(block), Summary(block, summary, shift)) for shift in self._shifts()
-        ]
+        factors: list[tuple[Pattern, ...]] = [(Block(block), Summary(block, summary, n)) for n in self._shifts()]
         return combine(self.options.combine, factors, self.options.layer)
 
     def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:

@@ -6,7 +6,6 @@ twice: as atoms, for the fast path, and as a formula over positions i and j, for
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
@@ -14,20 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
-from subquad.ops.impl import Impl
+from subquad.mechanisms.base import KernelOptions, Traits
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
 
 Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
 class Patterned(Attention):
@@ -38,9 +30,9 @@ class Patterned(Attention):
     family = "human patterns"
     unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
     approximates = True
-    options: Options
+    options: KernelOptions
 
-    def __init__(self, options: Options):
+    def __init__(self, options: KernelOptions):
         super().__init__(options)
         self.scale = self.width**-0.5
         self._follow(self._patterns())
@@ -63,16 +55,8 @@ class Patterned(Attention):
         raise NotImplementedError
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        return sparse_attention(
-            q,
-            k,
-            v,
-            self.patterns,
-            causal=self.options.causal,
-            lengths=lengths,
-            scale=self.scale,
-            impl=self.options.impl,
-        )
+        how = {"causal": self.options.causal, "scale": self.scale, "impl": self.options.impl}
+        return sparse_attention(q, k, v, self.patterns, lengths=lengths, **how)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         size = q.shape[1]
@@ -85,9 +69,7 @@ class Patterned(Attention):
         return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, S]
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
-        heads = self.options.heads
-        empty = self.cache.empty(batch, heads, self.width, capacity or 64, self._like)
-        return self.state_type(*empty)
+        return self.state_type(*self.cache.empty(batch, self.options.heads, self.width, capacity or 64, self._like))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         if state is not None:

@@ -50,9 +50,7 @@ class Options(base.Options):
 
 class Synthesizer(Attention):
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
-    family = "new frameworks"
-    exponent = 2.0
-    memory = 2.0
+    family, exponent, memory = "new frameworks", 2.0, 2.0
     unused = frozenset({"rotary"})
     small = ({"kind": "dense"}, {"kind": "random+factorised_dense"}, {"kind": "fixed+factorised_random+dot", "rank": 3})
     options: Options
@@ -80,8 +78,8 @@ class Synthesizer(Attention):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         if "fixed" in self.options.kinds:
-            draw = torch.randn(self.fixed.shape, generator=generator or self._generator(), dtype=torch.float32)
-            self.fixed.copy_(draw)
+            generator = generator or self._generator()
+            self.fixed.copy_(torch.randn(self.fixed.shape, generator=generator, dtype=torch.float32))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)

@@ -5,11 +5,11 @@ Paper       Dai et al. 2019, "Transformer-XL: Attentive Language Models Beyond a
 Definition  oₜ = Σₛ softmaxₛ(((qₜ + u)·kₛ + (qₜ + w)·W_r R_{t-s}) / √K) vₛ,  t - memory ≤ s ≤ t when causal,
             |t - s| ≤ memory otherwise; R is the sinusoid of a distance, u and w are learned per head
 Cost        train O(T·memory·D) time and O(T·memory·H) memory; decode O(memory·D) a token; state 2·memory·D
-Departures  every query sees exactly `memory` positions back, wherever segments are cut, so that a sequence gives the
-            same numbers whole, segment by segment and token by token (the paper's queries see one to two segments);
-            the state keeps projected keys and values of the past, without gradient; u and w belong to the layer
+Departures  every query sees exactly `memory` positions back, so that a sequence gives the same numbers whole, in
+            segments and token by token (the paper's queries see one to two segments); the state keeps projected keys
+            and values of the past, without gradient; u and w belong to the layer
 Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-s}, segments against one pass, 1e-12;
-            transformers no longer ships this model, so not against public code
+            not against public code
 """
 
 import math
@@ -38,22 +38,21 @@ class Options(base.Options):
 
 
 class TransformerXL(Attention):
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="window")
-    family = "recurrence"
-    exponent = 1.0
+    family, exponent = "recurrence", 1.0
     unused = Attention.unused | {"rotary"}
     small = ({"memory": 5}, {"memory": 64})
     options: Options
 
     def __init__(self, options: Options):
         super().__init__(options)
+        self.after = 0 if options.causal else options.memory  # positions ahead that a query sees
         self.relative = nn.Linear(options.dim, options.dim, bias=False)  # W_r
         self.u, self.w = (nn.Parameter(torch.randn(options.heads, self.width) * 0.02) for _ in range(2))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
-        around, seen = (self.options.memory, self._after()), keep(lengths, x.shape[1])
+        around, seen = (self.options.memory, self.after), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
         k, v = (F.pad(t, (0, 0, 0, 0, *around)) for t in (k, v))
         return self._merge(self._attend_behind(q, k, v, F.pad(seen, around)))
@@ -74,12 +73,9 @@ class TransformerXL(Attention):
         past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
         return self._merge(self._attend_behind(q, k, v, seen)), State(past[0], past[1], state.position + added)
 
-    def _after(self) -> int:
-        return 0 if self.options.causal else self.options.memory
-
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
-        distances = self.options.memory - torch.arange(self.options.memory + self._after() + 1, device=like.device)
+        distances = self.options.memory - torch.arange(self.options.memory + self.after + 1, device=like.device)
         waves = sinusoid(distances, self.options.dim).to(like.dtype)
         return self.relative(waves).unflatten(-1, (self.options.heads, -1))
 
@@ -88,7 +84,7 @@ class TransformerXL(Attention):
 
         Queries go in blocks of C, each against the C + span keys that some query of the block can see.
         """
-        size, span = q.shape[1], self.options.memory + self._after()
+        size, span = q.shape[1], self.options.memory + self.after
         c = at_most(self.options.memory, size)
         extra = padding(size, c)
         # padded without heads: torch.compile(dynamic=True) errs on the gradient of padding that comes in another layout
@@ -115,7 +111,7 @@ class TransformerXL(Attention):
         r = waves.to(q)[distance + len(s) - 1]  # R_{t-s}, [T, S, D]
         r = self.relative(r).unflatten(-1, (self.options.heads, -1))
         scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
-        visible = (distance <= self.options.memory) & (distance >= -self._after())
+        visible = (distance <= self.options.memory) & (distance >= -self.after)
         return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf).softmax(-1)
 
 
