@@ -79,7 +79,7 @@ class Task(ABC):
     def defaults(cls) -> dict[str, Any]:
         """The `data.*` options with their defaults; None where the user must give a value."""
         values: dict[str, Any] = {}
-        for option in _fields(cls):
+        for option in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
             default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
             values[option.name] = None if default is dataclasses.MISSING else default
         return values
@@ -130,7 +130,3 @@ class Task(ABC):
 
 def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {name: total / max(count, 1) for name, (total, count) in sums.items()}
-
-
-def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
