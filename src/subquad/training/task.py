@@ -87,11 +87,11 @@ class Task(ABC):
     @classmethod
     def from_options(cls, data: Mapping[str, Any]) -> Self:
         """The task with these `data.*` options, as JSON holds them; unknown names and wrong types raise ValueError."""
-        hints = typing.get_type_hints(cls)
+        hints, known = typing.get_type_hints(cls), cls.defaults()
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         for key, value in values.items():
-            if key not in hints:
-                raise ValueError(f"data has no setting {key!r}{nearest(key, hints)}")
+            if key not in known:
+                raise ValueError(f"data has no setting {key!r}{nearest(key, known)}")
             check_plain(f"data.{key}", value, hints[key])
         return cls(**values)
 
