@@ -311,10 +311,11 @@ def test_key_lengths_leave_the_queries_alone() -> None:
     for b in range(2):
         close(o[b : b + 1], dense(q[b : b + 1], k[b : b + 1, : n[b]], v[b : b + 1, : n[b]], causal=False)[0])
     q = inputs(length=9)[0]
-    options: dict[str, Any] = {"causal": False, "feature_map": "relu"}
-    assert torch.equal(
-        linear_attention(q, k, v, key_lengths=n, **options), linear_attention(q, k, v, lengths=n, **options)
-    )
+    for feature_map in ("relu", "quadratic", torch.exp):
+        options: dict[str, Any] = {"causal": False, "feature_map": feature_map}
+        assert torch.equal(
+            linear_attention(q, k, v, key_lengths=n, **options), linear_attention(q, k, v, lengths=n, **options)
+        )
 
 
 def test_a_callable_map_may_change_the_width() -> None:

@@ -124,13 +124,11 @@ class Block(nn.Module):
         self, stream: Stream, lengths: Tensor | None, state: Any, memory: Any, memory_lengths: Tensor | None
     ) -> tuple[Stream, Any]:
         h = self.mixer_residual.read(stream)
-        if self.taps is None:
-            y, state = self.mixer.prefill(h, lengths, state)
-        else:
-            mixed, recent = (None, None) if state is None else self._tapped(state, h)
+        mixed, recent = self._parts(state, h)
+        if self.taps is not None:
             h, recent = self.taps.prefill(h, lengths, recent)
-            y, mixed = self.mixer.prefill(h, lengths, mixed)
-            state = Tapped(mixed, recent)
+        y, mixed = self.mixer.prefill(h, lengths, mixed)
+        state = mixed if recent is None else Tapped(mixed, recent)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
@@ -138,13 +136,11 @@ class Block(nn.Module):
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
         h = self.mixer_residual.read(stream)
-        if self.taps is None:
-            y, state = self.mixer.step(h, state, inplace)
-        else:
-            mixed, recent = self._tapped(state, h)
+        mixed, recent = self._parts(state, h)
+        if self.taps is not None and recent is not None:
             h, recent = self.taps.step(h, recent, inplace)
-            y, mixed = self.mixer.step(h, mixed, inplace)
-            state = Tapped(mixed, recent)
+        y, mixed = self.mixer.step(h, mixed, inplace)
+        state = mixed if recent is None else Tapped(mixed, recent)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
             query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
@@ -176,13 +172,13 @@ class Block(nn.Module):
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
 
-    def _tapped(self, state: Any, h: Tensor) -> Tapped:
-        """Refuse a state of another kind, or of other taps."""
-        assert self.taps is not None
+    def _parts(self, state: Any, h: Tensor) -> tuple[Any, Recent | None]:
+        """The states of the mixer and of the taps; ValueError for a state of another kind, or of other taps."""
+        if self.taps is None or state is None:
+            return state, None
         if not isinstance(state, Tapped):
-            raise ValueError(
-                f"state is a {type(state).__name__}: accepted is that of a model with taps={self.taps.taps}"
-            )
+            kind = type(state).__name__
+            raise ValueError(f"state is a {kind}: accepted is that of a model with taps={self.taps.taps}")
         self.taps.check(state.recent, h.shape[0])
         return state
 

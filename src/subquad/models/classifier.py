@@ -13,7 +13,7 @@ from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head, make_mlp
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
 

@@ -212,31 +212,27 @@ def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
     """Every way of naming mechanisms -> a tuple of MixerConfig."""
     if isinstance(value, str):
         return tuple(MixerConfig(part.strip()) for part in value.split(","))
-    one = _mixer(value)
-    if one is not None:
+    if (one := _mixer(value)) is not None:
         return (one,)
     if not isinstance(value, Sequence) or not value:
-        refuse(
-            name, value, 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
-        )
+        accepted = 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
+        refuse(name, value, accepted)
     layers = []
     for part in value:
-        layer = MixerConfig(part) if isinstance(part, str) else _mixer(part)
-        if layer is None:
+        if (layer := _mixer(part)) is None:
             refuse(name, part, 'a name or a (name, options) pair for each layer, such as ("local", {"window": 64})')
         layers.append(layer)
     return tuple(layers)
 
 
 def _mixer(value: MixerLike) -> MixerConfig | None:
-    """The mechanism of one layer: a MixerConfig, its dict, or a (name, options) pair; None of anything else."""
-    if isinstance(value, MixerConfig):
-        return value
+    """The mechanism of one layer: its name, MixerConfig, dict or (name, options) pair; None of anything else."""
+    if isinstance(value, str | MixerConfig):
+        return MixerConfig(value) if isinstance(value, str) else value
     if isinstance(value, Mapping):
         return MixerConfig.from_dict(value) if "name" in value and value.keys() <= {"name", "options"} else None
-    if not isinstance(value, Sequence) or len(value) != 2 or not isinstance(value[1], Mapping):
-        return None
-    return MixerConfig(*value) if isinstance(value[0], str) else None
+    pair = isinstance(value, Sequence) and len(value) == 2 and isinstance(value[1], Mapping)
+    return MixerConfig(*value) if pair and isinstance(value[0], str) else None
 
 
 def _check_options(options: object, name: str) -> dict[str, Any]:

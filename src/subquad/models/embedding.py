@@ -60,7 +60,11 @@ class Embedding(nn.Module):
                 at = position[:, None] + at  # [B, T]
             if mask is not None:
                 at = at * mask  # padding may lie beyond the last position
-            self._check_positions(at, name)
+            limit = self.positions.limit
+            # on a GPU the lookup itself fails on a bad index
+            if limit is not None and readable(at) and (last := int(at.max()) + 1) > limit:
+                what = f"shape={self.config.shape}" if self.config.shape else f"max_length={limit}"
+                raise ValueError(f"{name} reaches T={last}: this model was built with {what}, {limit} positions")
             places = self.positions(at, x.dtype)
             x = torch.cat((x, places.expand(batch, size, -1)), dim=-1) if self.concat else x + places
         return self.dropout(x)
@@ -70,15 +74,6 @@ class Embedding(nn.Module):
         if not isinstance(tokens, Tensor) or tokens.ndim != 1:
             raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
         return self(tokens[:, None], position=position)[:, 0]
-
-    def _check_positions(self, at: Tensor, name: str) -> None:
-        limit = self.positions.limit if self.positions is not None else None
-        if limit is None or not readable(at):  # on a GPU the lookup itself fails on a bad index
-            return
-        last = int(at.max()) + 1
-        if last > limit:
-            what = f"shape={self.config.shape}" if self.config.shape else f"max_length={limit}"
-            raise ValueError(f"{name} reaches T={last}: this model was built with {what}, {limit} positions")
 
 
 def sinusoid(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.models.transformer import State as DecoderState
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths

@@ -114,11 +114,8 @@ def save_state(state: State, path: str | Path) -> None:
         raise ValueError("state is on meta and has no values: accepted is a state on a device that holds them")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         refuse("path", str(path), "a file in a folder that exists")
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in leaves(state):
-        tensor = tensor.detach().cpu().contiguous()
-        shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
-        tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses two names for one memory
+    # cloned, because safetensors refuses two names for one memory
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in leaves(state)}
     about = json.dumps({**HEADER, DIGEST: digest_tensors(tensors, HEADER)})
     write_whole(Path(path), save(tensors, metadata={"subquad": about}))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.checks import at_least, check_methods, refuse
 from subquad.models.decoding import Loop, decoder_of, position_of
 from subquad.models.footprint import bytes_per_stream, check_fits
-from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, check_model, evaluating, read_prompts
+from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, evaluating, read_prompts
 from subquad.models.sampling import Sampling, SamplingOptions
 from subquad.models.state import State, overwrite, positions, select
 
@@ -46,10 +46,9 @@ class Streams:
     ):
         self.slots, self.capacity = slots, capacity
         at_least(self, slots=1, capacity=1)
-        check_model(model)
+        self.sampling, stop = check_drawing(model, Sampling.of(sampling, **options), stop)
         if hasattr(model, "encode"):
             raise ValueError("model reads a source: accepted is a language model")
-        self.sampling, stop = check_drawing(model, Sampling.of(sampling, **options), stop)
         check_fits(model, slots, capacity)
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)

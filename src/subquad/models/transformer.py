@@ -13,7 +13,7 @@ from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import check_position, check_type, clean_frames
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import wide
 

@@ -9,7 +9,7 @@ Legend: B batch, T queries, S keys, H heads, K key width, M features, V value wi
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import check_op_lengths, readable, zero_padding
+from subquad.ops.lengths import check_op_lengths, readable, shape_of, zero_padding
 from subquad.ops.linear import chunked
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
@@ -35,15 +35,28 @@ class LinearState(NamedTuple):
     z: Tensor  # [B, H, M]
 
 
+class _Options(TypedDict, total=False):
+    causal: bool
+    feature_map: Map
+    normalize: bool
+    eps: float
+    lengths: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    log_gate: Tensor | None
+    initial_state: LinearState | None
+    impl: Impl
+
+
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, LinearState]: ...
 
 
@@ -80,17 +93,16 @@ def linear_attention(
     """
     phi = find_map(feature_map)
     _check_inputs(q, k, v, causal, eps)
-    _check_masks(q, k, causal, lengths, key_lengths, cu_seqlens, log_gate)
+    _check_masks(Inputs(q, k, v, log_gate, lengths, cu_seqlens), causal, key_lengths)
     spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
         # the kernels would take lengths for queries and keys alike, so these keys are emptied here
         q, k, v = phi.apply(q), zero_padding(phi.apply(k), key_lengths), zero_padding(v, key_lengths)
         spec = spec._replace(feature_map="identity")
-    elif key_lengths is not None:
-        lengths = key_lengths
-    elif phi.fused is None:
-        q, k = phi.apply(q), phi.apply(k)
+    else:
+        lengths = lengths if key_lengths is None else key_lengths
+        q, k = (q, k) if phi.fused is not None else (phi.apply(q), phi.apply(k))
     if phi.fused is None:
         _check_features(q, k, v, shape)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -178,52 +190,33 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
     check_heads("[B, T, H, D]", q=q, k=k, v=v)
     if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}: accepted is the same batch, heads and width"
-        )
+        raise ValueError(f"k has shape {shape_of(k)}, q {shape_of(q)}: accepted is the same batch, heads and width")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: accepted is the same batch, length and heads"
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"causal=True with {q.shape[1]} queries and {k.shape[1]} keys: accepted is as many keys as queries"
-        )
+        raise ValueError(f"v has shape {shape_of(v)}, k {shape_of(k)}: accepted is the same batch, length and heads")
+    if causal and (queries := q.shape[1]) != k.shape[1]:
+        raise ValueError(f"causal=True with {queries} queries and {k.shape[1]} keys: accepted is as many of both")
     check_eps(eps)
 
 
-def _check_masks(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_gate: Tensor | None,
-) -> None:
+def _check_masks(x: Inputs, causal: bool, key_lengths: Tensor | None) -> None:
+    q, k, _, log_gate, lengths, cu_seqlens, *_ = x
     batch, length, keys = *q.shape[:2], k.shape[1]
     if lengths is not None:
         check_op_lengths("lengths", lengths, batch, keys, q.device)
     if key_lengths is not None:
         if causal or lengths is not None:
-            raise ValueError(
-                "key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False"
-            )
+            raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths and causal=False alone")
         check_op_lengths("key_lengths", key_lengths, batch, keys, q.device)
     if cu_seqlens is not None:
         if lengths is not None or key_lengths is not None:
             raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
         if batch != 1 or length != keys:
-            raise ValueError(
-                f"cu_seqlens with q {tuple(q.shape)} and k {tuple(k.shape)}:"
-                " accepted is a batch of one with as many keys as queries"
-            )
+            accepted = "a batch of one with as many keys as queries"
+            raise ValueError(f"cu_seqlens with q {shape_of(q)} and k {shape_of(k)}: accepted is {accepted}")
         whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
         if not whole or cu_seqlens.device != q.device:
-            raise ValueError(
-                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}:"
-                f" accepted are int32 or int64 of shape [N+1] on {q.device}"
-            )
+            accepted = f"int32 or int64 of shape [N+1] on {q.device}"
+            raise ValueError(f"cu_seqlens is {shown(cu_seqlens)}: accepted are {accepted}")
         check_strided("cu_seqlens", cu_seqlens)
         if readable(cu_seqlens):
             ends = cu_seqlens.tolist()
@@ -231,19 +224,15 @@ def _check_masks(
                 raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
     if log_gate is not None:
         if not causal:
-            raise ValueError(
-                "log_gate with causal=False: accepted is a gate with causal=True, since a decay needs an order"
-            )
+            raise ValueError("log_gate with causal=False: accepted is causal=True, since a decay needs an order")
         _check_gate(log_gate, q, "[B, T, H]")
 
 
 def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
     shape = tuple(q.shape[:-1])
     if log_gate.shape != shape or not log_gate.is_floating_point() or log_gate.device != q.device:
-        raise ValueError(
-            f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
-            f" accepted are floating point numbers of shape {letters} = {shape} on {q.device}"
-        )
+        accepted = f"floating point numbers of shape {letters} = {shape} on {q.device}"
+        raise ValueError(f"log_gate is {shown(log_gate)}: accepted are {accepted}")
     check_strided("log_gate", log_gate)
     if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
@@ -251,13 +240,9 @@ def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
 
 def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:
     """Refuse what a caller's map made of q, which was of that shape, and k, if it is no map [..., K] -> [..., M]."""
-    for x in (q, k):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != v.device:
-            raise ValueError(f"feature_map gave {shown(x)}: accepted is a map of tensors [..., K] -> [..., M]")
-    if q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
-        raise ValueError(
-            f"feature_map gave shapes {tuple(q.shape)} and {tuple(k.shape)}: accepted is a map [..., K] -> [..., M]"
-        )
+    fits = all(isinstance(x, Tensor) and x.is_floating_point() and x.device == v.device for x in (q, k))
+    if not fits or q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
+        raise ValueError(f"feature_map gave {shown(q)} and {shown(k)}: accepted is a map [..., K] -> [..., M]")
 
 
 def _check_state(which: str, state: LinearState, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
