@@ -78,8 +78,8 @@ class Folder:
             (self.path / RESULT).unlink()
         checkpoint, damaged = checkpoints.newest(self.checkpoints)
         if checkpoint is None and damaged:
-            damage = "; ".join(damaged.values())
-            raise ValueError(f"{damage}: no checkpoint is left to resume from; --out starts again in another folder")
+            reasons = "; ".join(damaged.values())
+            raise ValueError(f"{reasons}: no checkpoint is left to resume from; --out starts again in another folder")
         notes += [f"{sentence}; the checkpoint before it is used" for sentence in damaged.values()]
         for path in damaged:
             set_aside(path)

@@ -79,7 +79,8 @@ class Task(ABC):
     def defaults(cls) -> dict[str, Any]:
         """The `data.*` options with their defaults; None where the user must give a value."""
         values: dict[str, Any] = {}
-        for option in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        options: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+        for option in options:
             default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
             values[option.name] = None if default is dataclasses.MISSING else default
         return values
