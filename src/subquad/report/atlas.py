@@ -17,7 +17,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from subquad.data import digits
-from subquad.measure.growth import Growth, growth_of_time
+from subquad.measure.growth import Growth, grouped, growth_of_time
 from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
@@ -179,9 +179,7 @@ class _Site:
     def _share(self) -> Json:
         settings, machine, rows = self.share["settings"], self.share["machine"], self.share["rows"]
         dim = settings["dim"]
-        points: dict[str, list[list[float]]] = {}
-        for r in rows:
-            points.setdefault(r["mechanism"], []).append([r["length"], r["share"]])
+        points = grouped((r["mechanism"], [r["length"], r["share"]]) for r in rows)
         series: list[Json] = [{"name": n, "family": charts.family(n), "points": p} for n, p in points.items()]
         counted = [[n, (4 * dim + 2 * n) / (12 * dim + 2 * n)] for n in sorted({r["length"] for r in rows})]
         series.append({"name": "softmax, counted", "family": "other", "points": counted})

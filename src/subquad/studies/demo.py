@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from subquad.checks import check_count
 from subquad.data import digits
-from subquad.disk import read_json
+from subquad.disk import read_object
 from subquad.machine import machine, readable
 from subquad.measure.cost import YARDSTICK
 from subquad.models import LanguageModel, load, shipped
@@ -33,7 +33,7 @@ from subquad.models.threads import run_small
 from subquad.studies.columns import milliseconds, plain_table
 from subquad.studies.compare import compare, reasons
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import Comparison, Picture, Quality, from_json, save
+from subquad.studies.results import Comparison, Picture, Quality, from_json, save, to_json
 from subquad.studies.settings import LENGTHS, Settings
 from subquad.tasks.digits import MODEL, Digits
 from subquad.tasks.images import Images
@@ -125,11 +125,8 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
         assert isinstance(model, LanguageModel)
         rows, columns, _ = image_shape(model) or (0, 0, 0)
     except (ValueError, OSError) as error:
-        console.print(
-            f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first",
-            highlight=False,
-            markup=False,
-        )
+        line = f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first"
+        console.print(line, highlight=False, markup=False)
         return None
     shades = model.config.embedding.vocab or 2
     state = readable(bytes_per_stream(model, rows * columns))
@@ -165,14 +162,8 @@ def _inner(images: Tensor) -> Tensor:
 
 def _digits(name: str, stage: str, out: Path, console: Console, steps: int, count: int, fresh: bool) -> Json:
     """One mechanism: trained, tested, its digits drawn; or what an earlier run left of the same stage."""
-    settings = {
-        "mechanism": name,
-        "options": CONTENDERS[name],
-        "steps": steps,
-        "batch": BATCH,
-        "count": count,
-        "temperature": TEMPERATURE,
-    }
+    settings = {"mechanism": name, "options": CONTENDERS[name], "steps": steps, "batch": BATCH, "count": count}
+    settings["temperature"] = TEMPERATURE
     path, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
     before = None if fresh else _earlier(path, settings)
     if before is not None and "standard_error" in before["quality"] and (out / file).exists():
@@ -204,31 +195,25 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     begun = time.perf_counter()
     images = write_images(model, count, SHAPE, sampling=Sampling(temperature=TEMPERATURE))
     rate = count / (time.perf_counter() - begun)
-    title = (
-        f"{name}: written pixel by pixel at temperature {TEMPERATURE} after {steps:,} steps "
-        f"({value:.2f} bits/dim on unseen digits)"
-    )
+    how = f"at temperature {TEMPERATURE} after {steps:,} steps ({value:.2f} bits/dim on unseen digits)"
+    title = f"{name}: written pixel by pixel {how}"
     picture(test[:count], images, out / file, title)
     model.save(out / f"model_{stage}")
-    result = {
-        "settings": settings,
-        "machine": machine("cpu"),
-        "quality": {
-            "mechanism": name,
-            "task": "digits",
-            "metric": "bits/dim",
-            "value": value,
-            "standard_error": error,
-            "lower_is_better": True,
-            "steps": steps,
-            "seconds": seconds,
-            "curve": [[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "images_per_second": rate,
-            "state_bytes_per_image": sum(map(size, imagine(model, digits.SIDE**2).layers)),
-        },
-        "picture": {"title": title, "file": file},
-    }
+    quality = Quality(
+        mechanism=name,
+        task="digits",
+        metric="bits/dim",
+        value=value,
+        standard_error=error,
+        steps=steps,
+        seconds=seconds,
+        curve=[[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
+        parameters=sum(p.numel() for p in model.parameters()),
+        images_per_second=rate,
+        state_bytes_per_image=sum(map(size, imagine(model, digits.SIDE**2).layers)),
+    )
+    result = {"settings": settings, "machine": machine("cpu"), "quality": to_json(quality)}
+    result["picture"] = {"title": title, "file": file}
     save(result, path)
     console.print(f"  {name}: {value:.3f} bits/dim in {seconds:.0f} s; {rate:.0f} images/s written", highlight=False)
     return result
@@ -264,10 +249,10 @@ def picture(real: Tensor, generated: Tensor, path: Path, title: str, columns: in
 def _earlier(path: Path, settings: Json) -> Json | None:
     """What an earlier run with the same settings left, if it is whole."""
     try:
-        stage = read_json(path)
+        stage = read_object(path)
     except (OSError, ValueError):
         return None
-    return stage if isinstance(stage, dict) and stage.get("settings") == settings else None
+    return stage if stage.get("settings") == settings else None
 
 
 def _scaling(

@@ -107,17 +107,11 @@ def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> No
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
     """The rows of these names, in which commas may be left out, or all."""
-    known = {_plain(row.name): row for row in table.rows}
-    for name in names:
-        if _plain(name) not in known:
-            raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
-    wanted = {_plain(name) for name in names}
+    known = {row.name.replace(",", ""): row for row in table.rows}  # users write commas between names
+    wanted = {name.replace(",", ""): name for name in names}
+    for name in (given for plain, given in wanted.items() if plain not in known):
+        raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
     return [row for name, row in known.items() if not names or name in wanted]
-
-
-def _plain(name: str) -> str:
-    """Without commas, which stand between names where users write them."""
-    return name.replace(",", "")
 
 
 def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
