@@ -10,7 +10,8 @@ from typing import TypeVar
 from subquad.measure.cost import Row, Spread
 from subquad.mechanisms import mechanism
 
-K, V = TypeVar("K", bound=Hashable), TypeVar("V")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
 FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over

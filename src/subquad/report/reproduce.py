@@ -162,9 +162,9 @@ def _bars(axis: Any, results: ReproducedTable) -> None:
         note = " (cut short by time)" if row.cut_short_by_time else ""
         axis.annotate(f" {row.value:.3f}{note}", (row.value, ours), va="center", fontsize=8)
     for name, value in published.items():
-        place = names.index(name) + (0.2 if name in rows else 0)
-        axis.barh(place, value, 0.36, color="lightgray")
-        axis.annotate(f" {value:g} published", (value, place), va="center", fontsize=8)
+        theirs = names.index(name) + (0.2 if name in rows else 0)
+        axis.barh(theirs, value, 0.36, color="lightgray")
+        axis.annotate(f" {value:g} published", (value, theirs), va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
     axis.margins(x=0.6)

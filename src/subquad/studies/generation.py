@@ -27,6 +27,7 @@ from subquad.models.generation import UNROLL
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves, positions
 from subquad.studies.results import save
+from subquad.tasks.images import Images
 
 MODELS: dict[str, dict[str, Any]] = {  # "Transformers are RNNs", §4.2
     "mnist": {"depth": 8, "length": 784},
@@ -38,30 +39,12 @@ Figures = dict[str, Any]
 
 
 def paper_model(
-    name: str,
-    mechanism: Any = "linear",
-    head: str = "mixture",
-    device: Any = "cpu",
-    dtype: Any = None,
-    depth: int | None = None,
+    name: str, mechanism: Any = "linear", device: Any = "cpu", dtype: Any = None, depth: int | None = None
 ) -> LanguageModel:
-    """The image model of the paper with any mechanism: post-norm, ReLU, sinusoids beside the tokens, 8 heads of 32.
-
-    depth: of so many layers instead.
-    """
+    """The image model of the paper with any mechanism; `depth` layers instead of the paper's."""
     torch.manual_seed(0)
-    model = LanguageModel(
-        vocab=START + 1,
-        dim=256,
-        depth=depth or MODELS[name]["depth"],
-        heads=8,
-        mechanism=mechanism,
-        positions="sinusoidal_concat",
-        norm_position="post",
-        activation="relu",
-        max_length=MODELS[name]["length"],
-        mixture=10 if head == "mixture" else None,
-    )
+    size = {"depth": depth or MODELS[name]["depth"], "max_length": MODELS[name]["length"]}
+    model = Images(name).make_model({**Images.model, **size, "mechanism": mechanism})
     return model.to(device, dtype).eval()
 
 
