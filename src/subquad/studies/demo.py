@@ -31,7 +31,7 @@ from subquad.models.sampling import Sampling
 from subquad.models.state import size
 from subquad.models.threads import run_small
 from subquad.studies.columns import milliseconds, plain_table
-from subquad.studies.compare import compare, reasons
+from subquad.studies.compare import Work, compare, reasons
 from subquad.studies.conclusions import conclusions
 from subquad.studies.results import Comparison, Picture, Quality, from_json, save, to_json
 from subquad.studies.settings import LENGTHS, Settings
@@ -74,7 +74,7 @@ def demo(
     contenders: Sequence[str] = tuple(CONTENDERS),
     count: int = 64,
     fresh: bool = False,
-    isolated: bool = True,
+    work: Work | None = None,
 ) -> Comparison:
     """Write, train, measure, print; returns what results.json holds."""
     steps = STEPS if steps is None else steps
@@ -92,7 +92,7 @@ def demo(
     console.print(f"linear once more, {writing} steps, to write digits as an RNN", highlight=False)
     written = _digits("linear", "writing", out, console, writing, count, fresh)
     console.print(f"time and memory at T = {min(lengths):,} to {max(lengths):,}", highlight=False)
-    results = _scaling(out, console, contenders, lengths, fresh, isolated)
+    results = _scaling(out, console, contenders, lengths, fresh, work)
     results.quality = [from_json(Quality, stage["quality"], "quality") for stage in learned]
     results.pictures = [Picture(**stage["picture"]) for stage in (first, written, *learned) if stage is not None]
     results.summary = conclusions(results)
@@ -256,7 +256,7 @@ def _earlier(path: Path, settings: Json) -> Json | None:
 
 
 def _scaling(
-    out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, isolated: bool
+    out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, work: Work | None
 ) -> Comparison:
     settings, folder = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths)), out / "scaling"
     before = None if fresh else _earlier(folder / "results.json", json.loads(json.dumps(settings.to_dict())))
@@ -264,7 +264,7 @@ def _scaling(
         console.print(f"  {len(before['rows'])} measurements of an earlier run", highlight=False)
         return from_json(Comparison, before, "")
     # too few mechanisms to recommend from
-    results = compare(settings, folder, console, isolated=isolated, remember=False)
+    results = compare(settings, folder, console, work=work, remember=False)
     if results.interrupted:
         raise KeyboardInterrupt
     return results

@@ -136,45 +136,41 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, BUSY):
-        return _lra(arena, out, console, prepare)
-
-
-def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> ArenaTable:
-    deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
-    before = _earlier(out / "results.json")
-    cap = before.budget.seconds_a_run if arena.cap is None else arena.cap
-    cap = arena.seconds_a_run() if cap is None else cap
-    jobs = plan(arena, out, cap)
-    budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
-    results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
-    trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
-    todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
-    planned = [_run_of(job, {}, results.commit) for job in jobs]
-    console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
-    if len(todo) < len(jobs):
-        count = len(jobs) - len(todo)
-        console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
-    known = {job["name"]: job for job in todo}
-    results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
-    try:
-        missing = _prepare(todo, out, console) if prepare else {}
-        ready = [job for job in todo if job["name"] not in missing]
-        failed = ({"name": name, "error": why} for name, why in missing.items())
-        for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
-            run = _run_of(known[answer["name"]], answer, results.commit)
-            results.failed += run.error is not None
-            if run.error is None or run.name not in trained:  # an error replaces no figures
-                results.runs = [other for other in results.runs if other.name != run.name] + [run]
-                save(results, out / "results.json")
-            console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        results.interrupted = True
-    results.runs.sort(key=_place)
-    results.quality = _quality(of_size(results))
-    ended = {run.name for run in results.runs if run.ended_by in ("steps", "minutes") or run.error is not None}
-    results.left = [job["name"] for job in jobs if job["name"] not in ended]
-    save(results, out / "results.json")
-    return results
+        deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
+        before = _earlier(out / "results.json")
+        cap = before.budget.seconds_a_run if arena.cap is None else arena.cap
+        cap = arena.seconds_a_run() if cap is None else cap
+        jobs = plan(arena, out, cap)
+        budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
+        results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
+        trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
+        todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
+        planned = [_run_of(job, {}, results.commit) for job in jobs]
+        console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
+        if len(todo) < len(jobs):
+            count = len(jobs) - len(todo)
+            console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
+        known = {job["name"]: job for job in todo}
+        results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
+        try:
+            missing = _prepare(todo, out, console) if prepare else {}
+            ready = [job for job in todo if job["name"] not in missing]
+            failed = ({"name": name, "error": why} for name, why in missing.items())
+            for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
+                run = _run_of(known[answer["name"]], answer, results.commit)
+                results.failed += run.error is not None
+                if run.error is None or run.name not in trained:  # an error replaces no figures
+                    results.runs = [other for other in results.runs if other.name != run.name] + [run]
+                    save(results, out / "results.json")
+                console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            results.interrupted = True
+        results.runs.sort(key=_place)
+        results.quality = _quality(of_size(results))
+        ended = {run.name for run in results.runs if run.ended_by in ("steps", "minutes") or run.error is not None}
+        results.left = [job["name"] for job in jobs if job["name"] not in ended]
+        save(results, out / "results.json")
+        return results
 
 
 def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:

@@ -68,31 +68,26 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
-        _measure(run, out, timing, samples)
+        try:
+            if table.kind == "scaling":
+                measure_scaling(run)
+            elif table.kind == "context":
+                _contexts(run, out)
+            else:
+                _train(run)
+                if samples:
+                    _afterwards(run, "samples", lambda: write_samples(run, samples))
+                if timing and not table.iterations:
+                    run.say(table.name, "--timing has nothing to time in this table")
+                if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
+                    _afterwards(run, "iterations", lambda: measure_iterations(run))
+        except KeyboardInterrupt:
+            run.results.interrupted = True
+            for row in run.rows:
+                if (folder / row.name / CONFIG).is_file():
+                    _collect(run, row)
+        run.keep()
         return run.results
-
-
-def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) -> None:
-    table, budget, folder = run.table, run.budget, run.folder
-    try:
-        if table.kind == "scaling":
-            measure_scaling(run)
-        elif table.kind == "context":
-            _contexts(run, out)
-        else:
-            _train(run)
-            if samples:
-                _afterwards(run, "samples", lambda: write_samples(run, samples))
-            if timing and not table.iterations:
-                run.say(table.name, "--timing has nothing to time in this table")
-            if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
-                _afterwards(run, "iterations", lambda: measure_iterations(run))
-    except KeyboardInterrupt:
-        run.results.interrupted = True
-        for row in run.rows:
-            if (folder / row.name / CONFIG).is_file():
-                _collect(run, row)
-    run.keep()
 
 
 def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
