@@ -115,8 +115,8 @@ def efficiency(
         refuse("lengths", list(lengths), "integers of at least 1")
     check_count("batch", batch)
     place = available(device)
-    free, tokens = free_bytes(place), batch * min(lengths)
-    if 16 * SMALL["dim"] * tokens > free or batch * max(lengths) > free:
+    free = free_bytes(place)
+    if 16 * SMALL["dim"] * batch * min(lengths) > free or batch * max(lengths) > free:
         refuse("batch", batch, f"a smaller one, or smaller lengths: {readable(free)} of memory are free")
     cuda = torch.device(place).type == "cuda"
     dtype, limit = dtype or ("bfloat16" if cuda else "float32"), LIMIT["cuda" if cuda else "cpu"]
