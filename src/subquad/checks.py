@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import re
 import types
@@ -155,8 +156,6 @@ def _fitting(hint: Any) -> tuple[Fits, str]:
     if origin is Literal:
         words = _or(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in inner)
         return lambda value: isinstance(value, str | int | None) and value in inner, words
-    if hint is bool:
-        return lambda value: isinstance(value, bool), PLAIN[bool]
     if hint is int:
         return lambda value: isinstance(value, int) and type(value) is not bool and abs(value) <= LARGEST, PLAIN[int]
     if hint is float:
@@ -166,11 +165,12 @@ def _fitting(hint: Any) -> tuple[Fits, str]:
     if origin in (Sequence, list, tuple) and inner and (len(inner) == 1 or inner[-1] is Ellipsis):
         item_fits, item_words = _fitting(inner[0])
         kinds = (Sequence,) if origin is Sequence else (list, tuple)  # a list is as good as a tuple
+        words = "a list" if item_words == "anything" else f"a list of {_plural(item_words)}"
         return (
             lambda value: (
                 isinstance(value, kinds) and not isinstance(value, str | bytes) and all(map(item_fits, value))
             ),
-            "a list" if item_words == "anything" else f"a list of {_plural(item_words)}",
+            words,
         )
     if origin in (Mapping, dict):
         return lambda value: isinstance(value, Mapping), "a dict"
@@ -247,20 +247,18 @@ class _Signature:
         self.name = function.__qualname__.removesuffix(".__init__")
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.accepted = {
-            name: _Accepted.of(name, hints.get(name, Any))
+            name: _Accepted.of(hints.get(name, Any))
             for name, p in parameters.items()
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         }
         for name, p in parameters.items():
             if p.kind is p.VAR_KEYWORD and typing.get_origin(hints.get(name)) is typing.Unpack:  # of a TypedDict
                 keywords = typing.get_type_hints(typing.get_args(hints[name])[0])
-                self.accepted |= {key: _Accepted.of(key, hint) for key, hint in keywords.items()}
+                self.accepted |= {key: _Accepted.of(hint) for key, hint in keywords.items()}
                 self.open = False
         self.looks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
         self.positional = [
-            self.accepted[name]
-            for name, p in parameters.items()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
 
     def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
@@ -272,23 +270,17 @@ class _Signature:
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.looks_itself:
             return
-        for (name, hint, quick, fits), value in zip(self.positional, args, strict=False):
-            if type(value) not in quick and not fits(value):
-                check_plain(name, value, hint)
-        for name, value in kwargs.items():
-            if name not in self.accepted:
-                if not self.open:
-                    self._refuse_keyword(name)
-                continue
-            _, hint, quick, fits = self.accepted[name]
-            if type(value) not in quick and not fits(value):
-                check_plain(name, value, hint)
-
-    def _refuse_keyword(self, name: str) -> NoReturn:
-        if name in MASKS:
-            raise TypeError(f"{self.name} takes no {name}: {INSTEAD_OF_MASKS}")
-        known = [known for known in self.accepted if known != "self"]
-        raise TypeError(f"{self.name} has no argument {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
+        for name, value in itertools.chain(zip(self.positional, args, strict=False), kwargs.items()):
+            accepted = self.accepted.get(name)
+            if accepted is not None:
+                if type(value) not in accepted.quick and not accepted.fits(value):
+                    check_plain(name, value, accepted.hint)
+            elif not self.open and name in MASKS:
+                raise TypeError(f"{self.name} takes no {name}: {INSTEAD_OF_MASKS}")
+            elif not self.open:
+                known = [known for known in self.accepted if known != "self"]
+                hint = f"{nearest(name, known)} Accepted: {', '.join(known)}"
+                raise TypeError(f"{self.name} has no argument {name!r}{hint}")
 
 
 INSTEAD_OF_MASKS = (
@@ -300,16 +292,15 @@ INSTEAD_OF_MASKS = (
 class _Accepted(NamedTuple):
     """What a parameter accepts."""
 
-    name: str
     hint: Any
     quick: frozenset[type]  # types of which every value fits, so that most calls cost a microsecond
     fits: Fits
 
     @classmethod
-    def of(cls, name: str, hint: Any) -> "_Accepted":
+    def of(cls, hint: Any) -> "_Accepted":
         kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         plain = {kind for kind in kinds if isinstance(kind, type) and typing.get_origin(kind) is None} - {int, float}
-        return cls(name, hint, frozenset(plain | ({nn.Parameter} if Tensor in plain else set())), _fitting(hint)[0])
+        return cls(hint, frozenset(plain | ({nn.Parameter} if Tensor in plain else set())), _fitting(hint)[0])
 
 
 def plain_name(name: str, value: str) -> str:

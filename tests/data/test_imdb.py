@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,12 @@ from hypothesis import strategies as st
 
 from subquad.data import imdb
 from subquad.data.files import Broken
-from subquad.data.imdb import Reviews
+from subquad.data.generated import Arrays
+from subquad.data.padding import first_bytes
+
+
+def texts_of(part: Arrays) -> list[bytes]:
+    return [part["text"][start:end].tobytes() for start, end in pairwise(part["starts"])]
 
 
 def put(folder: Path) -> None:
@@ -26,25 +32,24 @@ def test_reviews_are_read_with_label_stars_and_film(data: Path) -> None:
     put(data)
     for _ in range(2):  # from the folder, then from what was kept
         training, test = imdb.load()
-        assert len(training) == len(test) == 6
-        assert [training[i].decode()[:12] for i in range(6)] == [
+        assert len(training["labels"]) == len(test["labels"]) == 6
+        assert [text.decode()[:12] for text in texts_of(training)] == [
             *("train neg 0 ", "train neg 2 ", "train neg 10"),
             *("train pos 0 ", "train pos 2 ", "train pos 10"),
         ]
-        assert test[5].decode() == "test pos 10 «été»!!!!!!!!!!"
-        assert training.labels.tolist() == [0, 0, 0, 1, 1, 1]
-        assert training.ratings.tolist() == [3, 3, 3, 8, 8, 8]
-        assert training.films.tolist() == [1000, 1002, 1010] * 2
+        assert texts_of(test)[5].decode() == "test pos 10 «été»!!!!!!!!!!"
+        assert training["labels"].tolist() == [0, 0, 0, 1, 1, 1]
+        assert training["ratings"].tolist() == [3, 3, 3, 8, 8, 8]
+        assert training["films"].tolist() == [1000, 1002, 1010] * 2
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6), st.integers(1, 25))
 def test_padding_keeps_the_beginning(texts: list[bytes], length: int) -> None:
-    zeros = np.zeros(len(texts), np.int64)
     starts = np.cumsum([0, *map(len, texts)])
-    reviews = Reviews(np.frombuffer(b"".join(texts), np.uint8), starts, zeros, zeros, zeros)
+    reviews = {"text": np.frombuffer(b"".join(texts), np.uint8), "starts": starts}
     order = np.arange(len(texts))[::-1]
-    tokens, lengths = reviews.padded(order, length)
+    tokens, lengths = first_bytes(reviews, order, length)
     assert tokens.shape == (len(texts), length)
     for row, count, text in zip(tokens, lengths.tolist(), texts[::-1], strict=True):
         assert count == min(len(text), length)

@@ -17,7 +17,7 @@ def needs(*wanted: File) -> pytest.MarkDecorator:
 def test_digits() -> None:
     training, test = digits.load()
     assert (len(training.labels), len(test.labels)) == (1500, 297)
-    assert int(training.images.max()) == 16
+    assert int(training.pixels.max()) == 16
 
 
 @needs(*mnist.FILES.values())
@@ -48,13 +48,13 @@ def test_cifar10() -> None:
 def test_imdb() -> None:
     training, test = imdb.load()
     for part in (training, test):
-        assert len(part) == 25000
-        assert part.labels.sum() == 12500
-        assert sorted(set(part.ratings)) == [1, 2, 3, 4, 7, 8, 9, 10]
-        assert bool(((part.ratings >= 7) == part.labels.astype(bool)).all())
-        assert np.unique(part.films, return_counts=True)[1].max() == 30
-        assert int(np.diff(part.starts).min()) >= 32
-    assert training[12500].startswith(b"Bromwell High is a cartoon comedy.")
+        assert len(part["labels"]) == 25000
+        assert part["labels"].sum() == 12500
+        assert sorted(set(part["ratings"])) == [1, 2, 3, 4, 7, 8, 9, 10]
+        assert bool(((part["ratings"] >= 7) == part["labels"].astype(bool)).all())
+        assert np.unique(part["films"], return_counts=True)[1].max() == 30
+        assert int(np.diff(part["starts"]).min()) >= 32
+    assert training["text"][training["starts"][12500] :].tobytes().startswith(b"Bromwell High is a cartoon comedy.")
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,12 @@ def test_what_is_wrong_with_an4_is_named(data: Path) -> None:
         speech.an4()
 
 
-def test_dictionaries_are_to_be_had_by_name(data: Path) -> None:
+def test_the_letter_a_is_no_article_in_an4(data: Path) -> None:
     with pytest.raises(Missing, match="an4 is not in"):
-        speech.dictionary("an4")
+        speech.an4_dictionary()
     put_an4(data / "an4")
-    assert speech.dictionary("an4") == {"A": ("EY",), "A(2)": ("EY",), "B": ("B", "IY"), "TWO": ("T", "UW")}
-    assert speech.dictionary("digits")["seven"] == ("S", "EH", "V", "AH", "N")
-    with pytest.raises(ValueError, match="'wsj' has no dictionary"):
-        speech.dictionary("wsj")
+    assert speech.an4_dictionary() == {"A": ("EY",), "A(2)": ("EY",), "B": ("B", "IY"), "TWO": ("T", "UW")}
+    assert speech.DIGITS["seven"] == "S EH V AH N"
 
 
 def noise(path: Path, seed: int, seconds: float = 0.2, rate: int = 8000) -> None:

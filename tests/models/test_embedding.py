@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from subquad.models import EmbeddingConfig
-from subquad.models.embedding import Embedding
-from subquad.models.positions import sinusoid
+from subquad.models.embedding import Embedding, sinusoid
 
 
 def embed(positions: str, dim: int = 12, max_length: int | None = 10, **fields: Any) -> Embedding:

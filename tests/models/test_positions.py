@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from subquad.models.positions import Grid, sinusoid
+from subquad.models.embedding import Grid, sinusoid
 
 
 def test_sinusoid_is_the_papers_formula() -> None:

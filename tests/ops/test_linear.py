@@ -311,10 +311,11 @@ def test_key_lengths_leave_the_queries_alone() -> None:
     for b in range(2):
         close(o[b : b + 1], dense(q[b : b + 1], k[b : b + 1, : n[b]], v[b : b + 1, : n[b]], causal=False)[0])
     q = inputs(length=9)[0]
-    options: dict[str, Any] = {"causal": False, "feature_map": "relu"}
-    assert torch.equal(
-        linear_attention(q, k, v, key_lengths=n, **options), linear_attention(q, k, v, lengths=n, **options)
-    )
+    for feature_map in ("relu", "quadratic", torch.exp):
+        options: dict[str, Any] = {"causal": False, "feature_map": feature_map}
+        assert torch.equal(
+            linear_attention(q, k, v, key_lengths=n, **options), linear_attention(q, k, v, lengths=n, **options)
+        )
 
 
 def test_a_callable_map_may_change_the_width() -> None:
@@ -535,12 +536,12 @@ G = torch.zeros(2, 5, 2)
         ("eps=-1", (Q, Q, Q), {"eps": -1}),
         ("eps=0 .*above 0", (Q, Q, Q), {"eps": 0, "feature_map": "relu"}),
         ("eps=1e-60 .*at least 1e-30", (Q, Q, Q), {"eps": 1e-60, "feature_map": "relu"}),  # 0 in float32
-        ("lengths=\\[6, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([6, 1])}),
-        ("lengths=\\[-1, 1\\]", (Q, Q, Q), {"lengths": torch.tensor([-1, 1])}),
-        ("lengths is", (Q, Q, Q), {"lengths": torch.tensor([1])}),
-        ("lengths is", (Q, Q, Q), {"lengths": torch.tensor([1.0, 2.0])}),
+        ("lengths ranges from 1 to 6", (Q, Q, Q), {"lengths": torch.tensor([6, 1])}),
+        ("lengths ranges from -1 to 1", (Q, Q, Q), {"lengths": torch.tensor([-1, 1])}),
+        ("lengths has shape", (Q, Q, Q), {"lengths": torch.tensor([1])}),
+        ("lengths has dtype", (Q, Q, Q), {"lengths": torch.tensor([1.0, 2.0])}),
         ("key_lengths", (Q, Q, Q), {"key_lengths": torch.tensor([1, 2])}),
-        ("key_lengths=", (Q, Q, Q), {"causal": False, "key_lengths": torch.tensor([1, 9])}),
+        ("key_lengths ranges", (Q, Q, Q), {"causal": False, "key_lengths": torch.tensor([1, 9])}),
         ("cu_seqlens with q", (Q, Q, Q), {"cu_seqlens": torch.tensor([0, 5])}),
         ("cu_seqlens=", (Q[:1], Q[:1], Q[:1]), {"cu_seqlens": torch.tensor([0, 4])}),
         ("cu_seqlens=", (Q[:1], Q[:1], Q[:1]), {"cu_seqlens": torch.tensor([0, 4, 3, 5])}),

@@ -19,18 +19,18 @@ def test_the_data_is_the_published_one() -> None:
     training, test = digits.load()
     assert len(training.labels) == 1500
     assert len(test.labels) == 297
-    assert training.images.shape == (1500, 64)
-    images = torch.cat((training.images, test.images))
+    assert training.pixels.shape == (1500, 64)
+    images = torch.cat((training.pixels, test.pixels))
     assert images.min() == 0
     assert images.max() == digits.SHADES - 1
     counts = torch.cat((training.labels, test.labels)).bincount()
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert torch.equal(digits.load()[0].images, training.images)
+    assert torch.equal(digits.load()[0].pixels, training.pixels)
 
 
 def test_generation_as_an_rnn_has_the_probabilities_of_the_parallel_form() -> None:
     model = Digits().make_model({}).eval()
-    images = digits.load()[1].images[:3]
+    images = digits.load()[1].pixels[:3]
     start = torch.full((3, 1), START)
     parallel = model(torch.cat((start, images), dim=1)[:, :-1])
     state = model.init_state(3)
@@ -64,6 +64,6 @@ def test_training_in_memory_makes_the_updates_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_real_and_generated(tmp_path: Path) -> None:
-    images = digits.load()[1].images[:32]
+    images = digits.load()[1].pixels[:32]
     picture(images, images, tmp_path / "digits.png", "generated")
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")

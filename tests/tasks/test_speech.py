@@ -14,7 +14,7 @@ from subquad.data.speech import Speech as Data
 from subquad.data.speech import Utterances
 from subquad.models import LSTM, Classifier
 from subquad.tasks import speech
-from subquad.tasks.speech import Augmented, Speech, ctc, decode, edits
+from subquad.tasks.speech import Frames, Speech, ctc, decode, edits
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -159,7 +159,7 @@ def test_batches_come_in_few_shapes(monkeypatch: pytest.MonkeyPatch, options: di
 
 
 def test_augmentation_repeats_itself_and_leaves_room_for_what_is_said() -> None:
-    source = Augmented(utterances())
+    source = Frames(utterances(), augment=True)
     first, again, later = (source.batch(np.arange(3), epoch) for epoch in (1, 1, 2))
     assert torch.equal(first["frames"], again["frames"])
     assert first["frames"].shape != later["frames"].shape or not torch.equal(first["frames"], later["frames"])

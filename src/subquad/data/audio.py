@@ -2,6 +2,7 @@
 
 import math
 import struct
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +49,8 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
     while at + 8 <= len(data):
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
         if name == b"data" and at + 8 + size > len(data):
-            raise files.Broken(
-                f"{path} promises {size:,} bytes of sound and holds {len(data) - at - 8:,}: it is cut short"
-            )
+            sizes = f"promises {size:,} bytes of sound and holds {len(data) - at - 8:,}"
+            raise files.Broken(f"{path} {sizes}: it is cut short")
         chunks.setdefault(name, data[at + 8 : at + 8 + size])
         at += 8 + size + size % 2  # chunks begin at even places
     form, body = chunks.get(b"fmt ", b""), chunks.get(b"data", b"")
@@ -62,9 +62,8 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
     if (kind, bits) not in {(PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)} or channels < 1:
         raise files.Broken(f"{path} has format {kind} of {bits} bits: accepted are integers of 8 to 32 bits and floats")
     if width != channels * bits // 8:
-        raise files.Broken(
-            f"{path} has blocks of {width} bytes: accepted are {channels * bits // 8}, for {channels} x {bits} bits"
-        )
+        wanted = f"{channels * bits // 8}, for {channels} x {bits} bits"
+        raise files.Broken(f"{path} has blocks of {width} bytes: accepted are {wanted}")
     if rate < 1:
         raise files.Broken(f"{path} has {rate} samples a second: accepted are 1 or more")
     body = body[: len(body) // width * width]
@@ -88,9 +87,9 @@ def write_wav(path: Path, samples: np.ndarray | Tensor, rate: int) -> None:
     """16 bits, one channel, which every player reads."""
     values = np.asarray(samples, dtype=np.float64).reshape(-1)
     body = (np.clip(values, -1, 1) * 32767).round().astype("<i2").tobytes()
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, PCM, 1, rate, 2 * rate, 2, 16)
-    head = b"WAVE" + form + struct.pack("<4sI", b"data", len(body))
-    Path(path).write_bytes(struct.pack("<4sI", b"RIFF", len(head) + len(body)) + head + body)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes(body)
 
 
 def mu_law(samples: np.ndarray) -> np.ndarray:
@@ -127,15 +126,8 @@ def log_mel(samples: np.ndarray, rate: int, filters: int = 40) -> Tensor:
         raise ValueError(f"rate={rate} cannot work: accepted is {SLOWEST} or more")
     window, hop = rate // 40, rate // 100
     size = max(512, 1 << (window - 1).bit_length())
-    spectrum = torch.stft(
-        torch.from_numpy(samples),
-        size,
-        hop,
-        window,
-        torch.hann_window(window),
-        pad_mode="constant",
-        return_complex=True,
-    )
+    sound, hann = torch.from_numpy(samples), torch.hann_window(window)
+    spectrum = torch.stft(sound, size, hop, window, hann, pad_mode="constant", return_complex=True)
     energy = spectrum.abs().square().T  # [T, size / 2 + 1]
     return (energy @ _bands(filters, size, rate)).clamp_min(1e-10).log()
 

@@ -18,11 +18,9 @@ from subquad.data.images import Images
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, RECORD = 32, 1 + 3 * 32 * 32
-ARCHIVE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = files.File(
     "cifar-10-batches-bin",
-    home=ARCHIVE,
-    url=ARCHIVE,
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
     unpack="tar",
 )
@@ -51,9 +49,7 @@ def _batch(name: str) -> tuple[Tensor, Tensor]:
     path = files.get(FOLDER) / name
     data = np.frombuffer(files.read(path), np.uint8)
     if data.size == 0 or data.size % RECORD:
-        raise files.Broken(
-            f"{path} holds {data.size:,} bytes, which are no whole records of {RECORD:,}: it is cut short"
-        )
+        raise files.Broken(f"{path} holds {data.size:,} bytes, no whole records of {RECORD:,}: it is cut short")
     records = torch.from_numpy(data.reshape(-1, RECORD).copy())
     labels = records[:, 0].long()
     if int(labels.max()) >= len(CLASSES):

@@ -109,9 +109,8 @@ class Stamps:
         self.degrees = (np.arange(DEGREES) - 180) * np.pi / 180
         # the pixels on the circle that a path's next dash can end on, from its pivot
         round_ = np.arange(0, 360, 360 / (2 * step * np.pi)) * np.pi / 180
-        self.ends = np.unique(
-            np.floor(style.size + _polar(round_, step)).astype(np.int64) - style.size, axis=0
-        )  # [K, 2]
+        ends = np.floor(style.size + _polar(round_, step)).astype(np.int64) - style.size
+        self.ends = np.unique(ends, axis=0)  # [K, 2]
         self.ways = np.arctan2(self.ends[:, 0], self.ends[:, 1])  # [K]
         angles = np.concatenate((self.degrees, self.ways + np.where(self.ways < 0, np.pi, -np.pi)))
         lines = [self._line(style, margin, angle) for angle in angles]
@@ -138,9 +137,7 @@ class Stamps:
         return _reduce(np.array(picture), side), _reduce(around, side)
 
 
-@lru_cache
-def stamps(style: Style, margin: int) -> Stamps:
-    return Stamps(style, margin)
+stamps = lru_cache(Stamps)
 
 
 @lru_cache
@@ -216,20 +213,6 @@ class _Canvas:
         self.flat[cells] = np.maximum(self.flat[cells], stamp.reshape(-1, cells.shape[1]))
 
 
-class _Path(NamedTuple):
-    """The newest dash of a path in each picture."""
-
-    pivot: np.ndarray  # [N, 2]
-    angle: np.ndarray  # [N]
-    place: np.ndarray  # [N, 2]
-    stamp: np.ndarray  # [N]
-
-    @classmethod
-    def empty(cls, count: int) -> "_Path":
-        places, ways = np.zeros((2, count, 2), np.int64), np.zeros(count, np.int64)
-        return cls(places[0], np.zeros(count), places[1], ways)
-
-
 class _Growth:
     """Pictures that grow together at one margin. A dash counts as there only when the next one of its path is."""
 
@@ -242,33 +225,36 @@ class _Growth:
         edge[style.padding : -style.padding, style.padding : -style.padding] = 0
         self.mask.inner[:] = edge
         self.wide.inner[:] = _dilate(edge, margin)
-        self.place = np.zeros((count, style.dashes, 2), np.int64)
+        self.place, self.pivot = np.zeros((2, count, style.dashes, 2), np.int64)
         self.stamp = np.zeros((count, style.dashes), np.int64)
+        self.angle = np.zeros((count, style.dashes))
 
-    def keep(self, rows: np.ndarray, path: _Path, dash: int) -> None:
-        self.place[rows, dash], self.stamp[rows, dash] = path.place[rows], path.stamp[rows]
-
-    def take(self, rows: np.ndarray, path: _Path) -> None:
-        """Mark the room of a path's newest dash as taken."""
-        self.mask.put(rows, path.place[rows], self.stamps.mask[path.stamp[rows]])
-        self.wide.put(rows, path.place[rows], self.stamps.wide[path.stamp[rows]])
+    def take(self, rows: np.ndarray, dash: int) -> None:
+        """Mark the room of a dash as taken."""
+        self.mask.put(rows, self.place[rows, dash], self.stamps.mask[self.stamp[rows, dash]])
+        self.wide.put(rows, self.place[rows, dash], self.stamps.wide[self.stamp[rows, dash]])
 
     def inside(self, place: np.ndarray) -> np.ndarray:
         return np.asarray(((place >= 0) & (place < self.style.size)).all(-1))
 
-    def start(self, rows: np.ndarray, path: _Path, tail: np.ndarray, stamp: np.ndarray) -> np.ndarray:
-        """First dashes from tail [n, 2]; whether they lie inside."""
+    def put(self, rows: np.ndarray, dash: int, pivot: np.ndarray, angle: np.ndarray, *at: np.ndarray) -> None:
+        self.pivot[rows, dash], self.angle[rows, dash] = pivot, angle
+        self.place[rows, dash], self.stamp[rows, dash] = at
+
+    def start(self, rows: np.ndarray, dash: int, tail: np.ndarray, stamp: np.ndarray) -> np.ndarray:
+        """A path's first dash, from tail [n, 2]; whether it lies inside."""
         angle = self.stamps.degrees[stamp]
         head, pivot = begin(self.style, self.margin, tail, angle)
-        path.pivot[rows], path.angle[rows], path.place[rows], path.stamp[rows] = pivot, angle, tail, stamp
+        self.put(rows, dash, pivot, angle, tail, stamp)
         return self.inside(head) & self.inside(pivot) & self.inside(tail)
 
-    def extend(self, rows: np.ndarray, path: _Path) -> np.ndarray:
-        """The next dash of the path; the rows that have one."""
+    def extend(self, rows: np.ndarray, dash: int) -> np.ndarray:
+        """This dash of a path that has those before it; the rows that have one."""
         made, style = self.stamps, self.style
-        pivot = step_pivot(style, self.margin, path.pivot[rows], path.angle[rows])
+        angle = self.angle[rows, dash - 1]
+        pivot = step_pivot(style, self.margin, self.pivot[rows, dash - 1], angle)
         ends = pivot[:, None] + made.ends  # [n, K, 2]
-        weight = weights(style, made, path.angle[rows]) * self.inside(ends)
+        weight = weights(style, made, angle) * self.inside(ends)
         weight *= 1 - self.wide.flat[self.wide.cells(rows, np.clip(ends, 0, style.size - 1))]
         mass = weight.cumsum(1)
         able = mass[:, -1] >= 1e-4
@@ -285,9 +271,8 @@ class _Growth:
             chosen[waiting[free]], done[waiting[free]] = pick[free], True
             waiting = waiting[~free]
         rows, pivot, ends, chosen = rows[done], pivot[done], ends[done], chosen[done]
-        self.take(rows, path)
-        path.pivot[rows], path.angle[rows] = pivot, made.ways[chosen]
-        path.place[rows], path.stamp[rows] = ends[np.arange(len(rows)), chosen], DEGREES + chosen
+        self.take(rows, dash - 1)
+        self.put(rows, dash, pivot, made.ways[chosen], ends[np.arange(len(rows)), chosen], DEGREES + chosen)
         return rows
 
 
@@ -303,40 +288,29 @@ def _attempt(style: Style, margin: int, label: int, random: np.random.Generator,
     there[rows, : 2 * style.contour] = True
     for number in range(style.distractors):
         _distractor(growth, rows, 2 * style.contour + number * style.distractor, there)
-    return Scene(
-        np.full(len(rows), margin),
-        growth.place[rows],
-        growth.stamp[rows],
-        there[rows],
-        np.stack((first, last), axis=1),
-        np.full(len(rows), label, np.uint8),
-    )
+    margins, labels = np.full(len(rows), margin), np.full(len(rows), label, np.uint8)
+    discs = np.stack((first, last), axis=1)
+    return Scene(margins, growth.place[rows], growth.stamp[rows], there[rows], discs, labels)
 
 
 def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     """Both long paths, dash by dash in turn; the rows in which they found room."""
     style, random, made = growth.style, growth.random, growth.stamps
-    paths = _Path.empty(len(rows)), _Path.empty(len(rows))
     way = random.choice(np.flatnonzero(made.first), len(rows))
-    tail, found = _middle(style, made, way, random)
-    found &= growth.start(rows, paths[0], tail, way)
-    around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
-    found &= growth.start(rows, paths[1], around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
-    rows = rows[found]
-    for step in range(style.contour):
-        for number, path in enumerate(paths):
-            rows = growth.extend(rows, path) if step else rows
-            growth.keep(rows, path, number * style.contour + step)
-    growth.take(rows, paths[1])  # and not that of the first path: as published, a distractor may run over its end
-    return rows
-
-
-def _middle(style: Style, made: Stamps, way: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Where in the middle of a picture first dashes begin [n, 2], and whether there is room for one."""
+    # where in the middle of a picture the first dash begins, and whether there is room for one
     low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
     first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
     tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
-    return tail, (last > first).all(1)
+    found = (last > first).all(1)
+    found &= growth.start(rows, 0, tail, way)
+    around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
+    found &= growth.start(rows, style.contour, around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
+    rows = rows[found]
+    for step in range(1, style.contour):
+        for path in (0, style.contour):
+            rows = growth.extend(rows, path + step)
+    growth.take(rows, 2 * style.contour - 1)  # as published, distractors may run over the end of the first path
+    return rows
 
 
 def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray) -> None:
@@ -353,16 +327,13 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
         room &= growth.inside(head) & growth.inside(pivot)
         found, best = room.any(1), room.argmax(1)
         tried, way, tail = tried[found], way[found], tails[found, best[found]]
-        path = _Path.empty(len(there))
-        growth.start(tried, path, tail, way)
+        growth.start(tried, dash, tail, way)
         # a path that is given up leaves nothing behind
         before = growth.mask.pictures[tried], growth.wide.pictures[tried]
-        growth.keep(tried, path, dash)
         done = tried
         for step in range(1, style.distractor):
-            done = growth.extend(done, path)
-            growth.keep(done, path, dash + step)
-        growth.take(done, path)
+            done = growth.extend(done, dash + step)
+        growth.take(done, dash + style.distractor - 1)
         lost = np.isin(tried, done, invert=True)
         growth.mask.pictures[tried[lost]], growth.wide.pictures[tried[lost]] = before[0][lost], before[1][lost]
         there[done, dash : dash + style.distractor] = True

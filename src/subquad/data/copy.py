@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.checks import at_least
+
 SEPARATOR = 0  # also what fills the rest
 
 
@@ -24,9 +26,7 @@ class Copy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("length", self.length, 9), ("symbols", self.symbols, 1), ("count", self.count, 1)):
-            if value < least:
-                raise ValueError(f"{name}={value} cannot work: accepted is an integer of at least {least}")
+        at_least(self, length=9, symbols=1, count=1)
 
     def __len__(self) -> int:
         return self.count

@@ -6,25 +6,20 @@ Split    1,500 for training and 297 for testing, by one fixed shuffle
 """
 
 from importlib.resources import files
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from subquad.data.images import Images
 
 SHADES, SIDE = 17, 8
 
 
-class Digits(NamedTuple):
-    images: Tensor  # [N, 64] int64, row by row, 0 .. 16
-    labels: Tensor  # [N] int64
-
-
-def load() -> tuple[Digits, Digits]:
-    """(training, test)"""
+def load() -> tuple[Images, Images]:
+    """(training, test), with pixels of 0 to 16"""
     with files("subquad.data").joinpath("digits.npz").open("rb") as file:
         stored = np.load(file)
         images, labels = (torch.from_numpy(stored[name].astype(np.int64)) for name in ("images", "labels"))
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
-    everything = Digits(images.flatten(1)[order], labels[order])
-    return Digits(*(t[:1500] for t in everything)), Digits(*(t[1500:] for t in everything))
+    everything = Images(images.flatten(1)[order].to(torch.uint8), labels[order], (SIDE, SIDE))
+    return everything.part(slice(1500)), everything.part(slice(1500, None))

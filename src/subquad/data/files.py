@@ -26,11 +26,11 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
+from filelock import BaseFileLock, FileLock
 
 from subquad.disk import user_cache
 
 if TYPE_CHECKING:
-    from filelock import BaseFileLock
     from rich.progress import Progress
 
 T = TypeVar("T")
@@ -54,9 +54,8 @@ def extra(package: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(
-            f"{what} need the package {package}, which is not here: pip install 'subquad[{name}]'"
-        ) from error
+        advice = f"pip install 'subquad[{name}]'"
+        raise ImportError(f"{what} need the package {package}, which is not here: {advice}") from error
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,14 @@ class File:
     """A file or folder of a data set, by its path under the data folder."""
 
     path: str
-    home: str  # where a person finds it
+    home: str = ""  # where a person finds it, if not at `url`
     also: tuple[str, ...] = ()  # other paths at which people keep it
     url: str | None = None  # None: there is no public file whose SHA-256 is known
     sha256: str | None = None  # of what `url` gives
     unpack: Literal["zip", "tar"] | None = None  # what `url` gives is an archive that holds `path`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", self.home or self.url)
 
 
 def folder() -> Path:
@@ -122,7 +124,10 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
 
 def mark(*sources: Path) -> str:
     """A name for what is made from these files or folders; it changes when one of them does."""
-    facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
+    try:
+        facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
+    except OSError as error:
+        raise Broken(f"{error.filename} cannot be read: {error.strerror}") from error
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 
@@ -131,17 +136,10 @@ def _inside(path: Path) -> str:
     if not path.is_dir():
         return ""
     count = size = times = 0
-    waiting = [str(path)]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):  # links may form a circle
-                    waiting.append(entry.path)
-                try:
-                    found = entry.stat()
-                except FileNotFoundError:  # a broken link
-                    found = entry.stat(follow_symlinks=False)
-                count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
+    for place, folders, names in os.walk(path):
+        for entry in (os.path.join(place, name) for name in (*folders, *names)):
+            found = os.stat(entry, follow_symlinks=os.path.exists(entry))  # a broken link counts itself
+            count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
     return f" {count} {size} {times}"
 
 
@@ -187,26 +185,23 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         raise Broken(f"{path} holds {wrong:#04x} at byte {error.start:,}: accepted is text in {encoding}") from error
 
 
-def lock(directory: Path) -> "BaseFileLock":
+def lock(directory: Path) -> BaseFileLock:
     """One process and thread at a time. The lock goes with its process, so a killed one leaves no trap."""
-    from filelock import FileLock
-
     return FileLock(directory / ".lock", thread_local=False)
 
 
 def _download(file: File, url: str) -> None:
     import pooch
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     pooch.get_logger().setLevel("WARNING")  # the bar is enough
     place = folder() / ".download"
     shutil.rmtree(place, ignore_errors=True)  # left by a killed process
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), transient=True) as progress:
             name = url.rsplit("/", 1)[-1]
-            bar = _Bar(progress, name)
-            loader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
+            loader = pooch.HTTPDownloader(progressbar=_Bar(progress, name), timeout=TIMEOUT)
             try:
                 got = Path(pooch.retrieve(url, f"sha256:{file.sha256}", name, place, downloader=loader))
             except ValueError as error:  # pooch: the hash differs
@@ -227,15 +222,14 @@ def _download(file: File, url: str) -> None:
 def _unpack(archive: Path, place: Path) -> None:
     """Unpack an archive, and then move its content into the data folder."""
     try:
+        budget = _Budget(archive)
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
-                budget = _Budget(archive)
                 for info in packed.infolist():
                     budget.take(info.filename, info.file_size)
                 packed.extractall(place)  # it reads no more of a file than the entry's size
         else:
             with tarfile.open(archive) as tar:
-                budget = _Budget(archive)
                 for member in tar:  # one by one: looking for the next one unpacks this one
                     budget.take(member.name, member.size)
                     tar.extract(member, place, filter="data")
@@ -316,19 +310,10 @@ class _Bar:
     """pooch's progress bar, shown by rich."""
 
     def __init__(self, progress: "Progress", name: str):
-        self.progress, self.task, self.size = progress, progress.add_task(name, total=None), 0
-
-    @property
-    def total(self) -> int:
-        return self.size
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self.size = size
-        self.progress.update(self.task, total=size or None)
+        self.progress, self.task, self.total = progress, progress.add_task(name, total=None), 0
 
     def update(self, count: int) -> None:
-        self.progress.advance(self.task, count)
+        self.progress.update(self.task, advance=count, total=self.total or None)
 
     def reset(self) -> None:
         self.progress.reset(self.task)
@@ -338,10 +323,8 @@ class _Bar:
 
 
 def _advice(file: File, reason: str) -> str:
-    return (
-        f"{file.path} is not in {folder()}, and {reason}. Put it there (from {file.home}), "
-        f"or set SUBQUAD_DATA to the folder that holds it"
-    )
+    put = f"Put it there (from {file.home}), or set SUBQUAD_DATA to the folder that holds it"
+    return f"{file.path} is not in {folder()}, and {reason}. {put}"
 
 
 def _brief(error: Exception) -> str:

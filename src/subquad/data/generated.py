@@ -32,14 +32,13 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
         except OSError:
             if not any(folder.glob("*.npy")):  # else another process was first, with the same arrays
                 raise
-    return {path.stem: _mapped(path) for path in sorted(folder.glob("*.npy"))}
-
-
-def _mapped(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: delete {path.parent}, and it is made again") from error
+    arrays = {}
+    for path in sorted(folder.glob("*.npy")):
+        try:
+            arrays[path.stem] = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is damaged: delete {folder}, and it is made again") from error
+    return arrays
 
 
 def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:

@@ -8,64 +8,41 @@ Order    unfavourable first, then by the number in the file's name
 """
 
 import re
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from subquad.data import files
+from subquad.data.generated import Arrays
 
-ARCHIVE = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 FOLDER = files.File(
     "aclImdb",
-    home=ARCHIVE,
-    url=ARCHIVE,
+    url="https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
     sha256="c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
     unpack="tar",
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Reviews:
-    text: np.ndarray  # uint8, all reviews one after the other, UTF-8
-    starts: np.ndarray  # [N + 1]: review i is text[starts[i] : starts[i + 1]]
-    labels: np.ndarray  # [N] int64: 0 unfavourable, 1 favourable
-    ratings: np.ndarray  # [N] int64: stars, 1 to 4 and 7 to 10
-    films: np.ndarray  # [N] int64: the number in IMDb's address of the film, 453418 of tt0453418
+def load() -> tuple[Arrays, Arrays]:
+    """(training, test); the folder of 50,000 files is read once and kept as one.
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self.text[self.starts[index] : self.starts[index + 1]].tobytes()
-
-    def padded(self, indices: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-        """(the first `length` bytes of each [B, length] uint8, zero where a review has ended; how many count [B])"""
-        indices = np.asarray(indices)
-        first = self.starts[indices]
-        lengths = np.minimum(self.starts[indices + 1] - first, length)
-        at = np.arange(length)
-        inside = at < lengths[:, None]  # [B, length]
-        return torch.from_numpy(
-            np.where(inside, self.text[np.where(inside, first[:, None] + at, 0)], 0)
-        ), torch.from_numpy(lengths)
-
-
-def load() -> tuple[Reviews, Reviews]:
-    """(training, test); the folder of 50,000 files is read once and kept as one."""
+    text     uint8, all reviews one after the other, UTF-8
+    starts   [N + 1]: review i is text[starts[i] : starts[i + 1]]
+    labels   [N] int64: 0 unfavourable, 1 favourable
+    ratings  [N] int64: stars, 1 to 4 and 7 to 10
+    films    [N] int64: the number in IMDb's address of the film, 453418 of tt0453418
+    """
     folder = files.get(FOLDER)
     return _part(folder / "train"), _part(folder / "test")
 
 
-def _part(folder: Path) -> Reviews:
+def _part(folder: Path) -> Arrays:
     kinds = [folder / kind for kind in ("neg", "pos")]
     for kind in kinds:
         if not kind.is_dir():
             raise files.Broken(f"{kind} is missing: {folder.parent} is not the whole of aclImdb")
-    path = files.prepared(f"imdb.{folder.name}.npz", lambda new: _gather(folder, kinds, new), *kinds)
-    return Reviews(**files.arrays(path))
+    return files.arrays(files.prepared(f"imdb.{folder.name}.npz", partial(_gather, folder, kinds), *kinds))
 
 
 def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
@@ -76,9 +53,8 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
         if not found:
             raise files.Broken(f"{kind} holds no reviews")
         if found[-1][0] >= len(addresses):
-            raise files.Broken(
-                f"{folder}/urls_{kind.name}.txt has {len(addresses)} lines, none for {found[-1][2].name}"
-            )
+            place = folder / f"urls_{kind.name}.txt"
+            raise files.Broken(f"{place} has {len(addresses)} lines, none for {found[-1][2].name}")
         for number, rating, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
             texts.append(files.read(path))
             labels.append(label)

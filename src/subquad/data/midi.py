@@ -41,9 +41,8 @@ def read_midi(path: Path) -> Song:
         raise files.Broken(f"{path} is not a whole MIDI file: {error}") from error
     ticks = file.ticks_per_beat & 0xFFFF
     if file.type > 1 or ticks & 0x8000 or not ticks:
-        raise files.Broken(
-            f"{path} is MIDI of format {file.type}, division {ticks}: accepted are formats 0 and 1, in ticks"
-        )
+        kind = f"MIDI of format {file.type}, division {ticks}"
+        raise files.Broken(f"{path} is {kind}: accepted are formats 0 and 1, in ticks")
     notes, tempos = list[Note](), list[tuple[float, float]]()
     for track in file.tracks:
         if sum(message.time for message in track) > LONGEST * ticks:

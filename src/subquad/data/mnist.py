@@ -26,7 +26,6 @@ SHA256 = {
 FILES = {
     name: files.File(
         f"mnist/{name}",
-        home=f"{MIRROR}{name}",
         also=(f"mnist/{name[:-3]}", f"MNIST/raw/{name}", f"MNIST/raw/{name[:-3]}"),
         url=f"{MIRROR}{name}",
         sha256=sha256,

@@ -25,22 +25,19 @@ from torch import Tensor
 
 from subquad.data import audio, files, speech
 from subquad.data.midi import Note, Song, read_midi, write_midi
-from subquad.data.text import Corpus, any_file
+from subquad.data.order import tenths
+from subquad.data.text import Corpus, any_file, made_corpus
 
 VOICES = 4
 LOWEST, HIGHEST = 36, 81  # pitches of the chorales
 SILENCE = 0
 VOCAB = HIGHEST - LOWEST + 2
 STEP = 0.25  # quarter notes in a row of the grid
-URL = (
-    "https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/9a7f733ddb4ed91f48da64ac7f0f621c34aadd4d/"
-    "Jsb16thSeparated.npz"
-)
 CHORALES = files.File(
     "jsb16.npz",
-    home=URL,
     also=("Jsb16thSeparated.npz",),
-    url=URL,
+    url="https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/9a7f733ddb4ed91f48da64ac7f0f621c34aadd4d/"
+    "Jsb16thSeparated.npz",
     sha256="2adcdf0d57880c3763f104555072285fe7f9e3d6049fcc4b9830557b8d4a7820",
 )
 
@@ -59,9 +56,8 @@ def chorales() -> Grids:
 def to_tokens(grid: np.ndarray) -> np.ndarray:
     """[T, 4] pitches -> [4 T] uint8"""
     if grid.size and not np.all((grid == 0) | ((grid >= LOWEST) & (grid <= HIGHEST))):
-        raise ValueError(
-            f"pitches {grid.min()} to {grid.max()} cannot be written: accepted are 0, {LOWEST} to {HIGHEST}"
-        )
+        found, accepted = f"pitches {grid.min()} to {grid.max()}", f"0, {LOWEST} to {HIGHEST}"
+        raise ValueError(f"{found} cannot be written: accepted are {accepted}")
     return np.where(grid == 0, SILENCE, grid - LOWEST + 1).astype(np.uint8).reshape(-1)
 
 
@@ -116,8 +112,7 @@ def midi_files(folder: Path) -> Grids:
     silent = [path for path, grid in zip(found, grids, strict=True) if not len(grid)]
     if silent:
         raise files.Broken(f"{silent[0]} holds no notes, as {len(silent)} of {len(found)} files: accepted are others")
-    train = [grid for n, grid in enumerate(grids) if n % 10 < 8]
-    return Grids(train, grids[8::10], grids[9::10])
+    return Grids(*map(list, tenths(grids)))
 
 
 def save_midi(tokens: np.ndarray | Tensor, path: Path, tempo: float = 80.0) -> None:
@@ -177,38 +172,25 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
     path = files.get(speech.FSDD) if path is None else Path(path).expanduser()
     path = path if path.exists() else files.folder() / path
     if not path.exists():
-        raise files.Missing(
-            f"{path} is not there: sound is a WAV or other sound file, or a folder of them, or lies in {files.folder()}"
-        )
+        accepted = f"a WAV or other sound file, or a folder of them, here or in {files.folder()}"
+        raise files.Missing(f"{path} is not there: accepted is {accepted}")
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
-        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", partial(_encode, [path], rate), path)
+        tokens = files.prepared(f"{path.stem}.{rate}.mulaw", partial(_encode, rate, [path]), path)
         try:
             return any_file(tokens, name)
         except files.Broken as error:  # which names what was made, not what to mend
-            raise files.Broken(
-                f"{path} has {tokens.stat().st_size} samples at {rate:,} Hz, too few to split"
-            ) from error
+            count = tokens.stat().st_size
+            raise files.Broken(f"{path} has {count} samples at {rate:,} Hz, too few to split") from error
     found = audio.sound_files(path)
     if len(found) < 10:
-        raise files.Broken(
-            f"{path} holds {len(found)} sound files such as WAV: accepted are one file, or ten or more to be split"
-        )
-    held = (found[8::10], found[9::10])
-    parts = {"train": sorted({*found} - {*held[0], *held[1]}), "validation": held[0], "test": held[1]}
-    made = [
-        files.prepared(f"{path.name}.{rate}.{part}.mulaw", partial(_encode, all_of, rate), *all_of)
-        for part, all_of in parts.items()
-    ]
-    return Corpus(name, *(np.memmap(file, np.uint8, mode="r") for file in made))
+        accepted = "one file, or ten or more to be split"
+        raise files.Broken(f"{path} holds {len(found)} sound files such as WAV: accepted are {accepted}")
+    parts = dict(zip(("train", "validation", "test"), tenths(found), strict=True))
+    return made_corpus(name, f"{path.name}.{rate}.{{}}.mulaw", parts, partial(_encode, rate))
 
 
-def save_sound(tokens: np.ndarray | Tensor, path: Path, rate: int) -> None:
-    """µ-law tokens as a WAV file that plays."""
-    audio.write_wav(path, audio.from_mu_law(np.asarray(tokens)), rate)
-
-
-def _encode(sources: Sequence[Path], rate: int, new: Path) -> None:
+def _encode(rate: int, sources: Sequence[Path], new: Path) -> None:
     with new.open("wb") as file:
         for source in files.shown(sources, "sounds into tokens"):
             file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())

@@ -4,10 +4,16 @@ Epochs follow each other without a gap: a batch that reaches the end of one take
 example is seen exactly once an epoch whatever the batch, and a batch may be larger than the data.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
+
+from subquad.checks import at_least
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,9 +24,7 @@ class Order:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, least in (("length", self.length, 1), ("batch", self.batch, 1), ("seed", self.seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} cannot work: accepted is an integer of at least {least}")
+        at_least(self, length=1, batch=1, seed=0)
 
     def indices(self, step: int) -> tuple[np.ndarray, int]:
         """(example indices [batch] of the update that begins after `step` updates, the epoch of the first of them)"""
@@ -44,6 +48,11 @@ class Order:
         if not 0 <= rank < world:
             raise ValueError(f"rank={rank} cannot work with world={world}: accepted is 0 to {world - 1}")
         return indices[len(indices) * rank // world : len(indices) * (rank + 1) // world]
+
+
+def tenths(items: Sequence[T]) -> tuple[list[T], Sequence[T], Sequence[T]]:
+    """(training, validation, test): every tenth is for validation and every tenth for testing."""
+    return [item for n, item in enumerate(items) if n % 10 < 8], items[8::10], items[9::10]
 
 
 @lru_cache(maxsize=4)  # a step needs one, or two where an epoch ends; training and validation take turns

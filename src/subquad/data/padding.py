@@ -1,7 +1,8 @@
-"""Rows of unequal lengths as one tensor. Few shapes, because kernels are chosen, compiled and captured by shape."""
+"""Rows of unequal lengths as one array. Few shapes, because kernels are chosen, compiled and captured by shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
 LENGTHS = 8  # different lengths of the batches of a data set
@@ -24,3 +25,15 @@ def padded_length(size: int, longest: int, lengths: int = LENGTHS) -> int:
     step = max(1, -(-longest // lengths))
     step = step if step < UNIT else -(-step // UNIT) * UNIT
     return max(1, -(-size // step)) * step
+
+
+def first_bytes(texts: Mapping[str, np.ndarray], rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the first `length` bytes of some texts [B, length], zero where one has ended; how many bytes each has [B])
+
+    Text i is texts["text"][starts[i] : starts[i + 1]].
+    """
+    first, end = texts["starts"][rows], texts["starts"][rows + 1]
+    lengths = np.minimum(end - first, length).astype(np.int64)
+    at = np.arange(length)
+    inside = at < lengths[:, None]
+    return np.where(inside, texts["text"][np.where(inside, first[:, None] + at, 0)], 0).astype(np.uint8), lengths

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from subquad.data import audio, files
+from subquad.data.order import tenths
 from subquad.data.padding import pad
 
 CEPSTRA = 13
@@ -85,10 +86,6 @@ class Utterances:
         return int(np.diff(self.starts).max())
 
     @cached_property
-    def most_said(self) -> int:
-        return int(np.diff(self.target_starts).max())
-
-    @cached_property
     def fewest(self) -> np.ndarray:
         """[N]: the frames that CTC needs for each, one a symbol and one between equal ones."""
         again = np.zeros(len(self.targets) + 1, np.int64)
@@ -100,10 +97,11 @@ class Utterances:
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         frames = [self.frames[self.starts[i] : self.starts[i + 1]] for i in indices]
         targets = [self.targets[self.target_starts[i] : self.target_starts[i + 1]] for i in indices]
+        longest = int(np.diff(self.target_starts).max())
         return {
             "frames": pad([torch.from_numpy((part - self.mean) / self.deviation) for part in frames], self.longest),
             "lengths": torch.tensor([len(part) for part in frames]),
-            "targets": pad([torch.from_numpy(target) for target in targets], self.most_said, lengths=1),
+            "targets": pad([torch.from_numpy(target) for target in targets], longest, lengths=1),
             "target_lengths": torch.tensor([len(target) for target in targets]),
         }
 
@@ -119,7 +117,7 @@ class Speech(NamedTuple):
 def an4() -> Speech:
     root = files.get(AN4)
     phones = ("", *(p for p in files.read_text(root / "etc/an4.phone").split() if p != "SIL"))
-    words = dictionary("an4")
+    words = an4_dictionary()
     training = _an4_part(root, "train", words)
     people = sorted({_speaker(utterance) for utterance in training})[9::10]
     parts = {
@@ -127,7 +125,7 @@ def an4() -> Speech:
         "validation": [utterance for utterance in training if _speaker(utterance) in people],
         "test": _an4_part(root, "test", words),
     }
-    return _speech("AN4", parts, phones, lambda utterance: read_cepstra(utterance.sound), CEPSTRA)
+    return _speech("AN4", parts, phones, lambda utterance: read_cepstra(utterance.sound), "cepstra")
 
 
 def digits() -> Speech:
@@ -157,9 +155,8 @@ def folder(path: str | Path) -> Speech:
     root = Path(path).expanduser()
     root = root if root.is_dir() else files.folder() / root
     if not root.is_dir():
-        raise files.Missing(
-            f"{path} is not a folder here or in {files.folder()}: speech is a folder of sound files such as WAV"
-        )
+        accepted = "a folder of sound files such as WAV"
+        raise files.Missing(f"{path} is not a folder here or in {files.folder()}: accepted is {accepted}")
     dictionaries = [p for name in ("lexicon.txt", "*.dic", "*.dict") for p in sorted(root.glob(name))]
     words = read_dictionary(dictionaries[0]) if dictionaries else None
     parts = {part: next((root / n for n in names if (root / n).is_dir()), None) for part, names in PARTS.items()}
@@ -170,18 +167,13 @@ def folder(path: str | Path) -> Speech:
         everything = _utterances(root, words)
         if len(everything) < 10:
             raise files.Broken(f"{root} holds {len(everything)} utterances: ten or more can be split")
-        held = {"validation": everything[8::10], "test": everything[9::10]}
-        found = {"train": [utterance for n, utterance in enumerate(everything) if n % 10 < 8], **held}
+        found = {part: list(utterances) for part, utterances in zip(PARTS, tenths(everything), strict=True)}
     symbols = ("", *sorted({symbol for part in found.values() for utterance in part for symbol in utterance.symbols}))
     return _of_sounds(root.name, found, symbols)
 
 
-def dictionary(name: str = "an4") -> dict[str, tuple[str, ...]]:
-    """The words of a set and their phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
-    if name == "digits":
-        return {word: tuple(phones.split()) for word, phones in DIGITS.items()}
-    if name != "an4":
-        raise ValueError(f"name={name!r} has no dictionary: accepted are 'an4' and 'digits'")
+def an4_dictionary() -> dict[str, tuple[str, ...]]:
+    """AN4's words and their phones."""
     words = read_dictionary(files.get(AN4) / "etc/an4.dic")
     words["A"] = words.get("A(2)", words["A"])  # a letter here, not the article that the file has first
     return words
@@ -189,7 +181,7 @@ def dictionary(name: str = "an4") -> dict[str, tuple[str, ...]]:
 
 def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
     """Lines of a word and its phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
-    lines = (line.split() for line in files.read_text(path).splitlines())
+    lines = map(str.split, files.read_text(path).splitlines())
     words: dict[str, tuple[str, ...]] = {}
     for line in lines:
         if line and not line[0].startswith(";;;"):
@@ -201,11 +193,8 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
     """[T, width] float32 of a Sphinx .mfc file: the number of values as an int32, then the values, of either endian."""
     data = files.read(path)
     for order in "><":
-        if (
-            len(data) > 4
-            and int(np.frombuffer(data, f"{order}i4", 1)[0]) * 4 == len(data) - 4
-            and (len(data) - 4) % (4 * width) == 0
-        ):
+        whole = len(data) > 4 and (len(data) - 4) % (4 * width) == 0
+        if whole and 4 * int(np.frombuffer(data, f"{order}i4", 1)[0]) == len(data) - 4:
             return np.frombuffer(data, f"{order}f4", offset=4).reshape(-1, width).astype(np.float32)
     raise files.Broken(f"{path} is not a whole file of {width} mel cepstra a frame: it holds {len(data):,} bytes")
 
@@ -247,9 +236,8 @@ def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[
             path = _nearest(sound, spoken[name])
             line, other = spoken[name][path], used.setdefault((name, path), sound)
             if other != sound:
-                raise files.Broken(
-                    f"{path} has one line for {name}, which is {other} and {sound}: accepted is one each"
-                )
+                both = f"{other} and {sound}"
+                raise files.Broken(f"{path} has one line for {name}, which is {both}: accepted is one each")
         else:
             text = sound.with_suffix(".txt").name
             raise files.Broken(f"{sound} has no transcript: neither {text} nor a line for {name} in {place}")
@@ -314,12 +302,11 @@ def _of_sounds(name: str, parts: Mapping[str, Sequence[Utterance]], symbols: tup
     def log_mel(utterance: Utterance) -> np.ndarray:
         samples, found = audio.read_sound(utterance.sound)
         if found != rate:
-            raise files.Broken(
-                f"{utterance.sound} is at {found:,} Hz, but {first} at {rate:,} Hz: accepted is one rate"
-            )
+            differ = f"{utterance.sound} is at {found:,} Hz, but {first} at {rate:,} Hz"
+            raise files.Broken(f"{differ}: accepted is one rate")
         return audio.log_mel(samples, rate, FILTERS).numpy()
 
-    return _speech(name, parts, symbols, log_mel, FILTERS, keep=f"{rate}.frames")
+    return _speech(name, parts, symbols, log_mel, f"{rate}.frames")
 
 
 def _speech(
@@ -327,34 +314,23 @@ def _speech(
     parts: Mapping[str, Sequence[Utterance]],
     symbols: tuple[str, ...],
     features: Callable[[Utterance], np.ndarray],
-    width: int,
-    keep: str | None = None,
+    kind: str,
 ) -> Speech:
-    """`keep` names the file that keeps computed features; without it features are read each time."""
+    """`kind` is part of the name of the folder in which features are cached."""
     number = {symbol: n for n, symbol in enumerate(symbols)}
     sounds = {}
     for part, utterances in parts.items():
-        if keep:
-            paths = [utterance.sound for utterance in utterances]
-            place = files.prepared(f"{name}.{part}.{keep}", partial(_write_frames, utterances, features), *paths)
-            starts = np.load(place / "starts.npy")
-            sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(-1, width), starts)
-        else:
-            found = [features(utterance) for utterance in utterances]
-            sounds[part] = (np.concatenate(found), np.cumsum([0, *map(len, found)]))
-    mean, deviation = _moments(sounds["train"][0])
-    made = {
-        part: Utterances(
-            names=tuple(utterance.name for utterance in utterances),
-            frames=sounds[part][0],
-            starts=sounds[part][1],
-            targets=np.array([number[symbol] for utterance in utterances for symbol in utterance.symbols], np.int64),
-            target_starts=np.cumsum([0, *(len(utterance.symbols) for utterance in utterances)]),
-            mean=mean,
-            deviation=deviation,
-        )
-        for part, utterances in parts.items()
-    }
+        paths = [utterance.sound for utterance in utterances]
+        place = files.prepared(f"{name}.{part}.{kind}", partial(_write_frames, utterances, features), *paths)
+        starts = np.load(place / "starts.npy")
+        sounds[part] = (np.memmap(place / "frames.f32", np.float32, mode="r").reshape(starts[-1], -1), starts)
+    moments = _moments(sounds["train"][0])
+    made = {}
+    for part, utterances in parts.items():
+        targets = np.array([number[symbol] for utterance in utterances for symbol in utterance.symbols], np.int64)
+        target_starts = np.cumsum([0, *(len(utterance.symbols) for utterance in utterances)])
+        names = tuple(utterance.name for utterance in utterances)
+        made[part] = Utterances(names, *sounds[part], targets, target_starts, *moments)
     return Speech(name, made["train"], made["validation"], made["test"], symbols)
 
 

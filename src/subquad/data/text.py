@@ -16,7 +16,7 @@ eltec-eng        English novels of 1840 to 1920, European Literary Text Collecti
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,20 +44,15 @@ PTB_SHA256 = {
     "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
     "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
 }
-SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 FILES = {
     **{
-        name: files.File(name, home=f"{MAHONEY}{name}.zip", url=f"{MAHONEY}{name}.zip", sha256=sha256, unpack="zip")
+        name: files.File(name, url=f"{MAHONEY}{name}.zip", sha256=sha256, unpack="zip")
         for name, sha256 in WHOLE_SHA256.items()
     },
-    **{
-        name: files.File(name, home=f"the first {size:,} bytes of {name.partition('.')[0]}")
-        for name, size in FIRST.items()
-    },
+    **{name: files.File(name, f"the first {size:,} bytes of {name.partition('.')[0]}") for name, size in FIRST.items()},
     "tinyshakespeare": files.File(
         "tinyshakespeare.txt",
-        home=SHAKESPEARE,
-        url=SHAKESPEARE,
+        url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
     "eltec-eng": files.File(
@@ -68,7 +63,6 @@ FILES = {
     **{
         f"ptb.{part}": files.File(
             f"ptb/ptb.{part}.txt",
-            home=f"{PTB}ptb.{part}.txt",
             also=(f"ptb/ptb.char.{part}.txt", f"simple-examples/data/ptb.{part}.txt"),
             url=f"{PTB}ptb.{part}.txt",
             sha256=sha256,
@@ -92,10 +86,8 @@ def load(name: str) -> Corpus:
     for path in (Path(name).expanduser(), files.folder() / name):
         if path.is_file():
             return any_file(path)
-    raise ValueError(
-        f"{name!r} is neither a corpus nor a file: accepted are {', '.join(SETS)} and paths of files, "
-        f"from {Path.cwd()} or {files.folder()} on"
-    )
+    accepted = f"{', '.join(SETS)} and paths of files, from {Path.cwd()} or {files.folder()} on"
+    raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {accepted}")
 
 
 def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS, size: int | None = None) -> Corpus:
@@ -130,10 +122,9 @@ class Windows:
 
     def __post_init__(self) -> None:
         if not 1 <= self.length < len(self.tokens):
-            raise ValueError(
-                f"length={self.length} cannot work with {len(self.tokens):,} tokens: accepted is 1 to "
-                f"{max(1, len(self.tokens) - 1):,}"
-            )
+            count = len(self.tokens)
+            accepted = f"1 to {max(1, count - 1):,}"
+            raise ValueError(f"length={self.length} cannot work with {count:,} tokens: accepted is {accepted}")
         if not 0 <= self.context < self.length:
             raise ValueError(f"context={self.context} cannot work: accepted is 0 to length - 1 = {self.length - 1}")
 
@@ -147,14 +138,11 @@ class Windows:
         starts = np.minimum(plain, last)  # the last window ends with the text and shares more with the one before it
         first = plain - starts + np.where(plain > 0, self.context, 0)
         if self.shifted:
-            starts, first = (starts + _shift(epoch, stride)) % (last + 1), np.zeros_like(first)
+            # multiples of the golden ratio spread the first cuts of any number of epochs evenly over a stride
+            starts = (starts + int(epoch * 0.6180339887498949 % 1 * stride)) % (last + 1)
+            first = np.zeros_like(first)
         windows = np.stack([self.tokens[s : s + self.length + 1] for s in starts])
         return {"tokens": torch.from_numpy(windows), "first": torch.from_numpy(first)}
-
-
-def _shift(epoch: int, stride: int) -> int:
-    """Where an epoch begins to cut: multiples of the golden ratio spread any number of epochs evenly over a stride."""
-    return int(epoch * 0.6180339887498949 % 1 * stride)
 
 
 def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
@@ -196,21 +184,22 @@ def _first(file: str, name: str) -> Corpus:
         raise files.Missing(f"{advice}. A file of your own works as well, by its path") from error
 
 
-def _one_file(file: str, name: str) -> Corpus:
-    return any_file(files.get(FILES[file]), name)
+def made_corpus(
+    name: str, file: str, parts: Mapping[str, Sequence[Path]], write: Callable[[Sequence[Path], Path], None]
+) -> Corpus:
+    """A corpus whose parts `write` makes once from other files; `file` is the name of a part, such as "ptb.{}.bin"."""
+    made = [files.prepared(file.format(part), partial(write, paths), *paths) for part, paths in parts.items()]
+    return Corpus(name, *(np.memmap(path, np.uint8, mode="r") for path in made))
 
 
 def _ptb() -> Corpus:
-    parts = [files.get(FILES[f"ptb.{part}"]) for part in PTB_SHA256]
-    made = [
-        files.prepared(f"ptb.{part}.bin", partial(_write_characters, path), path)
-        for part, path in zip(PTB_SHA256, parts, strict=True)
-    ]
-    return Corpus("Penn Treebank characters", *(np.memmap(path, np.uint8, mode="r") for path in made))
+    parts = {part: [files.get(FILES[f"ptb.{part}"])] for part in PTB_SHA256}
+    return made_corpus("Penn Treebank characters", "ptb.{}.bin", parts, _write_characters)
 
 
-def _write_characters(path: Path, new: Path) -> None:
+def _write_characters(paths: Sequence[Path], new: Path) -> None:
     """Write the characters of a file of words, or of characters separated by spaces, one sentence a line."""
+    (path,) = paths
     lines = files.read_text(path, "ascii").split("\n")
     apart = ".char." in path.name
     lines = [line.replace(" ", "") if apart else line.strip().replace(" ", "_") for line in lines]
@@ -225,14 +214,9 @@ def _eltec() -> Corpus:
     novels = sorted(folder.glob("*.xml"))
     if len(novels) < 20:
         raise files.Broken(f"{folder} holds {len(novels)} XML files: accepted are the novels of ELTeC-eng, 20 or more")
-    held = (novels[9::20], novels[19::20])
-    chosen = [novel for novel in novels if novel not in held[0] and novel not in held[1]]
-
-    parts = {"train": chosen, "validation": held[0], "test": held[1]}
-    made = [
-        files.prepared(f"eltec-eng.{name}.bin", partial(_write_novels, part), *part) for name, part in parts.items()
-    ]
-    return Corpus(f"ELTeC-eng, {len(novels)} novels", *(np.memmap(path, np.uint8, mode="r") for path in made))
+    training = [novel for n, novel in enumerate(novels) if n % 10 != 9]
+    parts = {"train": training, "validation": novels[9::20], "test": novels[19::20]}
+    return made_corpus(f"ELTeC-eng, {len(novels)} novels", "eltec-eng.{}.bin", parts, _write_novels)
 
 
 def _write_novels(novels: Sequence[Path], new: Path) -> None:
@@ -272,6 +256,6 @@ SETS: dict[str, Callable[[], Corpus]] = {
     "enwik8.first4.15MB": partial(_first, "enwik8.first4.15MB", "enwik8 first 4.15 MB"),
     "text8.first12.5MB": partial(_first, "text8.first12.5MB", "text8 first 12.5 MB"),
     "ptb": _ptb,
-    "tinyshakespeare": partial(_one_file, "tinyshakespeare", "Tiny Shakespeare"),
+    "tinyshakespeare": lambda: any_file(files.get(FILES["tinyshakespeare"]), "Tiny Shakespeare"),
     "eltec-eng": _eltec,
 }

@@ -18,7 +18,6 @@ from subquad.data.images import Images, Part, packed, read_picture
 SHAPE = (64, 64, 3)
 FOLDER = files.File(
     "tiny-imagenet-200",
-    home="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     url="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
     sha256="6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
     unpack="zip",

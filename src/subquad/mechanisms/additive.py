@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.checks import at_least
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.cache import append
 from subquad.ops.dense import hide_future
 from subquad.ops.lengths import symbolic
@@ -44,20 +43,12 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
-    hidden: int | None = None  # width of the scoring network per head; None: dim/heads
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hidden is not None:
-            at_least(self, hidden=1)
+    hidden: AtLeast1 | None = None  # width of the scoring network per head; None: dim/heads
 
 
 class Additive(Attention):
-    state_type = State
-    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
-    family = "exact"
-    exponent = 2.0
+    family, exponent = "exact", 2.0
     equivariant = True
     unused = Attention.unused | {"rotary"}
     small = ({}, {"hidden": 3})
@@ -94,26 +85,24 @@ class Additive(Attention):
         return (hide_future(scores) if self.options.causal else scores).softmax(-1)
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
-        return self._by_head(self.query(x)), *self._keys(x if context is None else context)
+        return self._by_head(self.query, x), *self._keys(x if context is None else context)
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        return self._by_head(self.key(context)), self._by_head(self.value(context))
+        return self._by_head(self.key, context), self._by_head(self.value, context)
 
-    def _by_head(self, t: Tensor) -> Tensor:
-        return t.unflatten(-1, (self.options.heads, -1))
+    def _by_head(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x).unflatten(-1, (self.options.heads, -1))
 
     def _merge(self, o: Tensor) -> Tensor:
         return self.out(o.flatten(-2))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads, size = self.options.heads, capacity or 64
-        k, v = (self._zeros(batch, size, heads, width) for width in (self.hidden, self.width))
+        k, v = (self._zeros(batch, capacity or 64, self.options.heads, n) for n in (self.hidden, self.width))
         return State(k, v, self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        state = state if state is not None else self._init_state(*x.shape[:2])
-        q, k, v = self._project(x)
-        start = state.position
+        state = self._init_state(*x.shape[:2]) if state is None else state
+        (q, k, v), start = self._project(x), state.position
         new = State(append(state.k, k, start), append(state.v, v, start), self._advance(start, x, lengths))
         counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
         return self._merge(self._attend_first(q, new.k, new.v, counts)), new
@@ -122,13 +111,12 @@ class Additive(Attention):
         return Memory(*self._keys(context), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
-        return self._merge(self._attend(self._by_head(self.query(x)), memory.k, memory.v, lengths, memory.lengths))
+        return self._merge(self._attend(self._by_head(self.query, x), memory.k, memory.v, lengths, memory.lengths))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
     """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
-    budget = GPU_PAIRS if k.is_cuda else PAIRS
-    rows = max(1, budget // max(1, k.numel()))
+    rows = max(1, (GPU_PAIRS if k.is_cuda else PAIRS) // max(1, k.numel()))
     if rows >= q.shape[1]:
         return attend_rows(q, k, v, counts, score, dropout)
     parts = [
@@ -142,8 +130,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, 
     pairs = torch.tanh(q[:, :, None] + k[:, None])  # [B, T, S, H, hidden]
     scores = torch.einsum("btshm,hm->bhts", pairs, score.to(pairs.dtype))
     hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None, :, None]  # [B, 1, T, S]
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    weights = nn.functional.dropout(weights, dropout)
+    weights = nn.functional.dropout(scores.masked_fill(hidden, -torch.inf).softmax(-1), dropout)
     return torch.einsum("bhts,bshv->bthv", weights, v)
 
 

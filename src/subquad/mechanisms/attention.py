@@ -109,10 +109,12 @@ class Attention(Mixer):
         """Rotary positions on q and k if asked for; rows start at `position` [B] (0 if None)."""
         if not self.options.rotary:
             return q, k
-        positions = torch.arange(q.shape[1], device=q.device)
-        if position is not None:
-            positions = position[:, None] + positions
-        return rotate(q, positions), rotate(k, positions)
+
+        def turn(t: Tensor) -> Tensor:
+            positions = torch.arange(t.shape[1], device=t.device)
+            return rotate(t, positions if position is None else position[:, None] + positions)
+
+        return turn(q), turn(k)
 
     def _dropout(self) -> float:
         return self.options.dropout if self.training else 0.0

@@ -24,7 +24,7 @@ from subquad.mechanisms import checking
 from subquad.ops.lengths import shape_of, zero_padding
 
 StateKind = Literal["constant", "window", "growing"]
-State = Any  # a NamedTuple of tensors, batch first, one of them `position` [B]; each mechanism has its own
+State = Any  # a NamedTuple of tensors, batch first, the last one `position` [B]; each mechanism has its own
 AtLeast0 = Annotated[int, 0]  # an option that is an integer of at least 0
 AtLeast1 = Annotated[int, 1]
 
@@ -57,19 +57,18 @@ class Options:
     rotary: bool = False  # rotate queries and keys by their position
     layer: AtLeast0 = 0  # index in the stack, for interleaving and sharing
     seed: AtLeast0 = 0  # of everything drawn at random when the module is made
-    max_length: int | None = None  # the longest sequence, where something learned has that size
+    max_length: AtLeast1 | None = None  # the longest sequence, where something learned has that size
 
     def __post_init__(self) -> None:
         plain = typing.get_type_hints(type(self))
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             check_plain(name, value, plain[name])
-            if typing.get_origin(hint) is Annotated:
-                check_count(name, value, *hint.__metadata__)
+            for part in (hint, *typing.get_args(hint)):  # the hint itself, or what it allows besides None
+                if typing.get_origin(part) is Annotated and value is not None:
+                    check_count(name, value, *part.__metadata__)
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
-        if self.max_length is not None:
-            check_count("max_length", self.max_length)
         if not 0 <= self.dropout < 1:
             refuse("dropout", self.dropout, "a probability in [0, 1)")
 
@@ -80,8 +79,8 @@ class Mixer(nn.Module):
 
     # What a mechanism says about itself
     options_type: ClassVar[type[Options]] = Options  # what a subclass says in a line `options: Options`
-    state_type: type | None = None
-    memory_type: type[Any] = Memory
+    state_type: type | None = None  # what `_init_state` of a subclass says that it returns
+    memory_type: type[Any] = Memory  # likewise of `_remember`
     traits: Traits = Traits()
     family: ClassVar[str]  # as the lecture notes sort them
     exponent: ClassVar[float]  # training time grows as T to this power
@@ -263,6 +262,10 @@ class Mixer(nn.Module):
         super().__init_subclass__()
         if "options" in cls.__annotations__:
             cls.options_type = inspect.get_annotations(cls, eval_str=True)["options"]
+        for kind, method in (("state_type", "_init_state"), ("memory_type", "_remember")):
+            made = inspect.get_annotations(vars(cls).get(method, cls), eval_str=True).get("return")
+            if kind not in vars(cls) and isinstance(made, type) and issubclass(made, tuple):
+                setattr(cls, kind, made)
         check_methods(cls)
 
     def __init__(self, options: Options):

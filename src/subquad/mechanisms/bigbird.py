@@ -10,8 +10,7 @@ Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over the blocks besi
 Cost        train O(T·block·(5 + random)·D) time, O(T·D) memory; decode O(block·(3 + random)·D) a token; state 2·T·D: a
             later block may draw any earlier one
 Departures  the last global block is the row's last `block` positions, whatever T is, so that padding changes nothing;
-            learned tokens live inside a layer (in the paper they pass through all of them), hence read before they are
-            read. Never dense in silence: short inputs and causal ones take the same path
+            learned tokens live inside a layer (in the paper they pass through all of them). Never dense in silence
 Verified    tests/mechanisms/test_bigbird.py: full attention when every block is covered, 1e-12; the blocks that each
             row reads, one by one; the transformers library's with the same draws, 1e-10
 """
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms import patterned
-from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.rotary import rotate
@@ -61,7 +59,6 @@ class Bigbird(Patterned):
         self.register_load_state_dict_post_hook(_follow_the_loaded_draw)
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw the random blocks anew."""
         self.draw.fill_(self._seed if generator is None else torch.randint(2**62, (), generator=generator))
         self._follow(self._patterns(int(self.draw)))
 
@@ -97,8 +94,8 @@ class Bigbird(Patterned):
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         if self.options.construction == "etc":
-            tokens = self._read(x, lengths)
-            return super()._forward(torch.cat((tokens, x), 1), self._longer(lengths))[:, len(self.tokens) :]
+            longer = torch.cat((self._read(x, lengths), x), 1)
+            return super()._forward(longer, self._longer(lengths))[:, len(self.tokens) :]
         if self.options.causal:
             return super()._forward(x, lengths)
         there, back = self._last_block_first(x, lengths)
@@ -110,14 +107,14 @@ class Bigbird(Patterned):
     def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         if self.options.construction == "itc":
             return super()._reference(x)
-        return super()._reference(torch.cat((self._read_dense(x), x), 1))[:, len(self.tokens) :]
+        return super()._reference(self._with_tokens(x))[:, len(self.tokens) :]
 
     def _pattern(self, x: Tensor) -> Tensor:
         """Of etc the tokens of x alone: what a row lacks to 1 is on the learned tokens."""
         if self.options.construction == "itc":
             return super()._pattern(x)
         size = len(self.tokens)
-        return super()._pattern(torch.cat((self._read_dense(x), x), 1))[:, :, size:, size:]
+        return super()._pattern(self._with_tokens(x))[:, :, size:, size:]
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
         if self.options.construction == "itc":
@@ -148,24 +145,18 @@ class Bigbird(Patterned):
         tokens, n = self.tokens.expand(x.shape[0], -1, -1), self._longer(lengths)
         if self.options.causal:
             return tokens
-        q, k, v = self._project_read(tokens, x)
+        q, k, v = self._project(tokens, torch.cat((tokens, x), 1))
         o = sparse_attention(q, k, v, Dense(), key_lengths=n, scale=self.scale, impl=self.options.impl)
         return tokens + self._merge(o)
 
-    def _read_dense(self, x: Tensor) -> Tensor:
+    def _with_tokens(self, x: Tensor) -> Tensor:
+        """g' before x, by the definition."""
         tokens = self.tokens.expand(x.shape[0], -1, -1)
-        if self.options.causal:
-            return tokens
-        q, k, v = self._project_read(tokens, x)
-        weights = (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
-        return tokens + self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
-
-    def _project_read(self, tokens: Tensor, x: Tensor) -> QKV:
-        q, k, v = self.heads.split(tokens, torch.cat((tokens, x), 1))
-        if self.options.rotary:
-            positions = torch.arange(k.shape[1], device=x.device)
-            q, k = rotate(q, positions[: q.shape[1]]), rotate(k, positions)
-        return q, k, v
+        if not self.options.causal:
+            q, k, v = self._project(tokens, torch.cat((tokens, x), 1))
+            weights = (torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
+            tokens = tokens + self._merge(torch.einsum("bhts,bshv->bthv", weights, v))
+        return torch.cat((tokens, x), 1)
 
     def _last_block_first(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Positions [B, T] that move each row's last block to its front, where global tokens are, and those back."""

@@ -95,25 +95,21 @@ def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) ->
     """Refuse a memory that `remember` of this module, or of an equal one, did not make."""
     if lengths is not None:
         raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
-    name, like = type(mix).__name__, mix._like
+    name, double = type(mix).__name__, torch.float64
     if not isinstance(memory, mix.memory_type):
         came = f"{type(memory).__module__}.{type(memory).__name__}"
         raise ValueError(f"context is a {came}: accepted is a tensor, or the memory that this {name}'s remember made")
     if torch.compiler.is_compiling():
         return
     for field, t, shape in zip(memory._fields, memory, memory_shapes(mix), strict=True):
-        check_tensor(f"context.{field}", t)
-        double = torch.float64  # autocast makes the others
-        if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (like.dtype == double)):
-            raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {like.dtype}")
+        _check_batch(mix, f"context.{field}", t, batch, f"context.{field}")
         if field == "lengths" and t.dtype != torch.int64:
             raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
-        if t.shape[:1] != (batch,):
-            raise ValueError(f"context.{field} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+        # autocast makes any of the other types
+        if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (mix._like.dtype == double)):
+            raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {mix._like.dtype}")
         if not _fits(t, shape):
             raise ValueError(f"context.{field} has shape {list(t.shape)}: this {name} remembers {_words(shape)}")
-        if t.device != like.device:
-            raise ValueError(f"context.{field} is on {t.device}: this module is on {like.device}")
 
 
 def check_stateful(mix: Mixer, method: str) -> None:
@@ -127,22 +123,27 @@ def check_stateful(mix: Mixer, method: str) -> None:
 
 def check_state(mix: Mixer, state: Any, batch: int) -> None:
     """Refuse a state that a module with other options made."""
-    name, like = type(mix).__name__, mix._like
+    name = type(mix).__name__
     if mix.state_type is not None and not isinstance(state, mix.state_type):
         raise ValueError(f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill")
     if torch.compiler.is_compiling():
         return
     for field, t, (dtype, shape) in zip(state._fields, state, state_shapes(mix), strict=True):
-        check_tensor(f"state.{field}", t)
-        if t.shape[:1] != (batch,):
-            raise ValueError(f"state has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+        _check_batch(mix, f"state.{field}", t, batch, "state")
         if not _fits(t, shape) or t.dtype != dtype:
             raise ValueError(
                 f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {_words(shape)}; "
                 "a state goes with the module, or the options, it came from"
             )
-        if t.device != like.device:
-            raise ValueError(f"state.{field} is on {t.device}: this module is on {like.device}")
+
+
+def _check_batch(mix: Mixer, name: str, t: Any, batch: int, whole: str) -> None:
+    """Refuse a field of a state or memory that is no tensor with this batch on the module's device."""
+    check_tensor(name, t)
+    if t.shape[:1] != (batch,):
+        raise ValueError(f"{whole} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
+    if t.device != mix._like.device:
+        raise ValueError(f"{name} is on {t.device}: this module is on {mix._like.device}")
 
 
 def memory_shapes(mix: Mixer) -> list[Shape]:

@@ -12,13 +12,10 @@ Definition  Queries are hashed to sign bits and grouped by k-means in Hamming sp
 Cost        train O(T·clusters·(K + V + bits·iterations) + T·topk·(K + V)) time a head, causal also O(T·block·(K + V));
             O(T·(clusters + topk·(K + V) + block)) memory; no decoding
 Departures  The causal form is ours: the published one lets the future decide the groups and drops all but the top-k.
-            k-means starts from queries spread evenly over the row instead of random ones, and the planes are drawn
-            once, not in every forward
+            k-means starts from queries spread evenly over the row, and the planes are drawn once
 Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (causal too), for a cluster per query, for
-            equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups, float32: values equal those of
-            fast-transformers' kernels, plain and improved, padded and not, to 5e-7. Gradients too in the plain form;
-            improved, it passes none through m, and with m detached here they agree to 7e-7. Groups differ, since it
-            starts k-means elsewhere
+            equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups: values and gradients equal those
+            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there
 """
 
 import dataclasses
@@ -57,8 +54,7 @@ class Options(base.Options):
 
 class Clustered(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True)
-    family = "clustering"
-    exponent = 1.0
+    family, exponent = "clustering", 1.0
     joint_queries = True
     small = (
         {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3, "block": 5},
@@ -71,7 +67,7 @@ class Clustered(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         self.scale = self.width**-0.5
-        # of the operator, which a traced forward cannot write
+        # for the operator, because a traced forward cannot make text
         self.settings, self.settings_without_dropout = (
             json.dumps(dataclasses.asdict(o)) for o in (options, dataclasses.replace(options, dropout=0.0))
         )
@@ -86,25 +82,23 @@ class Clustered(Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         if not self.options.causal:
             return self._bidirectional(q, k, v, lengths, key_lengths)
-        bits = self._bits(q)
+        bits = sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
         if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # which takes minutes over the loop
             settings = self.settings if self._dropout() else self.settings_without_dropout
             return _operator([q, k, v, bits], settings, self._dropout() > 0)
         return self._causal(q, k, v, bits)
 
-    def _bidirectional(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
-    ) -> Tensor:
-        clusters, topk, (_, size, heads, _) = self.options.clusters, self.options.topk, q.shape
+    def _bidirectional(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
+        clusters, topk, (size, heads) = self.options.clusters, self.options.topk, q.shape[1:3]
         counts = None if lengths is None else lengths[:, None].expand(-1, heads)
-        _, label = hamming_clusters(self._bits(q), clusters, self.options.iterations, counts)  # [B, H, T]
-        if lengths is not None:
-            label = label.masked_fill(~keep(lengths, size)[:, None], -1)  # type: ignore[index]
+        bits, present = sign_bits(q.transpose(1, 2), self.planes), keep(lengths, size)
+        _, label = hamming_clusters(bits, clusters, self.options.iterations, counts)  # [B, H, T]
+        if present is not None:
+            label = label.masked_fill(~present[:, None], -1)
         centroids, _ = cluster_means(wide(q).transpose(1, 2), label, clusters)  # [B, H, N, K]
         scores = torch.einsum("bhnk,bshk->bhns", centroids, wide(k)) * self.scale
-        visible = visible_keys(key_lengths, k.shape[1])
-        if visible is not None:
-            scores = scores.masked_fill(~visible, -torch.inf)
+        visible = visible_keys(keys, k.shape[1])
+        scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(-1)
         own = label.clamp(min=0)[..., None]  # [B, H, T, 1]
         if not self.options.improved:
@@ -142,9 +136,8 @@ class Clustered(Attention):
         parts, start = [own[:, :, :block]], block
         while start < size:  # twice as far each time
             stop = min(2 * start, q.shape[1])
-            before, before_mass = self._blocks_before(
-                q[:, :stop], k[:, : stop - block], v[:, : stop - block], bits, start
-            )
+            past = k[:, : stop - block], v[:, : stop - block]
+            before, before_mass = self._blocks_before(q[:, :stop], *past, bits, start)
             share = torch.sigmoid(before_mass - mass[:, :, start:stop])[..., None]
             parts.append(torch.lerp(own[:, :, start:stop], before, share.expand_as(before)))
             start = stop
@@ -198,9 +191,6 @@ class Clustered(Attention):
         total = of_query.logsumexp(-1) - of_centroid.logsumexp(-1) + mass[..., 0]
         return exact * known.sum(-1, keepdim=True) + rest, total
 
-    def _bits(self, q: Tensor) -> Tensor:
-        return sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
-
     def _dropped(self, weights: Tensor) -> Tensor:
         return F.dropout(weights, self._dropout())
 
@@ -219,8 +209,7 @@ class Clustered(Attention):
         return weights
 
     def _define_causal(self, q: Tensor, k: Tensor) -> Tensor:
-        block, rows = self.options.block, []
-        groups = {}
+        block, rows, groups = self.options.block, [], {}
         for i in range(len(q)):
             first = i // block * block
             scores = q[i] @ k[first : i + 1].T / math.sqrt(q.shape[-1])
@@ -230,10 +219,9 @@ class Clustered(Attention):
                 if start not in groups:
                     groups[start] = self._lloyd(q[:start])
                 codes, label = groups[start]
-                differ = [
-                    (codes[c] != self._sides(q[i])).sum() if (label == c).any() else math.inf for c in range(len(codes))
-                ]
-                centroid = q[:start][label == min(range(len(codes)), key=lambda c: differ[c])].mean(0)
+                differ = (codes != self._sides(q[i])).sum(-1)
+                nearest = min(label.unique().tolist(), key=differ.tolist().__getitem__)
+                centroid = q[:start][label == nearest].mean(0)
                 before, mass = self._for_cluster(centroid, q[i : i + 1], k[:first])
                 share = torch.sigmoid(mass - scores.logsumexp(-1))
                 weights = torch.cat((before[0] * share, weights * (1 - share)))

@@ -7,12 +7,10 @@ Definition  kⱼ' = Σᵢ Wᵢ k_{j·stride + i} + b for 0 ≤ i < stride, per h
             at most t; a t before the end of slot 0 reads a learned value that stands for nothing
 Cost        train O(T²/stride·D) time, O(T·D) memory; decode O(T/stride·D) a token; state 2·(T/stride + stride)·D
 Departures  nothing is read only where there is no slot, so stride=1 with W = I is full attention; a query does not see
-            the tokens of its own unfinished slot (its own token arrives by the residual connection around the layer);
-            rotary positions turn a slot at its last position, after the convolution; the paper alternates this with
-            layers of local attention, which here is a choice of mechanism per layer
-Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; the PyPI package
-            memory_compressed_attention 0.0.7 with copied weights, one head, T divisible by the stride, both directions,
-            agrees to 1e-12 once its null slot, which competes with the others, has a score far below theirs
+            the tokens of its own unfinished slot; rotary positions turn a slot at its last position; the paper
+            alternates this with local attention, which here is a choice of mechanism per layer
+Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; memory_compressed_attention 0.0.7 with
+            copied weights, one head, T divisible by the stride, 1e-12 once its null slot scores far below the others
 """
 
 import math
@@ -52,11 +50,8 @@ class Options(base.Options):
 
 
 class Compressed(Attention):
-    state_type = State
-    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
-    family = "fewer queries or keys"
-    exponent = 2.0
+    family, exponent = "fewer queries or keys", 2.0
     small = ({}, {"stride": 1}, {"stride": 8})
     options: Options
 
@@ -81,7 +76,7 @@ class Compressed(Attention):
         if counts is None and symbolic(k.shape[1]):
             counts = torch.full(k.shape[:1], k.shape[1], device=q.device)  # there are more slots than needed
         k, v = self._compress_all(k, v, counts)
-        return self._attend_slots(q, k, v, self._visible(counts, k.shape[1]))
+        return dense_attention(q, k, v, self._visible(counts, k.shape[1]), dropout=self._dropout())
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._compress_all(*self.heads.keys(context), lengths), lengths)
@@ -89,7 +84,8 @@ class Compressed(Attention):
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
         visible = self._visible(memory.lengths, memory.k.shape[1])
-        return self._merge(self._attend_slots(q, memory.k.to(q.dtype), memory.v.to(q.dtype), visible))
+        k, v = memory.k.to(q.dtype), memory.v.to(q.dtype)
+        return self._merge(dense_attention(q, k, v, visible, dropout=self._dropout()))
 
     def _compress_all(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """The slots of whole sequences, the last one completed with zeros: [B, N, H, K]"""
@@ -117,13 +113,13 @@ class Compressed(Attention):
         return weights @ (member / member.sum(-1, keepdim=True))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        (heads, stride), width = (self.options.heads, self.options.stride), self.width
-        k = self._zeros(batch, -(-(capacity or 64) // stride), heads, width)
-        last = self._zeros(batch, stride - 1, heads, width)
+        heads, stride = self.options.heads, self.options.stride
+        k = self._zeros(batch, -(-(capacity or 64) // stride), heads, self.width)
+        last = self._zeros(batch, stride - 1, heads, self.width)
         return State(k, k.clone(), last, last.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = state if state is not None else self._init_state(*x.shape[:2])
+        before = self._init_state(*x.shape[:2]) if state is None else state
         (size, stride), device = (x.shape[1], self.options.stride), x.device
         q, k, v = self.heads.split(x)
         at = before.position[:, None] + torch.arange(size, device=device)  # [B, T]
@@ -138,13 +134,8 @@ class Compressed(Attention):
         kept = kept.clamp(max=k.shape[1] - 1)  # [B, stride-1]; beyond the row's tokens anything may stand
         rows = torch.arange(x.shape[0], device=device)[:, None]
         slots_k, slots_v = self._compress(k, v, first)
-        new = State(
-            append(before.k, slots_k, first),
-            append(before.v, slots_v, first),
-            k[rows, kept].to(before.last_k.dtype),
-            v[rows, kept].to(before.last_v.dtype),
-            position,
-        )
+        last_k, last_v = k[rows, kept].to(before.last_k.dtype), v[rows, kept].to(before.last_v.dtype)
+        new = State(append(before.k, slots_k, first), append(before.v, slots_v, first), last_k, last_v, position)
         if state is None and not symbolic(size):
             whole = size // stride
             return self._merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
@@ -155,12 +146,9 @@ class Compressed(Attention):
         heads, stride = self.options.heads, self.options.stride
         if k.shape[1] < stride:
             return k[:, :0], v[:, :0]
-        k, v = (
-            conv(t.flatten(2).mT)
-            .mT.contiguous()
-            .unflatten(-1, (heads, -1))  # fused attention wants channels side by side
-            for conv, t in ((self.key, k), (self.value, v))
-        )
+        k, v = self.key(k.flatten(2).mT).mT, self.value(v.flatten(2).mT).mT
+        # fused attention wants channels side by side
+        k, v = (t.contiguous().unflatten(-1, (heads, -1)) for t in (k, v))
         index = torch.arange(k.shape[1], device=k.device)
         index = index if first is None else first[:, None] + index
         return self._turn(k, index * stride + stride - 1), v
@@ -168,17 +156,14 @@ class Compressed(Attention):
     def _turn(self, t: Tensor, positions: Tensor) -> Tensor:
         return rotate(t, positions) if self.options.rotary else t
 
-    def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return dense_attention(q, k, v, mask, dropout=self._dropout())
-
     def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Queries that see the first `seen` [B or 1, T] slots."""
         o = counted_attention(q, k, v, seen.clamp(min=1), dropout=self._dropout())
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n: as so many heads they
-        make an ordinary causal attention over slots, and no mask is needed."""
+        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n. With these as heads it
+        is an ordinary causal attention over slots, without a mask."""
         (batch, size, heads, width), slots, stride = q.shape, k.shape[1], self.options.stride
         early = q.new_zeros(batch, 0, heads, width)
         if self.nothing is not None:

@@ -59,8 +59,6 @@ class Options(base.Options):
 
 
 class Efficient(Kernelised):
-    state_type = State
-    memory_type = Memory
     unused = Kernelised.unused | {"rotary"}
     small = ({}, {"normalize": "scaling"})
     options: Options
@@ -95,7 +93,7 @@ class Efficient(Kernelised):
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
         how = {"lengths": lengths, "initial_state": LinearState(state.s, state.z), **self._how()}
         o, added = linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
-        return self._merge(o / root), State(*added, state.max, position)
+        return self._merge(o / root), State(added.s, added.z, state.max, position)
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
@@ -168,14 +166,9 @@ class Efficient(Kernelised):
         start = torch.cat((state.s, state.z[..., None]), dim=-1)  # [B, H, K, V+1]
         tokens = added.transpose(1, 2).flatten(2, 3)  # [B, N, H*K, V+1]
         one = torch.ones_like(tokens[..., :1])
-        sums = linear_attention(
-            one,
-            one,
-            tokens,
-            log_gate=gate.transpose(1, 2).flatten(2),
-            initial_state=LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0])),
-            **self._how(),
-        )
+        before_all = LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0]))
+        how = {"log_gate": gate.transpose(1, 2).flatten(2), "initial_state": before_all, **self._how()}
+        sums = linear_attention(one, one, tokens, **how)
         sums = sums.unflatten(2, start.shape[1:3]).transpose(1, 2)  # [B, H, N, K, V+1], after each block
         enter = torch.cat((start[:, :, None], sums[:, :, :-1]), dim=2)
         z = enter[..., -1].clamp(min=0.5)  # at least 1, the largest key's part, where there was any key

@@ -59,9 +59,7 @@ class Fixed(Patterned):
 
     def _patterns(self) -> Sequence[Pattern]:
         block, summary = self.options.block, self.options.summary
-        factors: list[tuple[Pattern, Pattern]] = [
-            (Block(block), Summary(block, summary, shift)) for shift in self._shifts()
-        ]
+        factors: list[tuple[Pattern, ...]] = [(Block(block), Summary(block, summary, n)) for n in self._shifts()]
         return combine(self.options.combine, factors, self.options.layer)
 
     def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:

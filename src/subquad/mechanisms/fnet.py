@@ -20,8 +20,7 @@ from subquad.ops.precision import wide, wide_type
 
 class FNet(Mixer):
     traits = Traits(causal=False, bidirectional=True)
-    family = "attention-free"
-    exponent = 1.0
+    family, exponent = "attention-free", 1.0
     unused = Mixer.unused | {"heads", "dropout", "rotary"}
     _why_not_causal = "every output of a Fourier transform depends on every input"
 

@@ -35,9 +35,7 @@ class Options(base.Options):
 
 class GMLP(Mixer):
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
-    family = "attention-free"
-    exponent = 2.0
-    memory = 2.0
+    family, exponent, memory = "attention-free", 2.0, 2.0
     unused = frozenset({"heads", "dropout", "rotary"})
     small = ({"expansion": 2}, {"expansion": 2, "attention": 8})
     options: Options

@@ -34,8 +34,7 @@ class Kernelised(Attention):
     state_type: type[Any]
     memory_type: type[Any] = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
-    family = "kernels"
-    exponent = 1.0
+    family, exponent = "kernels", 1.0
     equivariant = True
     unused = Attention.unused | {"dropout"}
 

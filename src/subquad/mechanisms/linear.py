@@ -56,8 +56,6 @@ class Options(base.Options):
 
 
 class Linear(Kernelised):
-    state_type = State
-    memory_type = Memory
     small = ({}, {"feature_map": "relu"})
     approximates = True
     options: Options

@@ -39,10 +39,8 @@ class Options(base.Options):
 
 
 class Linformer(Attention):
-    memory_type = Memory
     traits = Traits(cross=True, fixed_length=True)
-    family = "fewer queries or keys"
-    exponent = 1.0
+    family, exponent = "fewer queries or keys", 1.0
     unused = Attention.unused - {"max_length"}
     small = (
         {"rank": 7},

@@ -26,7 +26,6 @@ from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
-from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
@@ -69,9 +68,8 @@ class Longformer(Patterned):
         super().__init__(options)
         self.global_rows = options.global_tokens > 0 and not options.causal
         if self.global_rows:
-            dim = options.dim
+            dim, local = options.dim, self.heads.qkv.state_dict()
             self.global_q, self.global_kv = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
-            local = self.heads.qkv.state_dict()
             self.global_q.load_state_dict({name: p[:dim] for name, p in local.items()})
             self.global_kv.load_state_dict({name: p[dim:] for name, p in local.items()})
 
@@ -123,7 +121,4 @@ class Longformer(Patterned):
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
         few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x
         q = self.global_q(few[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
-        if self.options.rotary:
-            positions = torch.arange(x.shape[1], device=x.device)
-            q, k = rotate(q, torch.arange(q.shape[1], device=x.device)), rotate(k, positions)
-        return q, k, v
+        return *self._rotate(q, k), v

@@ -58,7 +58,6 @@ class Mixed(Mixer):
         {"parts": (("softmax", 2), ("synthesizer", 2, {"kind": "random"}))},
     )
     options: Options
-    fields: list[list[str]] = []  # noqa: RUF012
 
     def __init__(self, options: Options):
         from subquad.mechanisms import build, mechanism
@@ -77,33 +76,28 @@ class Mixed(Mixer):
         self.out = nn.Linear(options.dim, options.dim)
         self.joint_queries = any(mix.joint_queries for mix in mixers)
         states = [mix.traits.state for mix in mixers]
-        stateful = None not in states
         self.traits = self.traits._replace(
             cross=all(mix.traits.cross for mix in mixers),
-            state=max((s for s in states if s), key=ORDER.index) if stateful else None,
+            state=None if None in states else max((s for s in states if s), key=ORDER.index),
             fixed_length=any(mix.traits.fixed_length for mix in mixers),
         )
-        # one flat tuple: the parts' fields under numbered names, and the position or lengths they share
-        if stateful:
-            self.fields = [[f for f in _fields(mix.state_type) if f != "position"] for mix in mixers]
-        self.memory_fields = [[f for f in _fields(mix.memory_type) if f != "lengths"] for mix in mixers]
-        _ = self.state_type, self.memory_type  # made here, because a compiled program cannot make a class
+        _ = self.memory_type, self.traits.state and self.state_type  # a compiled program cannot make these classes
 
     @property
     def state_type(self) -> type:  # type: ignore[override]
-        return state_class(*_numbered(self.fields), "position")
+        return flat_type([mix.state_type for mix in self.parts])
 
     @property
     def memory_type(self) -> type[Any]:  # type: ignore[override]
-        return state_class(*_numbered(self.memory_fields), "lengths")
+        return flat_type([mix.memory_type for mix in self.parts])
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._join_outputs(mix(part, lengths) for mix, part in self._slices(x))
+        return self._join([mix(part, lengths) for mix, part in self._slices(x)])
 
     def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
         contexts = [part for _, part in self._slices(context)]
         pairs = zip(self._slices(x), contexts, strict=True)
-        return self._join_outputs(mix(part, lengths, other, context_lengths) for (mix, part), other in pairs)
+        return self._join([mix(part, lengths, other, context_lengths) for (mix, part), other in pairs])
 
     def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         start, outputs = 0, []
@@ -123,47 +117,57 @@ class Mixed(Mixer):
             mix.redraw(generator)
 
     def _init_state(self, batch: int, capacity: int | None) -> Any:
-        return self._join([mix.init_state(batch, capacity) for mix in self.parts])
+        return flatten(self.state_type, [mix.init_state(batch, capacity) for mix in self.parts])
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        states = [None] * len(self.widths) if state is None else self._split(state)
+        states = [None] * len(self.widths) if state is None else self._states(state)
         done = [mix.prefill(part, lengths, own) for (mix, part), own in zip(self._slices(x), states, strict=True)]
-        return self._join_outputs(y for y, _ in done), self._join([new for _, new in done])
+        return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
 
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        done = [mix.step(part, own) for (mix, part), own in zip(self._slices(x), self._split(state), strict=True)]
-        return self._join_outputs(y for y, _ in done), self._join([new for _, new in done])
+        done = [mix.step(part, own) for (mix, part), own in zip(self._slices(x), self._states(state), strict=True)]
+        return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
+
+    def _states(self, state: Any) -> list[Any]:
+        return split([mix.state_type for mix in self.parts], state)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Any:
         slices = zero_padding(self.into(context), lengths).split(self.widths, dim=-1)
         memories = [mix._remember(part, lengths) for mix, part in zip(self.parts, slices, strict=True)]
-        flat = [getattr(m, f) for m, fields in zip(memories, self.memory_fields, strict=True) for f in fields]
-        return self.memory_type(*flat, lengths)
+        return flatten(self.memory_type, memories)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Any) -> Tensor:
-        outputs = []
-        for n, (mix, part) in enumerate(self._slices(x)):
-            fields = {f: getattr(memory, f"part{n}_{f}") for f in self.memory_fields[n]}
-            outputs.append(mix(part, lengths, mix.memory_type(**fields, lengths=memory.lengths)))
-        return self._join_outputs(outputs)
+        memories = split([mix.memory_type for mix in self.parts], memory)
+        slices = zip(self._slices(x), memories, strict=True)
+        return self._join([mix(part, lengths, own) for (mix, part), own in slices])
 
     def _slices(self, x: Tensor) -> list[tuple[Mixer, Tensor]]:
         """Each part with its heads' share of x W_in."""
         return list(zip(self.parts, self.into(x).split(self.widths, dim=-1), strict=True))
 
-    def _join_outputs(self, outputs: Iterable[Tensor]) -> Tensor:
-        return self.out(torch.cat(list(outputs), dim=-1))
+    def _join(self, outputs: list[Tensor]) -> Tensor:
+        return self.out(torch.cat(outputs, dim=-1))
 
-    def _join(self, states: list[Any]) -> Any:
-        flat = [getattr(state, f) for state, fields in zip(states, self.fields, strict=True) for f in fields]
-        return self.state_type(*flat, states[0].position)
 
-    def _split(self, state: Any) -> list[Any]:
-        states = []
-        for n, (mix, fields) in enumerate(zip(self.parts, self.fields, strict=True)):
-            make: Any = mix.state_type
-            states.append(make(**{f: getattr(state, f"part{n}_{f}") for f in fields}, position=state.position))
-        return states
+def flatten(kind: type, parts: list[Any]) -> Any:
+    """One flat tuple of the states or memories of all parts, which share their last field."""
+    return kind(*(tensor for part in parts for tensor in part[:-1]), parts[0][-1])
+
+
+def split(kinds: list[Any], flat: Any) -> list[Any]:
+    """The states or memories of these kinds, of which `flatten` made one."""
+    parts, start = [], 0
+    for kind in kinds:
+        stop = start + len(kind._fields) - 1
+        parts.append(kind(*flat[start:stop], flat[-1]))
+        start = stop
+    return parts
+
+
+def flat_type(kinds: list[Any]) -> type:
+    """The type that `flatten` makes: the fields of each part under numbered names, then the one they share."""
+    names = [f"part{n}_{field}" for n, kind in enumerate(kinds) for field in kind._fields[:-1]]
+    return state_class(*names, kinds[0]._fields[-1])
 
 
 _classes: dict[tuple[str, ...], type] = {}  # torch.compile looks into a dict, and past an lru_cache
@@ -180,11 +184,3 @@ def state_class(*names: str) -> type:
 
 def make_state(names: tuple[str, ...], values: tuple[Tensor, ...]) -> Any:
     return state_class(*names)(*values)
-
-
-def _fields(kind: type | None) -> tuple[str, ...]:
-    return tuple(kind._fields)  # type: ignore[union-attr]
-
-
-def _numbered(fields: list[list[str]]) -> list[str]:
-    return [f"part{n}_{f}" for n, names in enumerate(fields) for f in names]

@@ -27,8 +27,7 @@ class Options(base.Options):
 
 class MLPMixer(Mixer):
     traits = Traits(causal=False, bidirectional=True, fixed_length=True)
-    family = "attention-free"
-    exponent = 1.0
+    family, exponent = "attention-free", 1.0
     unused = frozenset({"heads", "dropout", "rotary"})
     small = ({"hidden": 12},)
     options: Options

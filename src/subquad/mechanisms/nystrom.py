@@ -9,11 +9,10 @@ Definition  O = softmax(Q K̃ᵀ) Z softmax(Q̃ Kᵀ) V + conv(V) per head, scor
 Cost        train O(T·landmarks·D + landmarks³·H) time, O(T·(D + landmarks)) memory; no decoding
 Departures  each matrix has its own norms in Z₀ (the authors' default takes the largest of the batch, which ties rows
             together); segments need not be equal; no convolution in cross-attention, where values have positions of
-            their own; Z in at least float32, because it can be large; dropout on both long factors
+            their own; Z in at least float32; dropout on both long factors
 Verified    tests/mechanisms/test_nystrom.py: landmarks ≥ T is full attention, 1e-12; Z becomes the pseudo-inverse;
-            transformers 5.22.2 NystromformerSelfAttention with the per-matrix norms, and the PyPI package
-            nystrom-attention 0.0.14 with one row and one head (its norms span the batch), both with copied weights and
-            T divisible by the landmarks, agree to 1e-12
+            transformers 5.22.2 with the per-matrix norms, and nystrom-attention 0.0.14 with one row and head, both with
+            copied weights and T divisible by the landmarks, 1e-12
 """
 
 import math
@@ -49,8 +48,7 @@ class Options(base.Options):
 
 class Nystrom(Attention):
     traits = Traits(cross=True)
-    family = "fewer queries or keys"
-    exponent = 1.0
+    family, exponent = "fewer queries or keys", 1.0
     joint_queries = True
     small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
     approximates = True
@@ -60,9 +58,9 @@ class Nystrom(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         width, heads = options.conv, options.heads
-        self.conv = (
-            nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False) if width else None
-        )
+        self.conv: nn.Conv2d | None = None
+        if width:
+            self.conv = nn.Conv2d(heads, heads, (width, 1), padding=(width // 2, 0), groups=heads, bias=False)
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self._project(x)
@@ -88,72 +86,52 @@ class Nystrom(Attention):
         return square
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        few, size, dtype = self.options.landmarks, q.shape[1], v.dtype
         with uncast(q):
-            return self._attend_exactly(q, k, v, lengths, key_lengths).to(v.dtype)
+            if dtype == torch.float16:  # does not hold what a large inverse makes of values
+                q, k, v = q.float(), k.float(), v.float()
+            if symbolic(size, k.shape[1]):  # as padded rows of that length, of which short ones are exact
+                lengths, key_lengths = (
+                    torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
+                    for t, n in ((q, lengths), (k, key_lengths))
+                )
+                q, k, v = (F.pad(t, (0, 0, 0, 0, 0, few + 1)) for t in (q, k, v))
+                return first(self._attend_long(q, k, v, lengths, key_lengths), size).to(dtype)
+            if size <= few or k.shape[1] <= few:
+                q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), visible_keys(key_lengths, k.shape[1])
+                o = F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout())
+                return o.transpose(1, 2).to(dtype)
+            return self._attend_long(q, k, v, lengths, key_lengths).to(dtype)
 
-    def _attend_exactly(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
-    ) -> Tensor:
-        few = self.options.landmarks
-        if v.dtype == torch.float16:  # does not hold what a large inverse makes of values
-            q, k, v = q.float(), k.float(), v.float()
-        if symbolic(q.shape[1], k.shape[1]):
-            return self._attend_any(q, k, v, lengths, key_lengths)
-        if q.shape[1] <= few or k.shape[1] <= few:
-            q, k, v, visible = *(t.transpose(1, 2) for t in (q, k, v)), visible_keys(key_lengths, k.shape[1])
-            return F.scaled_dot_product_attention(q, k, v, visible, dropout_p=self._dropout()).transpose(1, 2)
-        return self._attend_long(q, k, v, lengths, key_lengths)
-
-    def _attend_any(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
-    ) -> Tensor:
-        """Of a size that stands for any number: as padded rows of that length, of which short ones are exact."""
-        size, few = q.shape[1], self.options.landmarks
-        lengths, key_lengths = (
-            torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
-            for t, n in ((q, lengths), (k, key_lengths))
-        )
-        q, k, v = (F.pad(t, (0, 0, 0, 0, 0, few + 1)) for t in (q, k, v))
-        return first(self._attend_long(q, k, v, lengths, key_lengths), size)
-
-    def _attend_long(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None
-    ) -> Tensor:
-        """Of rows of more tokens than landmarks, padding included."""
-        few, visible = self.options.landmarks, visible_keys(key_lengths, k.shape[1])
-        dropout = self._dropout()
-        few_q, few_k = (self._landmarks(t, n) for t, n in ((q, lengths), (k, key_lengths)))  # [B, H, M, K]
+    def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
+        """Of rows of more tokens than landmarks, padding included; `keys` [B] are the lengths of rows of keys."""
+        few, visible, dropout = self.options.landmarks, visible_keys(keys, k.shape[1]), self._dropout()
+        few_q, few_k, few_visible = self._landmarks(q, lengths), self._landmarks(k, keys), visible_keys(keys, few)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
-        few_visible = visible_keys(key_lengths, few)
         scores = wide(few_q) @ wide(few_k).mT / math.sqrt(q.shape[-1])
         if few_visible is not None:
             scores = scores.masked_fill(~few_visible, -math.inf)
         inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
         summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
         values = (inverse @ wide(summary)).to(v.dtype)  # [B, H, M, V]
-        if key_lengths is not None:  # where every key is its own landmark, its own value is exact
-            own_key = (key_lengths <= few)[:, None, None, None]
+        if keys is not None:  # where every key is its own landmark, its own value is exact
+            own_key = (keys <= few)[:, None, None, None]
             values = torch.where(own_key, v[:, :, :few], values)
         o = _read(q, few_k, values, few_visible, dropout)
         if lengths is not None:  # where every query is its own landmark, its own summary is exact
             own = (lengths <= few)[:, None, None, None]
-            own = own if key_lengths is None else own & ~own_key
+            own = own if keys is None else own & ~own_key
             o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
         return o.transpose(1, 2)
 
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
-        """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]
-
-        In t's own type, so that A and both long factors are made of the same landmarks.
-        """
-        length, size = t.shape[1], self.options.landmarks
-        exact = wide_type(t)
+        """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]"""
+        length, size, exact = t.shape[1], self.options.landmarks, wide_type(t)
         if lengths is None and length % size == 0:
             return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
         n = torch.full(t.shape[:1], length, device=t.device) if lengths is None else lengths.clamp(min=1)
-        n = n[:, None, None]
-        m = n.clamp(max=size)
+        n, m = n[:, None, None], n.clamp(max=size)[:, None, None]
         segment = (torch.arange(1, length + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
         index = torch.arange(size, device=t.device)[:, None]
         member = (segment == index) & (index < m)  # [B, M, T]
@@ -214,8 +192,8 @@ def convolve(v: Tensor, kernel: Tensor) -> Tensor:
 def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
     """softmax(Q K̃ᵀ) values, [B, H, T, V].
 
-    The gradient of attention is one program on a GPU for each block of keys, and there are few keys: so the queries
-    are cut into pieces, as many rows of a batch.
+    There are few keys, and on a GPU the gradient of attention runs one program for each block of them. So the queries
+    are cut into pieces, as if they were more rows of the batch.
     """
     pieces = 1 if symbolic(q.shape[2]) else next(n for n in PIECES if q.shape[2] % n == 0)
     q = q.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [B*pieces, H, T/pieces, K]

@@ -63,16 +63,8 @@ class Patterned(Attention):
         raise NotImplementedError
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        return sparse_attention(
-            q,
-            k,
-            v,
-            self.patterns,
-            causal=self.options.causal,
-            lengths=lengths,
-            scale=self.scale,
-            impl=self.options.impl,
-        )
+        how = {"causal": self.options.causal, "scale": self.scale, "impl": self.options.impl}
+        return sparse_attention(q, k, v, self.patterns, lengths=lengths, **how)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         size = q.shape[1]
@@ -85,9 +77,7 @@ class Patterned(Attention):
         return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some  # [B, H, T, S]
 
     def _init_state(self, batch: int, capacity: int | None) -> SparseState:
-        heads = self.options.heads
-        empty = self.cache.empty(batch, heads, self.width, capacity or 64, self._like)
-        return self.state_type(*empty)
+        return self.state_type(*self.cache.empty(batch, self.options.heads, self.width, capacity or 64, self._like))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         if state is not None:

@@ -10,15 +10,13 @@ Definition  oₜ = Σₛ φ(qₜ)·φ(kₛ) vₛ / Σₛ φ(qₜ)·φ(kₛ), wit
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1),
             with M = features, twice that for trig and hyperbolic
 Departures  The authors subtract the largest exponent of all keys, which looks ahead; here it is the largest so far, and
-            a new one rescales the sums like a gate, so results are causal and the same at any length. They add eps to
-            features in units of that maximum; here the unit is the token's own largest feature, so all maxima cancel
-            exactly. The denominator stays above eps, however far apart q and k lie. With trig, eps is the least
-            |denominator|, in units of the largest exp(|k|²/2), raised to a power of two; that key alone has a standard
-            error of 1/√(2·features), and nearer to zero chance decides the denominator. Ω is drawn once, and anew by
-            `redraw`.
+            a new one rescales the sums like a gate. They add eps to features in units of that maximum; here the unit
+            is the token's own largest feature, so all maxima cancel and the denominator stays above eps. With trig,
+            eps is the least |denominator|, in units of the largest exp(|k|²/2), raised to a power of two: that key
+            alone has a standard error of 1/√(2·features), and nearer to zero chance decides. Ω is drawn once, and anew
+            by `redraw`
 Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
-            performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 on both sides
-            1e-13, causal and not; with its own eps of 1e-4, 1e-4 for tokens of size 0.5 and apart for large ones
+            performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 1e-13
 """
 
 import math
@@ -73,8 +71,6 @@ class Options(base.Options):
 
 
 class Performer(Kernelised):
-    state_type = State
-    memory_type = Memory
     small = (
         {"features": 12},
         {"features": 8, "kernel": "hyperbolic", "norms": "sqrt"},

@@ -10,21 +10,17 @@ Definition  k = q/|q| (one projection for both).  Each round hashes h(x) = argma
             bidirectional: chunk(i) = ⌊rank of i in the sort by (bucket, position) / C⌋, and chunks -1, 0, 1 apart count
 Cost        train O(rounds·T·C·(K + V)) time, O(rounds·T·(C + K + V)) memory a head, sorting aside;
             decode O(rounds·C·(K + V)) a token and head; state 2·T·D, and rounds·buckets·2C integers a head
-Departures  Causal chunks follow the rank inside the bucket, not the sort of the whole sequence, because that sort lets
-            the future decide who sees whom; strict_causal=False is the paper's. The bidirectional form also looks one
-            chunk ahead. The first chunk does not look around to the last. The number of buckets does not follow T.
-            Rotary positions turn q and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
-Verified    tests/mechanisms/test_reformer.py: one bucket, or all in two chunks, is full shared-QK attention with the
-            self mask, and rounds that agree are one round, 1e-10. By hand, in float64, weights and rotations copied:
-            strict_causal=False equals reformer-pytorch 1.4.4 (bucket mask, no duplicates, q·√K for its 1/√K) exactly
-            with one round and to 1.1e-8 with four (it adds 1e-9 to its counts); the one-bucket limit equals
-            transformers 5.22 LSHSelfAttention in one and in two chunks to 3e-6 (its norm adds 1e-6). transformers lets
-            buckets mix inside a chunk and counts pairs once a round, so nothing else of it is comparable
+Departures  Causal chunks follow the rank inside the bucket: in a sort of the whole sequence the future decides who sees
+            whom (strict_causal=False does as the paper). The bidirectional form also looks one chunk ahead. The first
+            chunk does not look around to the last. The number of buckets does not follow T. Rotary positions turn q
+            and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
+Verified    tests/mechanisms/test_reformer.py: one bucket is full shared-QK attention with the self mask, 1e-10. By
+            hand, in float64: strict_causal=False equals reformer-pytorch 1.4.4 (1e-8 with four rounds), the one-bucket
+            limit equals transformers 5.22 LSHSelfAttention to 3e-6, whose other cases mix buckets inside a chunk
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +28,17 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import QKV, Attention
-from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.base import AtLeast1
+from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
-    admit,
-    empty_lists,
     give_back,
     in_reach,
     lookup,
     pair_attention,
     rank_slots,
     ranks,
-    recall,
     rounds_together,
     same_bucket,
     slot_attention,
@@ -53,19 +46,10 @@ from subquad.ops.buckets import (
     sorted_places,
     sorted_slots,
 )
-from subquad.ops.cache import append
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import wide, wide_type
 
 SELF = 1e5  # finite: what a token loses by attending to itself
-
-
-class State(NamedTuple):
-    k: Tensor  # [B, C, H, K]
-    v: Tensor  # [B, C, H, V]
-    members: Tensor  # [B, H, rounds, buckets, 2C], see ops.buckets.Lists
-    total: Tensor  # [B, H, rounds, buckets]
-    position: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +72,7 @@ class Options(base.Options):
         return self.buckets if isinstance(self.buckets, tuple) else (self.buckets,)
 
 
-class Reformer(Attention):
-    state_type = State
-    traits = Traits(causal=True, bidirectional=True, state="growing")
-    family = "clustering"
-    exponent = 1.0
+class Reformer(Bucketed):
     small = (
         {"rounds": 3, "chunk": 4, "buckets": 4},
         {"rounds": 2, "chunk": 3, "buckets": (2, 4)},
@@ -102,42 +82,29 @@ class Reformer(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options, heads=False)
+        self.buckets = math.prod(options.factors)
+        super().__init__(options, options.strict_causal, (options.rounds, self.buckets), options.chunk)
         self.query = nn.Linear(options.dim, options.dim)  # of the keys as well
         self.value = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
-        self.buckets = math.prod(options.factors)
         shape = (options.heads, options.rounds, self.width, sum(options.factors) // 2)
         self.register_buffer("rotation", torch.empty(shape))
         self.rotation: Tensor
         self.redraw()
-        self.strict = options.causal and options.strict_causal
-        if not self.strict:
-            self.traits = self.traits._replace(state=None)
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        drawn = torch.randn(self.rotation.shape, generator=generator or self._generator())
-        self.rotation.copy_(drawn)
+        self.rotation.copy_(torch.randn(self.rotation.shape, generator=generator or self._generator()))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._merge(self._attend_near(*self._route(x, lengths)))
+        return self._merge(self._attend_near(self._tokens(x, lengths)))
 
-    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
-        return self._route(x, None, position)[:3]
-
-    def _route(
-        self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v [B, T, H, ·] and the bucket of each token in each round [B, H, R, T], -1 for padding."""
+    def _tokens(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
         q, v = (t.unflatten(-1, (self.options.heads, -1)) for t in (self.query(x), self.value(x)))
         bucket, present = self._hash(q), keep(lengths, x.shape[1])
         if present is not None:
             bucket = bucket.masked_fill(~present[:, None, None], -1)
         q, _ = self._rotate(q, q, position)
-        return q, F.normalize(q, dim=-1, eps=1e-6), v, bucket
-
-    def _merge(self, o: Tensor) -> Tensor:
-        return self.out(o.flatten(-2))
+        return Tokens(q, F.normalize(q, dim=-1, eps=1e-6), v, bucket, bucket)
 
     @torch.no_grad()
     def _hash(self, q: Tensor) -> Tensor:
@@ -150,10 +117,8 @@ class Reformer(Attention):
             bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
         return bucket
 
-    def _attend_near(
-        self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, lists: Lists | None = None, start: Tensor | None = None
-    ) -> Tensor:
-        """q [B, T, H, K] of the tokens from `start` on, k and v [B, S, H, ·] of all; `lists`: earlier ones in reach."""
+    def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
+        q, k, v, _, bucket = tokens
         size, chunk = q.shape[1], self.options.chunk
         if lists is None and not symbolic(size) and size**2 <= self._pairs(size):
             return self._attend_short(q, k, v, bucket)
@@ -179,9 +144,7 @@ class Reformer(Attention):
             codes = codes.scatter_(-1, torch.where(bucket < 0, k.shape[1], token), code)
             bias = bias - rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
         rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are but more slots
-        o, lse = slot_attention(
-            q, k, v, rows, keys, visible, bias, self._dropout()
-        )  # [B, H, R·N, C, V] and [B, H, R·N, C]
+        o, lse = slot_attention(q, k, v, rows, keys, visible, bias, self._dropout())  # [B, H, R·N, C, V], without V
         rounds = torch.arange(self.options.rounds, device=q.device)[:, None]
         place = slots.place[..., -size:] + rounds * (places * width)  # [B, H, R, T]
         share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
@@ -189,17 +152,17 @@ class Reformer(Attention):
         return o.transpose(1, 2)
 
     def _pairs(self, size: int) -> int:
-        """Of a query and a key in the slots of all rounds."""
+        """How many pairs of a query and a key the slots of all rounds hold."""
         chunk, rounds = self.options.chunk, self.options.rounds
         if self.strict:
             return rounds * slot_pairs(size, self.buckets, chunk)
         return rounds * size * (2 if self.options.causal else 3) * chunk
 
     def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
-        """All pairs: few tokens in many buckets would leave most places of the slots empty."""
+        """By all pairs, because few tokens in many buckets would leave most places of the slots empty."""
         size = q.shape[1]
         place = ranks(bucket, self.buckets)[0] if self.strict else sorted_places(bucket)
-        # the chunks of all buckets in a row, with a gap between buckets: near are those whose numbers are
+        # number the chunks of all buckets, with a gap between buckets: chunks are near if their numbers are
         number = (bucket * (size + 2) + place // self.options.chunk).to(torch.int32)  # [B, H, R, T]
         own = torch.eye(size, dtype=torch.bool, device=q.device)
         seen, behind = own, 0 if self.options.causal else -1
@@ -209,10 +172,6 @@ class Reformer(Attention):
         if self.options.causal:
             seen = seen & torch.ones_like(own).tril()
         return pair_attention(q, k, v, seen, -SELF * own, self._dropout())
-
-    def _qkv(self, x: Tensor) -> QKV:
-        q, k, v = self._project(x)
-        return q * q.shape[-1] ** 0.5, k, v  # without the self-exclusion
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Softmax over the union of the rounds' sets."""
@@ -235,44 +194,7 @@ class Reformer(Attention):
         scores = torch.einsum("bthk,bshk->bhts", q, q / q.norm(dim=-1, keepdim=True).clamp(min=1e-6)) - 1e5 * (i == j)
         return scores.masked_fill(~seen, -torch.inf).softmax(-1), v
 
-    def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads = self.options.heads
-        cache = self._zeros(batch, capacity or 64, heads, self.width)
-        lists = empty_lists((batch, heads, self.options.rounds), self.buckets, self.options.chunk, cache.device)
-        return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
-
-    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = state if state is not None else self._init_state(*x.shape[:2])
-        start = before.position
-        q, k, v, bucket = self._route(x, lengths, start)
-        keys, values, lists = (
-            append(before.k, k, start),
-            append(before.v, v, start),
-            Lists(before.members, before.total),
-        )
-        position = start[:, None, None, None] + torch.arange(x.shape[1], device=x.device)
-        new = State(keys, values, *admit(lists, bucket, position), self._advance(start, x, lengths))
-        if state is None:
-            return self._merge(self._attend_near(q, k, v, bucket)), new
-        return self._merge(self._attend_near(q, keys.to(q.dtype), values.to(q.dtype), bucket, lists, start)), new
-
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        q, k, v, bucket = self._route(x[:, None], None, state.position)
-        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
-        position = state.position[:, None, None, None]
-        lists = admit(Lists(state.members, state.total), bucket, position)
-        own = bucket[..., None].expand(*bucket.shape, lists.members.shape[-1])
-        near = recall(Lists(lists.members.gather(-2, own), lists.total.gather(-1, bucket)))  # [B, H, R, 1, 2C]
+    def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         near = near.flatten(2).sort(-1).values[:, :, None]  # [B, H, 1, R·2C]
         once = (near >= 0) & (near != F.pad(near, (1, -1), value=-1))
-        o, _ = slot_attention(
-            q,
-            keys.to(q.dtype),
-            values.to(q.dtype),
-            torch.zeros_like(near[..., :1]),
-            near,
-            once[..., None, :],
-            -SELF * (near == position)[..., None, :],
-            self._dropout(),
-        )  # [B, H, 1, 1, V]
-        return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
+        return near, once, -SELF * (near == position)[..., None, :]

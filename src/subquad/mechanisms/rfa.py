@@ -9,11 +9,10 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
 Departures  the denominator d can be near zero or negative, which no sum of Gaussians is. It is sign(d)·max(|d|, eps·e),
             e = √(Σₛ wₛ²/M) its standard error and wₛ the weight of key s, 1 without a gate: within e of zero, chance
-            decides d. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1, which also
-            changes results that are exact enough. The paper draws Ω from a pool for each batch in training: call
-            `redraw` before the batch
-Verified    tests/mechanisms/test_rfa.py; the release's masked and incremental functions in float64: 1e-4 once its floor
-            of 1 is passed, from x/(|x| + 0.001), and 1e-15 with |x| in place of that. It has no gate to compare with
+            decides d. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper
+            draws Ω from a pool for each batch in training: call `redraw` before the batch
+Verified    tests/mechanisms/test_rfa.py; the release's masked and incremental functions, which have no gate, in
+            float64: 1e-15 with |x| in place of their |x| + 0.001, where d is above 1
 """
 
 import math
@@ -65,8 +64,6 @@ class Options(base.Options):
 
 
 class RFA(Kernelised):
-    state_type = State
-    memory_type = Memory
     small = ({"features": 24}, {"features": 24, "gate": True}, {"features": 30, "orthogonal": True, "tau": 0.8})
     options: Options
     directions: Tensor  # [H, features, K], Ω
@@ -84,9 +81,8 @@ class RFA(Kernelised):
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         features = self._prepare(x, *self._project(x))
-        squares = (
-            self._squares(features.gate, None, x, None)[0] if self.options.causal else _counts(features.k, lengths)
-        )
+        gate, causal = features.gate, self.options.causal
+        squares = self._squares(gate, None, x, None)[0] if causal else _counts(features.k, lengths)
         return self._merge(self._sum(_over_unit(features, squares), lengths, lengths))
 
     def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:

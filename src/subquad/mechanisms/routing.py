@@ -14,14 +14,12 @@ Cost        train O(T·(clusters·K + w·(K + V))) time, O(T·(clusters + w + K 
             The paper's T^1.5 comes from clusters = √T and w = √T: choose clusters·window ≥ T, or tokens go unchosen
 Departures  Causal by cluster and rank, because the w nearest of a whole sequence depend on its future;
             strict_causal=False is the paper's, with the causal mask inside a cluster. 1/√K, which the released code
-            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact, where that code
-            adds 0.01 to the count. share_qk=None shares when causal, as there. No loss is added behind your back:
-            `commitment` returns it (β = 1e-4 there). Rotary positions turn q and k, not what is routed
-Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps,
-            accumulation and recomputation against the formula. By hand, in float64: the bidirectional form equals
-            KmeansAttention of routing-transformer 1.6.1 with the same q, k, v and centroids to 1.1e-5 (its mean adds
-            1e-5 to the count); with padding it differs, since there padding competes for the window. Two gloo ranks
-            moved to the same mean
+            lacks (scale=1.0). Centroids are normed after each step. The mean over clusters is exact. share_qk=None
+            shares when causal, as there. The loss is left to you: `commitment` returns it (β = 1e-4 there). Rotary
+            positions turn q and k, not what is routed
+Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps
+            against the formula. By hand, in float64: the bidirectional form equals KmeansAttention of
+            routing-transformer 1.6.1 without padding, 1.1e-5; two gloo ranks moved to the same mean
 """
 
 import math
@@ -34,38 +32,26 @@ from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
-from subquad.mechanisms.attention import QKV, Attention
-from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.mechanisms.base import AtLeast1
+from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.mechanisms.checking import check_padded
 from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
-    admit,
     asking_slots,
-    empty_lists,
     give_back,
     in_reach,
     lookup,
     pair_attention,
     rank_slots,
     ranks,
-    recall,
     same_bucket,
     slot_attention,
     slot_pairs,
 )
-from subquad.ops.cache import append
 from subquad.ops.clusters import kmeans_step
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import wide, wide_type
-
-
-class State(NamedTuple):
-    k: Tensor  # [B, C, H, K]
-    v: Tensor  # [B, C, H, V]
-    members: Tensor  # [B, H, clusters, 2·window], see ops.buckets.Lists
-    total: Tensor  # [B, H, clusters]
-    position: Tensor  # [B]
 
 
 class Routed(NamedTuple):
@@ -95,11 +81,7 @@ class Options(base.Options):
             refuse("scale", self.scale, "None or a positive number")
 
 
-class Routing(Attention):
-    state_type = State
-    traits = Traits(causal=True, bidirectional=True, state="growing")
-    family = "clustering"
-    exponent = 1.0
+class Routing(Bucketed):
     small = (
         {"clusters": 4, "window": 5},
         {"clusters": 3, "window": 4, "share_qk": False},
@@ -108,9 +90,8 @@ class Routing(Attention):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options, heads=False)
+        super().__init__(options, options.strict_causal, (options.clusters,), options.window)
         self.shared = options.causal if options.share_qk is None else options.share_qk
-        self.strict = options.causal and options.strict_causal
         self.scale = options.scale or 1 / math.sqrt(self.width)
         self.qkv = nn.Linear(options.dim, (2 if self.shared else 3) * options.dim)
         self.out = nn.Linear(options.dim, options.dim)
@@ -119,8 +100,6 @@ class Routing(Attention):
         self.centroids: Tensor
         self._last: Tensor  # what the last training forward routed by
         self.redraw()
-        if not self.strict:
-            self.traits = self.traits._replace(state=None)
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         drawn = torch.randn(self.centroids.shape, generator=generator or self._generator())
@@ -145,11 +124,11 @@ class Routing(Attention):
         if self.training and not again:
             self._learn(routed, lengths)
         if self.strict:
-            return self._merge(self._attend_near(routed, self._nearest(routed, lengths)))
+            return self._merge(self._attend_near(self._with_clusters(routed, lengths)))
         return self._merge(self._balanced(routed, lengths))
 
-    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
-        return self._route(x, position)[:3]
+    def _tokens(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
+        return self._with_clusters(self._route(x, position), lengths)
 
     def _route(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
         parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.width)).unbind(2)
@@ -204,35 +183,20 @@ class Routing(Attention):
         present = keep(lengths, routed.q.shape[1])
         return clusters if present is None else tuple(c.masked_fill(~present[:, None], -1) for c in clusters)
 
-    def _attend_near(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
-        """Of a whole sequence: by all pairs where few tokens would leave most places of the slots empty."""
-        size = routed.q.shape[1]
-        if not symbolic(size) and size**2 <= slot_pairs(size, self.options.clusters, self.options.window):
-            return self._all_pairs(routed, clusters)
-        return self._by_rank(routed, clusters)
+    def _with_clusters(self, routed: Routed, lengths: Tensor | None) -> Tokens:
+        clusters = self._nearest(routed, lengths)
+        return Tokens(*routed[:3], clusters[0], clusters[-1])
 
-    def _all_pairs(self, routed: Routed, clusters: tuple[Tensor, ...]) -> Tensor:
-        """Two chunks of the own cluster, [B, T, H, V], found among all pairs."""
-        asked, cluster = clusters[0], clusters[-1]
-        same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
-        same &= torch.ones_like(same[0, 0]).tril()
-        newest = (same.sum(-1, keepdim=True) - 1) // self.options.window
-        chunk = ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
-        seen = same & (chunk[..., None, :] >= newest - 1)
-        return pair_attention(routed.q, routed.k, routed.v, seen, dropout=self._dropout())
-
-    def _by_rank(
-        self, routed: Routed, clusters: tuple[Tensor, ...], lists: Lists | None = None, start: Tensor | None = None
-    ) -> Tensor:
-        """Two chunks of the own cluster, [B, T, H, V]; q and clusters are of tokens from `start` on, k and v of all."""
-        q, k, v, *_ = routed
-        size = q.shape[1]
-        asked, cluster = clusters[0], clusters[-1]
+    def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
+        q, k, v, asked, cluster = tokens
+        size, clusters, window = q.shape[1], self.options.clusters, self.options.window
+        if lists is None and not symbolic(size) and size**2 <= slot_pairs(size, clusters, window):
+            return self._all_pairs(tokens)
         token = torch.arange(size, device=q.device).expand_as(cluster)  # [B, H, T]
         if lists is not None and start is not None:
             cluster, token = in_reach(lists, cluster, start)
             asked = F.pad(asked, (cluster.shape[-1] - size, 0), value=-1)
-        slots = rank_slots(cluster, self.options.clusters, at_most(self.options.window, cluster.shape[-1]))
+        slots = rank_slots(cluster, clusters, at_most(window, cluster.shape[-1]))
         if not self.shared:
             slots = asking_slots(slots, cluster, asked)
         queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)
@@ -242,12 +206,14 @@ class Routing(Attention):
         o, _ = slot_attention(q, k, v, rows, keys, visible, dropout=self._dropout())  # [B, H, N, C, V]
         return give_back(o, slots.place[..., -size:]).transpose(1, 2)
 
-    def _merge(self, o: Tensor) -> Tensor:
-        return self.out(o.flatten(-2))
-
-    def _qkv(self, x: Tensor) -> QKV:
-        q, k, v = self._project(x)
-        return q * q.shape[-1] ** 0.5, k, v
+    def _all_pairs(self, tokens: Tokens) -> Tensor:
+        """By all pairs, because few tokens would leave most places of the slots empty."""
+        q, k, v, asked, cluster = tokens
+        same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
+        same &= torch.ones_like(same[0, 0]).tril()
+        newest = (same.sum(-1, keepdim=True) - 1) // self.options.window
+        chunk = ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
+        return pair_attention(q, k, v, same & (chunk[..., None, :] >= newest - 1), dropout=self._dropout())
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One row and head after the other."""
@@ -260,11 +226,8 @@ class Routing(Attention):
                 near_q, near_k = (
                     wide(t[b, :, h]) @ self.centroids[h].T.to(wide_type(x)) for t in (normed[0], normed[-1])
                 )
-                sets = self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k)
                 total, times = torch.zeros_like(scores), scores.new_zeros(len(scores), 1)
-                for queries, keys in sets:
-                    seen = torch.zeros_like(scores, dtype=torch.bool)
-                    seen[queries[:, None], keys] = True
+                for seen in self._two_chunks(near_q, near_k) if self.strict else self._nearest_sets(near_q, near_k):
                     seen = seen.tril() if self.options.causal else seen
                     some = seen.any(-1, keepdim=True)
                     weights = scores.masked_fill(~seen & some, -torch.inf).softmax(-1)
@@ -272,56 +235,27 @@ class Routing(Attention):
                 rows.append(total / times.clamp(min=1))
         return torch.stack(rows).unflatten(0, (len(x), -1)), v
 
-    def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each centroid, the queries and the keys nearest to it."""
-        grid, sets = math.sqrt(torch.finfo(near_q.dtype).eps), []
+    def _nearest_sets(self, near_q: Tensor, near_k: Tensor) -> list[Tensor]:
+        """One mask for each centroid: the queries nearest to it with the keys nearest to it."""
+        grid, masks = math.sqrt(torch.finfo(near_q.dtype).eps), []
         for c in range(self.options.clusters):
             rows = ((-near[:, c] / grid).round().tolist() for near in (near_q, near_k))
-            queries, keys = (sorted((far, t) for t, far in enumerate(row))[: self.options.window] for row in rows)
-            first, second = (torch.tensor([t for _, t in chosen], dtype=torch.int64) for chosen in (queries, keys))
-            sets.append((first, second))
-        return sets
+            queries, keys = (sorted(range(len(far)), key=far.__getitem__)[: self.options.window] for far in rows)
+            masks.append(torch.zeros(len(near_q), len(near_k), dtype=torch.bool, device=near_q.device))
+            masks[-1][torch.tensor(queries)[:, None], torch.tensor(keys)] = True
+        return masks
 
-    def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each query, the newest chunk of its cluster and the one before."""
-        sets = []
+    def _two_chunks(self, near_q: Tensor, near_k: Tensor) -> list[Tensor]:
+        """One mask: each query with the newest chunk of its cluster and the one before."""
+        seen = torch.zeros(len(near_q), len(near_k), dtype=torch.bool, device=near_q.device)
         for i, cluster in enumerate(near_q.argmax(-1)):
             members = (near_k[: i + 1].argmax(-1) == cluster).nonzero()[:, 0]
             newest = (len(members) - 1) // self.options.window
-            sets.append((torch.tensor([i], device=near_q.device), members[max(0, newest - 1) * self.options.window :]))
-        return sets
+            seen[i, members[max(0, newest - 1) * self.options.window :]] = True
+        return [seen]
 
-    def _init_state(self, batch: int, capacity: int | None) -> State:
-        heads = self.options.heads
-        cache = self._zeros(batch, capacity or 64, heads, self.width)
-        lists = empty_lists((batch, heads), self.options.clusters, self.options.window, cache.device)
-        return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
-
-    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = state if state is not None else self._init_state(*x.shape[:2])
-        start, lists = before.position, Lists(before.members, before.total)
-        routed = self._route(x, start)
-        clusters = self._nearest(routed, lengths)
-        keys, values = append(before.k, routed.k, start), append(before.v, routed.v, start)
-        position = start[:, None, None] + torch.arange(x.shape[1], device=x.device)
-        new = State(keys, values, *admit(lists, clusters[-1], position), self._advance(start, x, lengths))
-        if state is None:
-            return self._merge(self._attend_near(routed, clusters)), new
-        routed = routed._replace(k=keys.to(routed.k.dtype), v=values.to(routed.v.dtype))
-        return self._merge(self._by_rank(routed, clusters, lists, start)), new
-
-    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        routed = self._route(x[:, None], state.position)
-        q, k, v, *_ = routed
-        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
-        clusters = self._nearest(routed)  # [B, H, 1]
-        lists = admit(Lists(state.members, state.total), clusters[-1], state.position[:, None, None])
-        asked = clusters[0][..., None].expand(-1, -1, -1, lists.members.shape[-1])
-        near = recall(Lists(lists.members.gather(-2, asked), lists.total.gather(-1, clusters[0])))  # [B, H, 1, 2w]
-        query, visible = torch.zeros_like(near[..., :1]), (near >= 0)[..., None, :]
-        k, v = keys.to(q.dtype), values.to(v.dtype)
-        o, _ = slot_attention(q, k, v, query, near, visible, dropout=self._dropout())  # [B, H, 1, 1, V]
-        return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
+    def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, None]:
+        return near, near >= 0, None
 
 
 def _norm(x: Tensor, eps: float = 1e-5) -> Tensor:

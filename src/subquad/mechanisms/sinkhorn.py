@@ -10,13 +10,12 @@ Definition  q̄, k̄ are means over blocks. R = balance((q̄ k̄ᵀ/√K + Gumbe
 Cost        train O(T·block·D + T²/block·D) time, O(T·(D + block·H) + (T/block)²·H) memory; the quadratic term mixes
             the T/block blocks into sorted ones; with sortcut O(T·sortcut·block·D + (T/block)²·D) time; no decoding
 Departures  R from q̄·k̄, as in the sinkhorn_transformer package, where the paper has a network with an output per block,
-            so that T is free. Causal rows are not balanced against each other: column sums would see the future, and
-            the only lower triangular matrix whose rows and columns sum to one is the identity. The last block may be
-            short: a sorted slot counts in the softmax by the part of R that falls on real tokens. R ignores rotary
+            so that T is free. Causal rows are not balanced against each other, because column sums would see the
+            future. The last block may be short: a sorted slot counts in the softmax by the part of R that falls on real
+            tokens. R ignores rotary
 Verified    tests/mechanisms/test_sinkhorn.py: R = I is block-local attention, R = a shift is attention to the own and
-            the next block, 1e-9. The PyPI package sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and
-            its attention given our R and v = k agree to 1e-7 in float32; with v ≠ k it differs, because it sorts keys
-            in place of values. Its causal form, which picks one block of a learned score, was not compared
+            the next block, 1e-9. sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and its attention
+            given our R and v = k (it sorts keys in place of values), 1e-7 in float32; its causal form not compared
 """
 
 import math
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.checks import at_least, refuse
+from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
@@ -42,24 +41,19 @@ class Options(base.Options):
     block: AtLeast1 = 64  # tokens that are sorted together
     iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
-    sortcut: int | None = None  # attend to so many sorted blocks only
+    sortcut: AtLeast1 | None = None  # attend to so many sorted blocks only
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.temperature > 0:
             refuse("temperature", self.temperature, "a positive number")
-        if self.sortcut is not None:
-            at_least(self, sortcut=1)
-            if self.causal:
-                refuse(
-                    "sortcut", self.sortcut, "None with causal=True, because the first sorted blocks hold any position"
-                )
+        if self.sortcut is not None and self.causal:
+            refuse("sortcut", self.sortcut, "None with causal=True, because the first sorted blocks hold any position")
 
 
 class Sinkhorn(Attention):
     traits = Traits(causal=True, bidirectional=True)
-    family = "learnable patterns"
-    exponent = 2.0
+    family, exponent = "learnable patterns", 2.0
     small = ({"block": 6}, {"block": 8, "sortcut": 2}, {"block": 5, "iterations": 3, "temperature": 0.2})
     approximates = True
     options: Options
@@ -105,8 +99,7 @@ class Sinkhorn(Attention):
 
     def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
         """R of rows with n [B] tokens, zero beyond them: [B, H, N, N], or its first rows for sortcut."""
-        block, exact = self.options.block, wide_type(q)
-        size = q.shape[1]
+        block, size, exact = self.options.block, q.shape[1], wide_type(q)
         starts = torch.arange(0, size + padding(size, block), block, device=q.device)
         sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
         mean_k = self._blocks(k.to(exact)).sum(2) / sizes
@@ -123,9 +116,7 @@ class Sinkhorn(Attention):
             past = logits.masked_fill(later, -math.inf)[:, :, 1:, :-1].softmax(-1)  # row 0 has no past
             return F.pad(past, (0, 1, 1, 0))
         real = starts < n[:, None]  # [B, N]
-        identity = (
-            torch.eye(starts.shape[0], dtype=torch.bool, device=q.device) & ~real[:, None]
-        )  # for blocks beyond the row
+        identity = torch.eye(len(starts), dtype=torch.bool, device=q.device) & ~real[:, None]  # for blocks of padding
         logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
         logits = logits.masked_fill(identity[:, None], 0)
         return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
@@ -157,11 +148,8 @@ class Sinkhorn(Attention):
         q, k = (t[0] for t in self._rotate(q[None], k[None]))
         identity, rows = torch.eye(n, dtype=sort.dtype, device=sort.device), []
         for i, s in enumerate(blocks):
-            slots = (
-                moved[:, :cut].flatten(1, 2)
-                if cut
-                else torch.cat((identity[s].expand(len(sort), -1, -1), moved[:, i]), 1)
-            )
+            own = identity[s].expand(len(sort), -1, -1)
+            slots = moved[:, :cut].flatten(1, 2) if cut else torch.cat((own, moved[:, i]), 1)
             share = slots.sum(-1)[:, None]  # [H, 1, S]
             scores = torch.einsum("thk,nhk,hsn->hts", q[s], k, slots) / scale
             scores = scores.masked_fill(share < ABSENT, -math.inf)

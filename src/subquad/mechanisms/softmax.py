@@ -68,11 +68,8 @@ class Unprojected(Heads):
 
 
 class Softmax(Attention):
-    state_type = State
-    memory_type = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
-    family = "exact"
-    exponent = 2.0
+    family, exponent = "exact", 2.0
     equivariant = True
     small = ({}, {"projections": False})
     options: Options

@@ -50,9 +50,7 @@ class Options(base.Options):
 
 class Synthesizer(Attention):
     traits = Traits(causal=True, bidirectional=True, fixed_length=True)
-    family = "new frameworks"
-    exponent = 2.0
-    memory = 2.0
+    family, exponent, memory = "new frameworks", 2.0, 2.0
     unused = frozenset({"rotary"})
     small = ({"kind": "dense"}, {"kind": "random+factorised_dense"}, {"kind": "fixed+factorised_random+dot", "rank": 3})
     options: Options

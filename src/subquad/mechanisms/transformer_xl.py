@@ -5,11 +5,11 @@ Paper       Dai et al. 2019, "Transformer-XL: Attentive Language Models Beyond a
 Definition  oₜ = Σₛ softmaxₛ(((qₜ + u)·kₛ + (qₜ + w)·W_r R_{t-s}) / √K) vₛ,  t - memory ≤ s ≤ t when causal,
             |t - s| ≤ memory otherwise; R is the sinusoid of a distance, u and w are learned per head
 Cost        train O(T·memory·D) time and O(T·memory·H) memory; decode O(memory·D) a token; state 2·memory·D
-Departures  every query sees exactly `memory` positions back, wherever segments are cut, so that a sequence gives the
-            same numbers whole, segment by segment and token by token (the paper's queries see one to two segments);
-            the state keeps projected keys and values of the past, without gradient; u and w belong to the layer
+Departures  every query sees exactly `memory` positions back, so that a sequence gives the same numbers whole, in
+            segments and token by token (the paper's queries see one to two segments); the state keeps projected keys
+            and values of the past, without gradient; u and w belong to the layer
 Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-s}, segments against one pass, 1e-12;
-            transformers no longer ships this model, so not against public code
+            not against public code
 """
 
 import math
@@ -38,10 +38,8 @@ class Options(base.Options):
 
 
 class TransformerXL(Attention):
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="window")
-    family = "recurrence"
-    exponent = 1.0
+    family, exponent = "recurrence", 1.0
     unused = Attention.unused | {"rotary"}
     small = ({"memory": 5}, {"memory": 64})
     options: Options

@@ -5,13 +5,12 @@ from pathlib import Path
 import torch
 
 from subquad.checks import check_device, checked
-from subquad.models.classifier import Classifier, ClassifierConfig
+from subquad.models.classifier import Classifier, ClassifierConfig, Matcher, MatcherConfig
 from subquad.models.config import EmbeddingConfig, MixerConfig, TransformerConfig
 from subquad.models.language_model import LanguageModel, LanguageModelConfig
 from subquad.models.lstm import LSTM, LSTMConfig
-from subquad.models.matcher import Matcher, MatcherConfig
-from subquad.models.model import Model
 from subquad.models.sampling import Sampling
+from subquad.models.saving import Model
 from subquad.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from subquad.models.state import fork, load_state, save_state
 from subquad.models.streams import Streams

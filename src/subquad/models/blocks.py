@@ -17,7 +17,7 @@ from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
-from subquad.ops.lengths import keep
+from subquad.ops.lengths import zero_padding
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
@@ -124,13 +124,11 @@ class Block(nn.Module):
         self, stream: Stream, lengths: Tensor | None, state: Any, memory: Any, memory_lengths: Tensor | None
     ) -> tuple[Stream, Any]:
         h = self.mixer_residual.read(stream)
-        if self.taps is None:
-            y, state = self.mixer.prefill(h, lengths, state)
-        else:
-            mixed, recent = (None, None) if state is None else self._tapped(state, h)
+        mixed, recent = self._parts(state, h)
+        if self.taps is not None:
             h, recent = self.taps.prefill(h, lengths, recent)
-            y, mixed = self.mixer.prefill(h, lengths, mixed)
-            state = Tapped(mixed, recent)
+        y, mixed = self.mixer.prefill(h, lengths, mixed)
+        state = mixed if recent is None else Tapped(mixed, recent)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
@@ -138,13 +136,11 @@ class Block(nn.Module):
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
         h = self.mixer_residual.read(stream)
-        if self.taps is None:
-            y, state = self.mixer.step(h, state, inplace)
-        else:
-            mixed, recent = self._tapped(state, h)
+        mixed, recent = self._parts(state, h)
+        if self.taps is not None and recent is not None:
             h, recent = self.taps.step(h, recent, inplace)
-            y, mixed = self.mixer.step(h, mixed, inplace)
-            state = Tapped(mixed, recent)
+        y, mixed = self.mixer.step(h, mixed, inplace)
+        state = mixed if recent is None else Tapped(mixed, recent)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
             query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
@@ -176,13 +172,13 @@ class Block(nn.Module):
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
 
-    def _tapped(self, state: Any, h: Tensor) -> Tapped:
-        """Refuse a state of another kind, or of other taps."""
-        assert self.taps is not None
+    def _parts(self, state: Any, h: Tensor) -> tuple[Any, Recent | None]:
+        """The states of the mixer and of the taps; ValueError for a state of another kind, or of other taps."""
+        if self.taps is None or state is None:
+            return state, None
         if not isinstance(state, Tapped):
-            raise ValueError(
-                f"state is a {type(state).__name__}: accepted is that of a model with taps={self.taps.taps}"
-            )
+            kind = type(state).__name__
+            raise ValueError(f"state is a {kind}: accepted is that of a model with taps={self.taps.taps}")
         self.taps.check(state.recent, h.shape[0])
         return state
 
@@ -217,13 +213,12 @@ def shorten(lengths: Tensor | None, pool: int) -> Tensor | None:
 def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
     """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, padding left out."""
     batch, size, _ = x.shape
-    mask = keep(lengths, size)
-    if mask is None:
-        mask = torch.ones(batch, size, dtype=torch.bool, device=x.device)
     missing = -size % pool
-    x = nn.functional.pad(x.masked_fill(~mask[..., None], 0), (0, 0, 0, missing)).unflatten(1, (-1, pool))
-    counts = nn.functional.pad(mask, (0, missing)).unflatten(1, (-1, pool)).sum(-1)  # [B, T/pool]
-    return x.sum(2) / counts.clamp(min=1)[..., None].to(x.dtype)
+    counts = x.new_full((batch,), size, dtype=torch.int64) if lengths is None else lengths  # [B]
+    starts = torch.arange(0, size, pool, device=x.device)
+    counts = (counts[:, None] - starts).clamp(1, pool)  # [B, T/pool]; 1 where no token is left, whose sum is 0
+    x = nn.functional.pad(zero_padding(x, lengths), (0, 0, 0, missing)).unflatten(1, (-1, pool))
+    return x.sum(2) / counts[..., None].to(x.dtype)
 
 
 def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:

@@ -1,16 +1,58 @@
-"""One label a sequence, or one a position."""
+"""One label a sequence, one a position, or one a pair of sequences."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from subquad.checks import one_of
-from subquad.models.config import POOLINGS, Config, EmbeddingConfig, TransformerConfig, assemble
+from subquad.checks import one_of, refuse
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
+from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head, make_mlp
+from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy
-from subquad.models.model import Model
-from subquad.models.pooled_encoder import PooledEncoder, check_encoder
+from subquad.models.saving import Model
+from subquad.models.transformer import Transformer
+from subquad.ops.lengths import check_lengths
+
+
+class PooledEncoder(nn.Module):
+    """Tokens or frames -> [B, D]: the mean over each row's own positions, or a learned first position ("cls").
+
+    With pooling="none" the vectors of all positions, [B, T', D].
+    """
+
+    def __init__(self, config: "ClassifierConfig | MatcherConfig"):
+        super().__init__()
+        transformer, self.pooling = config.transformer, config.pooling
+        self.embedding = Embedding(config.embedding, transformer.dim, transformer.max_length)
+        self.cls = None
+        if self.pooling == "cls":
+            # before the first token, without a position of its own, so that grids keep their shape
+            self.cls = nn.Parameter(torch.zeros(transformer.dim))
+            if transformer.max_length is not None:
+                transformer = dataclasses.replace(transformer, max_length=transformer.max_length + 1)
+        self.transformer = Transformer(transformer)
+
+    def forward(
+        self, inputs: Tensor, lengths: Tensor | None = None, name: str = "tokens", lengths_name: str = "lengths"
+    ) -> Tensor:
+        x = self.embedding(inputs, lengths, name=name, lengths_name=lengths_name)
+        lengths = check_lengths(lengths, x)
+        if self.cls is not None:
+            x = torch.cat((self.cls.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
+            lengths = None if lengths is None else lengths + 1
+        y = self.transformer(x, lengths)
+        if self.pooling == "none":
+            return y
+        if self.cls is not None:
+            return y[:, 0]
+        lengths = self.transformer.short_lengths(lengths)
+        if lengths is None:
+            return y.mean(1)
+        return y.sum(1) / lengths.clamp(min=1)[:, None].to(y.dtype)  # padding is zeros already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +65,7 @@ class ClassifierConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, pooling=POOLINGS)
-        check_encoder(self.transformer, self.pooling)
+        _check_encoder(self, "mean", "cls", "none")
 
 
 class Classifier(Model):
@@ -40,14 +81,10 @@ class Classifier(Model):
     def __init__(self, config: ClassifierConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(ClassifierConfig, config, fields)
-        # saved weights know it as `tower`
-        self.tower = PooledEncoder(config.embedding, config.transformer, config.pooling)
-        dim = config.transformer.dim
-        self.head: nn.Module = (
-            make_head(dim, config.classes)
-            if config.head_hidden is None
-            else make_mlp(dim, config.head_hidden, config.classes)
-        )
+        self.tower = PooledEncoder(config)  # saved weights know it by this name
+        dim, hidden = config.transformer.dim, config.head_hidden
+        head = make_head(dim, config.classes) if hidden is None else make_mlp(dim, hidden, config.classes)
+        self.head: nn.Module = head
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits [B, classes], or [B, T, classes] with pooling="none" (T shorter where layers pool)."""
@@ -65,3 +102,62 @@ class Classifier(Model):
         logits = self(tokens, lengths)
         lengths = self.tower.transformer.short_lengths(lengths) if self.config.pooling == "none" else None
         return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatcherConfig(Config):
+    embedding: EmbeddingConfig
+    transformer: TransformerConfig
+    classes: int = 2
+    pooling: str = "mean"  # or "cls": a learned first position
+    head_hidden: int | None = None  # None: dim
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_encoder(self, "mean", "cls")
+
+
+class Matcher(Model):
+    """Matcher(vocab=256, dim=64, depth=2, heads=2, mechanism="linear"): (a [B, T], b [B, S]) -> [B, classes].
+
+    The same encoder reads each sequence by itself; an MLP over [a, b, a·b, a - b] compares the two vectors.
+    """
+
+    config_type = MatcherConfig
+    config: MatcherConfig
+
+    def __init__(self, config: MatcherConfig | None = None, **fields: Any):
+        super().__init__()
+        self.config = config = assemble(MatcherConfig, config, fields)
+        self.tower = PooledEncoder(config)  # saved weights know it by this name
+        dim = config.transformer.dim
+        self.head = make_mlp(4 * dim, config.head_hidden or dim, config.classes)
+
+    def forward(self, a: Tensor, b: Tensor, a_lengths: Tensor | None = None, b_lengths: Tensor | None = None) -> Tensor:
+        """Logits [B, classes] of pairs of rows."""
+        rows_a, rows_b = batch_size(a), batch_size(b)
+        if rows_a != rows_b:
+            raise ValueError(f"b has batch {rows_b}: a has batch {rows_a}, and rows are compared in pairs")
+        left, right = self.tower(a, a_lengths, "a", "a_lengths"), self.tower(b, b_lengths, "b", "b_lengths")
+        return self.head(torch.cat((left, right, left * right, left - right), dim=-1))
+
+    def loss(
+        self,
+        a: Tensor,
+        b: Tensor,
+        labels: Tensor,
+        a_lengths: Tensor | None = None,
+        b_lengths: Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Cross-entropy in nats, float32, of labels [B]."""
+        return cross_entropy(self(a, b, a_lengths, b_lengths), labels, reduction=reduction, name="labels")
+
+
+def _check_encoder(config: ClassifierConfig | MatcherConfig, *poolings: str) -> None:
+    """Refuse what an encoder with this pooling cannot be."""
+    one_of(config, pooling=poolings)
+    if config.transformer.cross is not None:
+        refuse("cross", config.transformer.cross, "None for an encoder: it has no memory")
+    if config.transformer.causal and config.pooling == "cls":
+        refuse("pooling", "cls", '"mean" with causal=True: a first position would see nothing but itself')

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -29,7 +30,6 @@ NORM_POSITIONS = ("pre", "post")
 GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
 POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
 MOST_LAYERS = 10_000  # more would take minutes to build, and then not fit
-POOLINGS = ("mean", "cls", "none")
 
 # "linear", ("linear", {"eps": 1e-4}), a MixerConfig, or a sequence of these (also "linear, linear, local")
 MixerLike = Any
@@ -37,6 +37,7 @@ C = TypeVar("C", bound="Config")
 
 
 @check_methods
+@dataclass(frozen=True)
 class Config:
     """Base of the configs: checks its fields, is written as JSON and read back, and refuses unknown keys."""
 
@@ -48,11 +49,12 @@ class Config:
         """Counts are at least 1, and a seed 0; a dropout is a probability; a part is a config of its own kind."""
         for name, hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
+            probability = isinstance(value, int | float) and value is not False and 0 <= value < 1
             if hint is int or (hint == int | None and value is not None):
                 check_count(name, value, 0 if name == "seed" else 1)
             elif hint is bool or (isinstance(hint, type) and issubclass(hint, Config)):
                 check_plain(name, value, hint)
-            elif hint is float and name.endswith("dropout") and not _is_probability(value):
+            elif hint is float and name.endswith("dropout") and not probability:
                 refuse(name, value, "a probability in [0, 1)")
             if name == "depth" and value > MOST_LAYERS:
                 refuse(name, value, f"an integer of at most {MOST_LAYERS:,}")
@@ -67,19 +69,16 @@ class Config:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """The config that `to_dict` wrote."""
-        known = {f.name: f for f in _fields(cls)}
+        known = [f.name for f in dataclasses.fields(cls)]
+        accepted = f"ccepted in data: {', '.join(known)}"
         if not isinstance(data, Mapping):
-            raise ValueError(
-                f"{cls.__name__} cannot be made of {shown(data)}: accepted as data is a dict of {', '.join(known)}"
-            )
+            raise ValueError(f"{cls.__name__} cannot be made of {shown(data)}: a{accepted}")
         for key in data:
             if key not in known:
-                raise ValueError(
-                    f"{cls.__name__} has no key {key!r}{nearest(key, known)} Accepted in data: {', '.join(known)}"
-                )
+                raise ValueError(f"{cls.__name__} has no key {key!r}{nearest(key, known)} A{accepted}")
         for name in _missing(cls, data):
             raise ValueError(f"{cls.__name__} lacks the key {name!r} in data")
-        parts = nested(cls)
+        parts = _parts(cls)
         return cls(**{key: parts[key].from_dict(value) if key in parts else value for key, value in data.items()})
 
     @classmethod
@@ -138,8 +137,7 @@ class TransformerConfig(Config):
             refuse("norm_eps", self.norm_eps, "a positive number")
         object.__setattr__(self, "mechanism", mixers(self.mechanism, "mechanism"))
         object.__setattr__(self, "options", _check_options(self.options, "options"))
-        if self.cross is not None:
-            object.__setattr__(self, "cross", mixers(self.cross, "cross"))
+        object.__setattr__(self, "cross", None if self.cross is None else mixers(self.cross, "cross"))
         check_plain("pool", self.pool, int | Sequence[int])
         pools = (self.pool,) if isinstance(self.pool, int) else tuple(self.pool)
         if not pools or not counts(pools):
@@ -149,10 +147,7 @@ class TransformerConfig(Config):
         if not counts(taps) or len(set(taps)) < len(taps):
             refuse("taps", self.taps, "different integers of at least 1, such as (1, 2, 3)")
         object.__setattr__(self, "taps", taps)
-        self._refuse_combinations()
-
-    def _refuse_combinations(self) -> None:
-        pooled = any(pool > 1 for pool in typing.cast(tuple[int, ...], self.pool)[: self.depth])
+        pooled = any(pool > 1 for pool in pools[: self.depth])
         if pooled and self.causal:
             refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
         if self.taps and not self.causal:
@@ -213,39 +208,31 @@ def optional_at_least(config: object, **bounds: int) -> None:
     at_least(config, **{name: bound for name, bound in bounds.items() if getattr(config, name) is not None})
 
 
-def _is_probability(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
 def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
     """Every way of naming mechanisms -> a tuple of MixerConfig."""
     if isinstance(value, str):
         return tuple(MixerConfig(part.strip()) for part in value.split(","))
-    one = _mixer(value)
-    if one is not None:
+    if (one := _mixer(value)) is not None:
         return (one,)
     if not isinstance(value, Sequence) or not value:
-        refuse(
-            name, value, 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
-        )
+        accepted = 'a name, a (name, options) pair, or a sequence of these such as ("linear", "linear", "local")'
+        refuse(name, value, accepted)
     layers = []
     for part in value:
-        layer = MixerConfig(part) if isinstance(part, str) else _mixer(part)
-        if layer is None:
+        if (layer := _mixer(part)) is None:
             refuse(name, part, 'a name or a (name, options) pair for each layer, such as ("local", {"window": 64})')
         layers.append(layer)
     return tuple(layers)
 
 
 def _mixer(value: MixerLike) -> MixerConfig | None:
-    """The mechanism of one layer: a MixerConfig, its dict, or a (name, options) pair; None of anything else."""
-    if isinstance(value, MixerConfig):
-        return value
+    """The mechanism of one layer: its name, MixerConfig, dict or (name, options) pair; None of anything else."""
+    if isinstance(value, str | MixerConfig):
+        return MixerConfig(value) if isinstance(value, str) else value
     if isinstance(value, Mapping):
         return MixerConfig.from_dict(value) if "name" in value and value.keys() <= {"name", "options"} else None
-    if not isinstance(value, Sequence) or len(value) != 2 or not isinstance(value[1], Mapping):
-        return None
-    return MixerConfig(*value) if isinstance(value[0], str) else None
+    pair = isinstance(value, Sequence) and len(value) == 2 and isinstance(value[1], Mapping)
+    return MixerConfig(*value) if pair and isinstance(value[0], str) else None
 
 
 def _check_options(options: object, name: str) -> dict[str, Any]:
@@ -267,7 +254,7 @@ def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Config):
-        value = {f.name: getattr(value, f.name) for f in _fields(type(value))}
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: _plain(v, f"{path}.{key}" if path else key) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -275,60 +262,60 @@ def _plain(value: Any, path: str) -> Any:
     raise ValueError(f"{path}={value!r} cannot be saved: accepted are numbers, text and lists of them, not code")
 
 
-def _fields(cls: type) -> Iterable[dataclasses.Field[Any]]:
-    return dataclasses.fields(cls)
-
-
-def _missing(cls: type[Config], given: Iterable[str]) -> list[str]:
+def _missing(cls: type[Config], given: Mapping[str, Any]) -> list[str]:
     """The fields without a default that are not given."""
-    none = dataclasses.MISSING
-    required = [f.name for f in _fields(cls) if f.default is none and f.default_factory is none]
-    return [name for name in required if name not in given]
+    none, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is none and f.default_factory is none and f.name not in given]
 
 
-def nested(cls: type[Config]) -> dict[str, type[Config]]:
+def _parts(cls: type[Config]) -> dict[str, type[Config]]:
     """The fields of a config that are configs themselves."""
     hints = typing.get_type_hints(cls)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
 
 
-def check_config(cls: type[C], config: object, fields: Mapping[str, Any]) -> C:
-    """The config that a model was given; TypeError if it is of another kind, or came with keywords."""
-    if fields:
-        raise TypeError(f"{cls.__name__} and keywords ({', '.join(fields)}) came together: pass one or the other")
-    if not isinstance(config, cls):
-        raise TypeError(f"config is a {type(config).__name__}: accepted is a {cls.__name__}")
-    return config
+def assemble(
+    cls: type[C],
+    config: C | None,
+    fields: Mapping[str, Any],
+    homes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
+    **defaults: Any,
+) -> C:
+    """The config as given, or made of flat keywords that find their own part: vocab=10, dim=64, norm="rms".
 
-
-def assemble(cls: type[C], config: C | None, fields: Mapping[str, Any], **defaults: Any) -> C:
-    """The config as given, or made of flat keywords that find their own part: vocab=10, dim=64, norm="rms"."""
+    A keyword goes to every part that has such a field, or to those in `homes`. Where two parts are of one kind, the
+    part's name in front of it sends it to one of them: decoder_depth=2.
+    """
     if config is not None:
-        return check_config(cls, config, fields)
-    parts = nested(cls)
-    homes = {f.name: part for part, kind in parts.items() for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    homes |= {f.name: "" for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    sorted_fields: dict[str, dict[str, Any]] = {part: {} for part in ("", *parts)}
-    fields = spread_rotary(fields) if "rotary" in homes else fields
+        if fields:
+            raise TypeError(f"{cls.__name__} and keywords ({', '.join(fields)}) came together: pass one or the other")
+        if not isinstance(config, cls):
+            raise TypeError(f"config is a {type(config).__name__}: accepted is a {cls.__name__}")
+        return config
+    parts = _parts(cls)
+    names = {part: [f.name for f in dataclasses.fields(kind)] for part, kind in parts.items()}
+    twins = len(set(parts.values())) < len(parts)
+    accepted = {name: tuple(part for part in parts if name in names[part]) for part in parts for name in names[part]}
+    accepted |= {f.name: ("",) for f in dataclasses.fields(cls)} | dict(homes)
+    prefixed = {f"{part}_{name}": (part, name) for part in parts for name in names[part]} if twins else {}
+    if "rotary" in accepted and isinstance(fields.get("positions"), str) and fields["positions"] == "rotary":
+        fields = {**fields, "positions": "none", "rotary": True}  # the mixers rotate, not the embedding
+    given: dict[str, dict[str, Any]] = {part: {} for part in ("", *parts)}
     for key, value in {**defaults, **fields}.items():
-        if key in MASKS:
-            raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
-        if key not in homes:
-            raise TypeError(f"{cls.__name__} has no field {key!r}{nearest(key, homes)} Accepted: {', '.join(homes)}")
-        sorted_fields[homes[key]][key] = value
-    own = sorted_fields.pop("")
+        if key in prefixed:
+            part, name = prefixed[key]
+            given[part][name] = value
+        elif not accepted.get(key):
+            if key in MASKS:
+                raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
+            hint = nearest(key, (*accepted, *prefixed))
+            raise TypeError(f"{cls.__name__} has no field {key!r}{hint} Accepted: {', '.join(accepted)}")
+        for part in accepted.get(key, ()):
+            given[part].setdefault(key, value)
+    own = given.pop("")
     for part in own.keys() & parts.keys():
         check_plain(part, own[part], parts[part])
-    missing = [
-        name for part, given in sorted_fields.items() if part not in own for name in _missing(parts[part], given)
-    ]
+    missing = [name for part in parts if part not in own for name in _missing(parts[part], given[part])]
     if missing:
-        raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
-    return cls(**{part: parts[part](**values) for part, values in sorted_fields.items() if part not in own}, **own)
-
-
-def spread_rotary(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """positions="rotary" sets two fields: no positions in the embedding, rotation in the mixers."""
-    if isinstance(fields.get("positions"), str) and fields["positions"] == "rotary":
-        return {**fields, "positions": "none", "rotary": True}
-    return fields
+        raise TypeError(f"{cls.__name__} needs {', '.join(dict.fromkeys(missing))}")
+    return cls(**{part: parts[part](**values) for part, values in given.items() if part not in own}, **own)

@@ -129,8 +129,7 @@ class Loop:
     def mark_seen(self, tokens: Tensor, rows: Tensor | slice = slice(None)) -> None:
         """The tokens that streams have had so far are those of their prompts, [B, T]."""
         if self.seen is not None:
-            unseen = torch.zeros_like(self.seen[rows])
-            self.seen[rows] = unseen.scatter_(1, tokens, torch.ones_like(tokens, dtype=torch.bool))
+            self.seen[rows] = torch.zeros_like(self.seen[rows]).scatter_(1, tokens, True)
 
     def _run(self, steps: int, side: Sequence["torch.cuda.Stream"] = ()) -> None:
         """A group of steps for each lane; with `side` streams, the second lane and so on run on those."""
@@ -176,7 +175,7 @@ def step(decoder: Any, head: Any, sampling: Sampling, stop: Tensor | None, state
     """Read the token of each stream and draw the next one; the state and the lane are changed in place."""
     token, seeds, done, seen, logprob = lane
     if seen is not None:
-        seen.scatter_(1, token[:, None], torch.ones_like(token[:, None], dtype=torch.bool))
+        seen.scatter_(1, token[:, None], True)
     outputs, state = decoder.step(token, state, inplace=True)
     new = head.draw(outputs, sampling, seeds, position_of(state), None if seen is None else seen[:, : head.values])
     if logprob is not None:
@@ -213,11 +212,10 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 class Categorical:
     """One logit a token."""
 
+    draw = staticmethod(draw)
+
     def __init__(self, values: int):
         self.values = values
-
-    def draw(self, outputs: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
-        return draw(outputs, sampling, seeds, position, seen)
 
     def log_prob(self, outputs: Tensor, token: Tensor) -> Tensor:
         return outputs.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]
@@ -227,14 +225,12 @@ class Mixture:
     """A mixture of discretised logistics; a filter needs the probability of every value, a plain draw does not."""
 
     values = logistic_mixture.VALUES
+    log_prob = staticmethod(logistic_mixture.log_prob)
 
     def draw(self, outputs: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
         if sampling.plain:
             return logistic_mixture.draw(outputs, seeds, position)
         return draw(logistic_mixture.log_probs(outputs), sampling, seeds, position, seen)
-
-    def log_prob(self, outputs: Tensor, token: Tensor) -> Tensor:
-        return logistic_mixture.log_prob(outputs, token)
 
 
 def decoder_of(model: Any) -> Any:
@@ -303,7 +299,5 @@ def compiled_step() -> Callable[..., State]:
 
 def _lacks_compiler(error: BaseException | None) -> bool:
     """Whether inductor or triton found no compiler; this is noticed before anything has run."""
-    if error is None:
-        return False
-    known = type(error).__name__ in ("InvalidCxxCompiler", "TritonMissing") or "C++ compiler" in str(error)
-    return known or "C compiler" in str(error) or _lacks_compiler(error.__cause__)
+    signs = "InvalidCxxCompiler", "TritonMissing", "C++ compiler", "C compiler"
+    return error is not None and (any(sign in repr(error) for sign in signs) or _lacks_compiler(error.__cause__))

@@ -1,6 +1,12 @@
-"""Input to vectors: tokens or frames, with their positions added or concatenated."""
+"""Input to vectors: tokens or frames, with their positions added or concatenated.
+
+Positions are computed waves, learned tables, or the sum over rows and columns. Every kind maps positions, [T] or a row
+at a time [B, T], to vectors [..., width], so that a step at position p and a whole sequence get the same numbers.
+Rotary positions are not here: they live inside the mixers.
+"""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +14,6 @@ from torch import Tensor, nn
 from subquad.checks import refuse
 from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.inputs import clean_frames, clean_ids
-from subquad.models.positions import Grid, Sinusoidal
 from subquad.ops.lengths import keep, readable, shape_of
 
 
@@ -55,7 +60,11 @@ class Embedding(nn.Module):
                 at = position[:, None] + at  # [B, T]
             if mask is not None:
                 at = at * mask  # padding may lie beyond the last position
-            self._check_positions(at, name)
+            limit = self.positions.limit
+            # on a GPU the lookup itself fails on a bad index
+            if limit is not None and readable(at) and (last := int(at.max()) + 1) > limit:
+                what = f"shape={self.config.shape}" if self.config.shape else f"max_length={limit}"
+                raise ValueError(f"{name} reaches T={last}: this model was built with {what}, {limit} positions")
             places = self.positions(at, x.dtype)
             x = torch.cat((x, places.expand(batch, size, -1)), dim=-1) if self.concat else x + places
         return self.dropout(x)
@@ -66,14 +75,68 @@ class Embedding(nn.Module):
             raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
         return self(tokens[:, None], position=position)[:, 0]
 
-    def _check_positions(self, at: Tensor, name: str) -> None:
-        limit = self.positions.limit if self.positions is not None else None
-        if limit is None or not readable(at):  # on a GPU the lookup itself fails on a bad index
-            return
-        last = int(at.max()) + 1
-        if last > limit:
-            what = f"shape={self.config.shape}" if self.config.shape else f"max_length={limit}"
-            raise ValueError(f"{name} reaches T={last}: this model was built with {what}, {limit} positions")
+
+def sinusoid(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """sin and cos of p / 10000^(2j/width), interleaved: Vaswani et al. 2017, arXiv:1706.03762, §3.5."""
+    # a 16-bit angle would be off by whole turns at a few thousand positions
+    exact = torch.promote_types(dtype, torch.float32)
+    rates = 10000 ** -(torch.arange(0, width, 2, device=positions.device, dtype=exact) / width)
+    angle = positions.to(exact)[..., None] * rates
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)[..., :width].to(dtype)
+
+
+class Sinusoidal(nn.Module):
+    """Waves; any length."""
+
+    limit: int | None = None
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return sinusoid(positions, self.width, dtype)
+
+
+class Grid(nn.Module):
+    """The sum of one learned vector per axis: position p of a (rows, columns, channels) grid read in order.
+
+    With one axis this is the learned position embedding. If it starts as waves, each axis in its own part of the
+    vector, then "one row up" is the same rotation everywhere and need not be learned place by place.
+    """
+
+    def __init__(self, shape: Sequence[int], width: int, waves: bool = False):
+        super().__init__()
+        self.shape = tuple(shape)
+        self.limit: int | None = math.prod(self.shape)
+        self.scale = math.sqrt(width)  # as for tokens: small weights that learn fast, unit-size vectors
+        size = math.sqrt(len(self.shape))
+        tables = _waves(self.shape, width) if waves else [torch.randn(n, width) / size for n in self.shape]
+        self.tables = nn.ParameterList(nn.Parameter(table / self.scale) for table in tables)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, *others = self.tables
+        total: Tensor | float = 0.0
+        for table in reversed(others):
+            total = total + nn.functional.embedding(positions % table.shape[0], table)
+            positions = positions // table.shape[0]
+        # the rest is the row; beyond the last row the lookup fails, as it should
+        return ((total + nn.functional.embedding(positions, rows)) * self.scale).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"shape={self.shape}"
+
+
+def _waves(shape: Sequence[int], width: int) -> list[Tensor]:
+    """For each axis [size, width]: waves from a period of four places to one of twice the axis, zero beside them."""
+    tables, pairs = [], width // (2 * len(shape))
+    for axis, size in enumerate(shape):
+        rates = math.pi / torch.logspace(1, math.log2(max(size, 2)), pairs, base=2)
+        angle = torch.arange(size)[:, None] * rates
+        table = torch.zeros(size, width)
+        table[:, 2 * pairs * axis : 2 * pairs * (axis + 1)] = math.sqrt(2) * torch.cat((angle.sin(), angle.cos()), 1)
+        tables.append(table)
+    return tables
 
 
 def _positions(config: EmbeddingConfig, width: int, max_length: int | None) -> Sinusoidal | Grid | None:
@@ -82,7 +145,6 @@ def _positions(config: EmbeddingConfig, width: int, max_length: int | None) -> S
     if config.positions == "learned":
         if max_length is None:
             refuse("max_length", None, 'the longest T you need with positions="learned"')
-        assert max_length is not None
         return Grid((max_length,), width)
     if config.positions in GRIDS:
         assert config.shape is not None

@@ -13,8 +13,8 @@ from subquad.checks import INTEGERS, check_count, check_plain, check_strided, ch
 from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import check_fits, imagine
 from subquad.models.inputs import check_ids
-from subquad.models.model import Model
 from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
+from subquad.models.saving import Model
 from subquad.models.state import State, batch_of, check_state, leaves, map_state
 from subquad.models.threads import run_small
 from subquad.ops.lengths import check_lengths, shape_of
@@ -76,10 +76,9 @@ def generate(
     first = model.generate(prompt, 10, full=True)
     more = model.generate(first.tokens[:, -1:], 10, state=first.state)
     """
-    check_model(model)
     check_count("steps", steps)
-    prompts = read_prompts(model, prompt, lengths, state, seed)
     drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
     lanes = (2 if len(prompts.tokens) >= LANES_PAY else 1) if lanes is None else lanes
     check_count("lanes", lanes)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
@@ -130,12 +129,10 @@ def stream(
 
     Everything else is as in `generate`. Arguments are checked at once, tokens are made when they are asked for.
     """
-    check_model(model)
     for name, count in (("steps", steps), ("capacity", capacity)):
-        if count is not None:
-            check_count(name, count)
-    prompts = read_prompts(model, prompt, lengths, state, seed)
+        check_count(name, 1 if count is None else count)
     drawing = check_drawing(model, Sampling.of(sampling, **options), stop)
+    prompts = read_prompts(model, prompt, lengths, state, seed)
 
     def run() -> Iterator[Any]:
         modules = list(model.modules())
@@ -196,14 +193,10 @@ def _start(
     return loop
 
 
-def check_model(model: object) -> None:
-    """Refuse what does not generate."""
+def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
+    """The sampling, and the stop tokens as a tuple; refused if the model does not generate, or cannot draw them."""
     if not isinstance(model, Model) or not hasattr(model, "generate"):
         raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
-
-
-def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
-    """The sampling, and the stop tokens as a tuple; refused if the model cannot draw them."""
     values = values_of(model)
     sampling.check(values)
     stop = (stop,) if isinstance(stop, int) else tuple(stop)
@@ -242,8 +235,7 @@ def _as_tokens(
             parts = [torch.as_tensor(row) for row in prompt]
             lengths = torch.tensor([len(part) for part in parts])
             prompt = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-    single = prompt.ndim == 1
-    tokens = prompt[None] if single else prompt
+    tokens = prompt[None] if prompt.ndim == 1 else prompt
     if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype not in INTEGERS:
         kind = f"{prompt.dtype} {shape_of(prompt)}"
         raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one a stream")
@@ -258,14 +250,14 @@ def _as_tokens(
     if lengths is not None:
         tokens = torch.where(torch.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens[:, :1])
         lengths = lengths.to(device)
-    return tokens.to(device, torch.int64), lengths, single
+    return tokens.to(device, torch.int64), lengths, prompt.ndim == 1
 
 
 def _check_given_state(model: Any, state: State, batch: int) -> None:
     """Refuse a state that is not this model's, or of another batch."""
     check_state(state)
     wanted = imagine(decoder_of(model), 1)
-    names, accepted = [name for name, _ in leaves(state)], [name for name, _ in leaves(wanted)]
+    names, accepted = ([name for name, _ in leaves(nest)] for nest in (state, wanted))
     if type(state) is not type(wanted) or names != accepted:
         raise ValueError(
             f"state is a {type(state).__name__} of {', '.join(names[:3])}, ...: accepted is a state of this model's "
@@ -326,11 +318,9 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
     user = object()
     try:
         with _lock:
-            users, training = _modes.setdefault(id(model), _Modes(set(), []))
-            if not users:
-                training[:] = [module for module in modules if module.training]
-            users.add(user)
-            for module in training:
+            modes = _modes.setdefault(id(model), _Modes(set(), [module for module in modules if module.training]))
+            modes.users.add(user)
+            for module in modes.training:
                 module.training = False
         yield
     finally:

@@ -12,7 +12,7 @@ from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
 
 
@@ -32,11 +32,8 @@ class LanguageModelConfig(Config):
             if (self.embedding.vocab or 0) < logistic_mixture.VALUES:
                 refuse("mixture", self.mixture, f"None with vocab={self.embedding.vocab}: it predicts 256 values")
         if not self.transformer.causal:
-            refuse(
-                "causal",
-                False,
-                'True for a language model; for outputs that see both sides, Classifier(pooling="none")',
-            )
+            accepted = 'True for a language model; for outputs that see both sides, Classifier(pooling="none")'
+            refuse("causal", False, accepted)
         if self.transformer.cross is not None:
             refuse("cross", self.transformer.cross, "None for a language model; Seq2Seq attends to a source")
         if self.embedding.vocab is None:
@@ -82,9 +79,8 @@ class LanguageModel(Model):
             raise ValueError(f"loss needs one logit a token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
             tokens, targets, lengths = shift(tokens, lengths)
-        if self.config.mixture is not None:
-            return logistic_mixture.loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
-        return cross_entropy(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+        loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
+        return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
 
     generate, stream = generation.generate, generation.stream
 

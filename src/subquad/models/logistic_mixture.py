@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subquad.models.loss import Reduction, over_targets
 from subquad.models.sampling import gumbel, uniform
+from subquad.ops.precision import wide
 
 VALUES = 256
 LAST = VALUES - 1
@@ -64,8 +65,7 @@ def _parameters(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-weights that are normalised, means, log-scales that are clamped; at least float32."""
     if outputs.shape[-1] % 3:
         raise ValueError(f"outputs has width {outputs.shape[-1]}: accepted is three numbers a component")
-    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    weights, means, scales = wide.chunk(3, dim=-1)
+    weights, means, scales = wide(outputs).chunk(3, dim=-1)
     return weights.log_softmax(-1), means, scales.clamp(min=LEAST_LOG_SCALE)
 
 

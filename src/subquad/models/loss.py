@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from subquad.checks import INTEGERS, check_strided, refuse
+from subquad.checks import INTEGERS, check_plain, check_strided
 from subquad.models.inputs import check_ids
 from subquad.ops.lengths import check_lengths, keep, shape_of
+from subquad.ops.precision import wide
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -38,7 +38,7 @@ def cross_entropy(
 
     "mean" over the other targets (0 if there are none), "sum", or "none": [B, T] with zeros at those left out.
     """
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    exact = wide(logits)
 
     def losses(ids: Tensor) -> Tensor:
         flat = nn.functional.cross_entropy(exact.flatten(0, -2), ids.flatten(), reduction="none")
@@ -59,8 +59,7 @@ def over_targets(
 ) -> Tensor:
     """The reduction of any loss of integer targets from 0 to `values`, exclusive, one for each vector of outputs."""
     shape = outputs.shape[:-1]
-    if reduction not in ("mean", "sum", "none"):
-        refuse("reduction", reduction, '"mean" or "sum" or "none"')
+    check_plain("reduction", reduction, Reduction)
     if not isinstance(targets, Tensor) or targets.shape != shape:
         raise ValueError(f"{name} has shape {shape_of(targets)}: accepted is {list(shape)}")
     if targets.dtype not in INTEGERS:

@@ -18,7 +18,7 @@ from subquad.models.embedding import Embedding
 from subquad.models.heads import make_head
 from subquad.models.inputs import batch_size, check_position
 from subquad.models.loss import Reduction, cross_entropy, shift
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 
 
@@ -59,14 +59,8 @@ class Layers(nn.Module):
         both = config.bidirectional
         self.traits = Traits(causal=not both, bidirectional=both, state=None if both else "constant")
         self.config = config
-        self.lstm = nn.LSTM(
-            config.dim,
-            config.dim,
-            config.depth,
-            batch_first=True,
-            dropout=config.dropout if config.depth > 1 else 0.0,
-            bidirectional=both,
-        )
+        dropout = config.dropout if config.depth > 1 else 0.0
+        self.lstm = nn.LSTM(config.dim, config.dim, config.depth, batch_first=True, dropout=dropout, bidirectional=both)
         for name, bias in self.lstm.named_parameters():
             if name.startswith("bias"):
                 nn.init.zeros_(bias)
@@ -79,9 +73,8 @@ class Layers(nn.Module):
         if lengths is None:
             y, (hidden, cell) = self.lstm(x, before)
         else:
-            packed = nn.utils.rnn.pack_padded_sequence(
-                x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
-            )
+            sizes = lengths.clamp(min=1).cpu()
+            packed = nn.utils.rnn.pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
             out, (hidden, cell) = self.lstm(packed, before)
             y, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
             y = zero_padding(y, lengths)
@@ -107,10 +100,10 @@ class LSTM(Model):
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         """[B, T, outputs]; beyond `lengths` the head of zeros."""
         x = self.embedding(tokens, lengths)
+        used = check_lengths(lengths, x)
         # from left to right padding comes last, and changes nothing before it
-        used = check_lengths(lengths, x) if self.config.bidirectional else None
-        y = self.decoder(x, used)[0]
-        return self.head(y if used is not None else zero_padding(y, check_lengths(lengths, x)))
+        y = self.decoder(x, used if self.config.bidirectional else None)[0]
+        return self.head(zero_padding(y, used))
 
     def loss(
         self,
@@ -140,9 +133,8 @@ class LSTM(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
         """A prompt [B, T], from nothing or from a state: (logits [B, T, vocab], the state after it)."""
-        state = self._check_state(
-            state if state is not None else self.init_state(batch_size(tokens)), batch_size(tokens)
-        )
+        batch = batch_size(tokens)
+        state = self._check_state(self.init_state(batch) if state is None else state, batch)
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
         y, hidden, cell = self.decoder(x, used, state)
@@ -166,8 +158,6 @@ class LSTM(Model):
     def _check_state(self, state: State, batch: int) -> State:
         self._check_direction("prefill")
         wanted = (batch, self.config.depth, self.config.dim)
-        if not isinstance(state, State):
-            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         for name, part in (("hidden", state.hidden), ("cell", state.cell)):
             if not isinstance(part, Tensor) or part.shape != wanted or part.dtype != self.head.weight.dtype:
                 raise ValueError(f"state.{name} is {shown(part)}: accepted is {self.head.weight.dtype} {list(wanted)}")

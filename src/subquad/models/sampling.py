@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import INTEGERS, LARGEST, at_least, check_count, check_methods, check_plain, refuse, shown
+from subquad.ops.precision import wide
 
 MASK = (1 << 32) - 1
 
@@ -112,7 +113,7 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, se
 
 def adjust(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """Logits after penalty, temperature and filters: at least float32, -inf for tokens that are left out."""
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide(logits)
     if sampling.exclude:
         scores = scores.clone()
         for token in sampling.exclude:

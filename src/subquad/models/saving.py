@@ -1,4 +1,4 @@
-"""Models on disk: model.safetensors beside config.json in one directory, never pickle.
+"""The base of the models, and models on disk: model.safetensors beside config.json, never pickle.
 
 Each file is replaced whole. The weights carry their own copy of the config, so that a crash between the two files is
 noticed when loading, and nothing is lost. config.json also holds a SHA-256 over weights and config.
@@ -8,35 +8,73 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from subquad.checks import check_device, check_methods, refuse
 from subquad.disk import DIGEST, logger, parse_json, read_json, write_whole
+from subquad.models.config import Config
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEYS = ("format", "model", "dtype", "config")
 
 
-def write(model: Any, directory: str | Path) -> None:
-    """Save a model; ValueError if its config holds code, which JSON cannot."""
-    from safetensors.torch import save
+@check_methods
+class Model(nn.Module):
+    """Base of the models: built from its `config`; `save` writes safetensors beside JSON, `load` reads them."""
 
-    header = {
-        "format": FORMAT,
-        "model": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "config": model.config.to_dict(),
-    }
-    text = json.dumps(header, indent=2, allow_nan=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(model).items()}
-    sealed = json.dumps({**header, DIGEST: digest_tensors(tensors, json.loads(text))}, indent=2)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / WEIGHTS, save(tensors, metadata={"subquad": text}))
-    write_whole(directory / CONFIG, sealed.encode() + b"\n")
+    config_type: ClassVar[type[Config]]
+    config: Any
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_methods(cls)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def save(self, directory: str | Path) -> None:
+        """Write model.safetensors and config.json, whole or not at all; ValueError if the config holds code."""
+        from safetensors.torch import save
+
+        folder = Path(directory)
+        if folder.exists() and not folder.is_dir():
+            refuse("directory", str(directory), "a folder, or a name that nothing has yet")
+        dtype = str(self.dtype).removeprefix("torch.")
+        header = {"format": FORMAT, "model": type(self).__name__, "dtype": dtype, "config": self.config.to_dict()}
+        text = json.dumps(header, indent=2, allow_nan=False)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(self).items()}
+        sealed = json.dumps({**header, DIGEST: digest_tensors(tensors, json.loads(text))}, indent=2)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / WEIGHTS, save(tensors, metadata={"subquad": text}))
+        write_whole(folder / CONFIG, sealed.encode() + b"\n")
+
+    @classmethod
+    def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
+        """The model that was saved there, in eval mode; every tensor must be there, bit for bit, and nothing else."""
+        check_device("device", device, meta=False)
+        header, weights = read_header(directory), Path(directory) / WEIGHTS
+        if (kind := header["model"]) != cls.__name__:
+            raise ValueError(f"{directory} holds a {kind}: load it with {kind}.load or models.load")
+        dtype = getattr(torch, header["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{directory} has dtype={header['dtype']!r}: accepted is the name of a torch type")
+        _check_fit(cls, header["config"], weights)
+        if DIGEST not in header:
+            logger.warning("%s has no digest: whether its weights are as they were saved cannot be checked", directory)
+        tensors = verify(directory)
+        model = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
+        for name, tensor in tensors_of(model).items():
+            tensor.data = tensors[name].to(device)  # also takes the type over, should it differ from the model's
+        return model.eval()
 
 
 def read_header(directory: str | Path) -> dict[str, Any]:
@@ -49,34 +87,16 @@ def read_header(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
         )
-    carried = None if text is None else parse_json(text, weights)
-    if not config.is_file():
-        return _check_header(carried, weights)
-    header = _check_header(read_json(config), config)
-    if text is not None and any(_check_header(carried, weights)[key] != header[key] for key in KEYS):
+    header = _check_header(read_json(config), config) if config.is_file() else {}
+    carried = header if text is None else _check_header(parse_json(text, weights), weights)
+    if not header:
+        return carried
+    if any(carried[key] != header[key] for key in KEYS):
         raise ValueError(
             f"{config} is not the config that {weights} was saved with: "
             f"restore it, or delete it to load the weights with the config they carry"
         )
     return header
-
-
-def read(cls: Any, directory: str | Path, device: str | torch.device = "cpu") -> Any:
-    """Load a model of that class; every tensor must be there, in its shape, unchanged, and nothing else."""
-    header, weights = read_header(directory), Path(directory) / WEIGHTS
-    if header["model"] != cls.__name__:
-        raise ValueError(f"{directory} holds a {header['model']}: load it with {header['model']}.load or models.load")
-    dtype = getattr(torch, header["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{directory} has dtype={header['dtype']!r}: accepted is the name of a torch type")
-    _check_fit(cls, header["config"], weights)
-    if DIGEST not in header:
-        logger.warning("%s has no digest: whether its weights are as they were saved cannot be checked", directory)
-    tensors = verify(directory)
-    model = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
-    for name, tensor in tensors_of(model).items():
-        tensor.data = tensors[name].to(device)  # also takes the type over, should it differ from the model's
-    return model.eval()
 
 
 def verify(directory: str | Path) -> dict[str, Tensor]:
@@ -147,10 +167,11 @@ def _check_fit(cls: Any, config: Any, weights: Path) -> None:
     except (ValueError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
-    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
-    if missing or unknown:
-        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names]
-        raise ValueError(f"{weights} does not fit its config: it {' and '.join(parts)}")
+    odd = {"lacks": wanted.keys() - shapes.keys(), "has unknown": shapes.keys() - wanted.keys()}
+    for what, names in odd.items():
+        if names:
+            some = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ValueError(f"{weights} does not fit its config: it {what} {some}")
     for name, tensor in wanted.items():
         if shapes[name] != list(tensor.shape):
             raise ValueError(f"{weights}: {name} has shape {shapes[name]}: accepted is {list(tensor.shape)}")
@@ -171,7 +192,3 @@ def _check_header(header: Any, path: Path) -> dict[str, Any]:
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']!r}: this version reads {FORMAT}")
     return header
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,22 +1,24 @@
 """Sequence to sequence: an encoder reads the source, a decoder writes the target and attends to what was read."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from subquad.checks import nearest, refuse
+from subquad.checks import refuse
 from subquad.models import generation
-from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, check_config, nested, spread_rotary
+from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding
 from subquad.models.heads import check_tie, make_head
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.models.transformer import State as DecoderState
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
+
+# where keywords go that only one side takes; only prefixed, causal says which side it is of
+HOMES = {"pool": ("encoder",), **dict.fromkeys(("taps", "cross", "memory_length"), ("decoder",)), "causal": ()}
 
 
 class State(NamedTuple):
@@ -65,7 +67,10 @@ class Seq2Seq(Model):
 
     def __init__(self, config: Seq2SeqConfig | None = None, **fields: Any):
         super().__init__()
-        self.config = config = _assemble(config, fields)
+        longest = fields.get("encoder_max_length", fields.get("max_length"))
+        self.config = config = assemble(
+            Seq2SeqConfig, config, fields, HOMES, cross="softmax", decoder_causal=True, memory_length=longest
+        )
         dim = config.encoder.dim
         self.source = Embedding(config.source, dim, config.encoder.max_length)
         self.encoder = Transformer(config.encoder)
@@ -131,41 +136,9 @@ class Seq2Seq(Model):
     generate, stream = generation.generate, generation.stream  # state=model.init_state(*model.encode(source))
 
     def _positions(self, state: State, tokens: Tensor) -> Tensor:
-        if not isinstance(state, State):
-            raise ValueError(f"state is a {type(state).__name__}: accepted is the state of init_state")
         if not isinstance(state.memory, tuple):
             raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
         return self.decoder.check_state(state.decoder, batch_size(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.target.weight) if self.head is None else self.head(y)
-
-
-def _assemble(config: Seq2SeqConfig | None, fields: dict[str, Any]) -> Seq2SeqConfig:
-    if config is not None:
-        return check_config(Seq2SeqConfig, config, fields)
-    stacks = [f.name for f in dataclasses.fields(TransformerConfig)]
-    inputs = [f.name for f in dataclasses.fields(EmbeddingConfig)]
-    parts: dict[str, dict[str, Any]] = {"source": {}, "target": {}, "encoder": {}, "decoder": {"causal": True}}
-    sides: dict[str, tuple[str, ...]] = {
-        **dict.fromkeys(stacks, ("encoder", "decoder")),
-        **dict.fromkeys(inputs, ("source", "target")),
-    }
-    sides |= {"pool": ("encoder",), "taps": ("decoder",), "cross": ("decoder",), "memory_length": ("decoder",)}
-    own = {}
-    for key, value in {"cross": "softmax", **spread_rotary(fields)}.items():
-        side, _, rest = key.partition("_")
-        if key in ("share", "tie", *parts):
-            own[key] = value
-        elif key in sides and key != "causal":
-            for part in sides[key]:
-                parts[part].setdefault(key, value)
-        elif side in parts and rest in (inputs if side in ("source", "target") else stacks):
-            parts[side][rest] = value
-        else:
-            known = [*sides, *(f"{part}_{name}" for name in sides for part in sides[name]), "share", "tie", *parts]
-            raise TypeError(f"Seq2Seq has no field {key!r}{nearest(key, known)} Accepted: {', '.join(sides)}")
-    parts["decoder"].setdefault("memory_length", parts["encoder"].get("max_length"))
-    kinds = nested(Seq2SeqConfig)
-    made = {part: kinds[part](**values) for part, values in parts.items() if part not in own}
-    return Seq2SeqConfig(**{**made, **own})

@@ -73,7 +73,9 @@ def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype 
     plain_name("name", name)
     model: Model = load(run).to(dtype)
     check_finite(model, run)
-    config, result = (_read(run / file) for file in (CONFIG, "result.json"))
+    if missing := [str(run / file) for file in (CONFIG, "result.json") if not (run / file).is_file()]:
+        raise ValueError(f"{missing[0]} does not exist: accepted is the folder of a finished run of subquad train")
+    config, result = (read_sealed(run / file)[0] for file in (CONFIG, "result.json"))
     size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
     if size > LARGEST:
         raise ValueError(f"{run} holds {size:,} bytes of weights: a checkpoint that ships has at most {LARGEST:,}")
@@ -83,9 +85,3 @@ def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype 
     about = {"parameters": parameters, "result": result, "dtype": str(dtype).removeprefix("torch.")}
     write_sealed(folder / CARD, {"name": name, **config, **about})
     return folder
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist: accepted is the folder of a finished run of subquad train")
-    return read_sealed(file)[0]

@@ -63,8 +63,7 @@ def fork(state: State, count: int) -> State:
     """The state of one stream, `count` times, to be continued in as many ways."""
     check_count("count", count)
     check_state(state)
-    rows = batch_of(state)
-    if rows != 1:
+    if (rows := batch_of(state)) != 1:
         raise ValueError(f"state has batch {rows}: fork takes the state of one stream; pick it with select")
     return map_state(lambda tensor: tensor.repeat_interleave(count, 0), state)
 
@@ -76,17 +75,12 @@ def join(states: Sequence[State]) -> State:
         raise ValueError("states is empty: at least one is needed")
     for number, state in enumerate(states):
         check_state(state, f"states[{number}]")
-    first = dict(leaves(states[0]))
-    for state in states[1:]:
-        other = dict(leaves(state))
+    first, *others = ({name: (list(t.shape[1:]), t.dtype, t.device) for name, t in leaves(state)} for state in states)
+    for other in others:
         for name in first | other:
-            one, two = (list(part[name].shape[1:]) if name in part else "nothing" for part in (first, other))
+            one, two = (part.get(name, "nothing") for part in (first, other))
             if one != two:
                 raise ValueError(f"states: {name} is {one} a stream in one state, {two} in another")
-            if other[name].dtype != first[name].dtype or other[name].device != first[name].device:
-                raise ValueError(
-                    f"states: {name} is {shown(first[name])} in one state, {shown(other[name])} in another"
-                )
     return map_state(lambda *tensors: torch.cat(tensors), *states)
 
 
@@ -120,11 +114,8 @@ def save_state(state: State, path: str | Path) -> None:
         raise ValueError("state is on meta and has no values: accepted is a state on a device that holds them")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         refuse("path", str(path), "a file in a folder that exists")
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in leaves(state):
-        tensor = tensor.detach().cpu().contiguous()
-        shared = any(tensor.data_ptr() == other.data_ptr() for other in tensors.values())
-        tensors[name] = tensor.clone() if shared else tensor  # safetensors refuses two names for one memory
+    # cloned, because safetensors refuses two names for one memory
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in leaves(state)}
     about = json.dumps({**HEADER, DIGEST: digest_tensors(tensors, HEADER)})
     write_whole(Path(path), save(tensors, metadata={"subquad": about}))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.checks import at_least, check_methods, refuse
 from subquad.models.decoding import Loop, decoder_of, position_of
 from subquad.models.footprint import bytes_per_stream, check_fits
-from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, check_model, evaluating, read_prompts
+from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, evaluating, read_prompts
 from subquad.models.sampling import Sampling, SamplingOptions
 from subquad.models.state import State, overwrite, positions, select
 
@@ -46,10 +46,9 @@ class Streams:
     ):
         self.slots, self.capacity = slots, capacity
         at_least(self, slots=1, capacity=1)
-        check_model(model)
+        self.sampling, stop = check_drawing(model, Sampling.of(sampling, **options), stop)
         if hasattr(model, "encode"):
             raise ValueError("model reads a source: accepted is a language model")
-        self.sampling, stop = check_drawing(model, Sampling.of(sampling, **options), stop)
         check_fits(model, slots, capacity)
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)
@@ -81,20 +80,17 @@ class Streams:
             return self._admit(read_prompts(self.model, prompts, lengths, state, seed, "prompts"))
 
     def _admit(self, prompts: Prompts) -> list[int]:
-        count = len(prompts.tokens)
+        count, free = len(prompts.tokens), sorted(set(range(self.slots)) - set(self.slot_of.values()))
         if count > self.free:
             raise ValueError(
                 f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
             )
         reached = prompts.sizes.cpu() + (0 if prompts.state is None else position_of(prompts.state).cpu())
-        if int(reached.max()) > self.capacity:
-            raise ValueError(
-                f"prompts reach position {int(reached.max())}: accepted is at most capacity={self.capacity}"
-            )
+        if (last := int(reached.max())) > self.capacity:
+            raise ValueError(f"prompts reach position {last}: accepted is at most capacity={self.capacity}")
         state = begin(self.model, prompts, self.capacity)
-        taken = set(self.slot_of.values())
-        slots = [slot for slot in range(self.slots) if slot not in taken][:count]
-        loop, rows = self.loop, torch.tensor(slots, device=self.model.device)
+        loop, slots = self.loop, free[:count]
+        rows = torch.tensor(slots, device=self.model.device)
         overwrite(loop.state, rows, state)
         loop.token[rows], loop.seeds[rows], loop.done[rows] = prompts.last, prompts.seeds, False
         loop.mark_seen(prompts.tokens, rows)

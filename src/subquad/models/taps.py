@@ -50,18 +50,19 @@ class Taps(nn.Module):
         """Many tokens after those in the state: (y, the state after the first `lengths` of them)."""
         ring, position = self.init_state(x.shape[0]) if state is None else state
         back = torch.arange(self.reach, device=x.device)
-        oldest_first = _rows(ring, (position[:, None] + back) % self.reach)
+        oldest_first = ring.take_along_dim(((position[:, None] + back) % self.reach)[..., None], 1)
         seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
         size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
         places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
-        last = _rows(seen, size[:, None] + back).to(ring.dtype)
+        last = seen.take_along_dim((size[:, None] + back)[..., None], 1).to(ring.dtype)
         after = torch.empty_like(ring).scatter_(1, _wide(places % self.reach, ring), last)
         return self._sum(seen, x.shape[1]), Recent(after, position + size)
 
     def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
         """One token, x [B, D] -> (y [B, D], the new state)."""
         ring, position = state
-        before = _rows(ring, (position[:, None] - self.back) % self.reach).to(x.dtype)  # [B, J, D]
+        places = (position[:, None] - self.back) % self.reach
+        before = ring.take_along_dim(places[..., None], 1).to(x.dtype)  # [B, J, D]
         weight = self.weight.to(x.dtype)
         y = weight[0] * x + (weight[1:] * before).sum(1)
         place = _wide((position % self.reach)[:, None], ring)
@@ -84,8 +85,3 @@ class Taps(nn.Module):
 
 def _wide(at: Tensor, like: Tensor) -> Tensor:
     return at[..., None].expand(-1, -1, like.shape[-1])
-
-
-def _rows(x: Tensor, at: Tensor) -> Tensor:
-    """x [B, S, D] at places [B, N] -> [B, N, D]."""
-    return x.gather(1, _wide(at, x))

@@ -13,8 +13,9 @@ from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, make_norm, shorten
 from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import check_position, check_type, clean_frames
-from subquad.models.model import Model
+from subquad.models.saving import Model
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
+from subquad.ops.precision import wide
 
 
 class State(NamedTuple):
@@ -69,7 +70,7 @@ class Transformer(Model):
         memory_lengths: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, D] -> [B, T', D] with T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
-        x, lengths = self._enter(x, lengths)
+        x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
         stream = self._open(x)
         if self.config.reversible and torch.is_grad_enabled():
@@ -85,10 +86,10 @@ class Transformer(Model):
 
     def short_lengths(self, lengths: Tensor | None) -> Tensor | None:
         """Lengths of the output's rows: those of the input, unless layers pool."""
-        if lengths is not None and (lengths.ndim != 1 or lengths.dtype not in INTEGERS):
-            raise ValueError(f"lengths is {shown(lengths)}: accepted is one integer a row, [B]")
         if lengths is not None:
             check_strided("lengths", lengths)
+            if lengths.ndim != 1 or lengths.dtype not in INTEGERS:
+                raise ValueError(f"lengths is {shown(lengths)}: accepted is one integer a row, [B]")
         for block in self._blocks():
             lengths = shorten(lengths, block.pool)
         return lengths
@@ -119,7 +120,7 @@ class Transformer(Model):
     ) -> tuple[Tensor, State]:
         """A prompt [B, T, D] in parallel, ragged or not, from nothing or from a state: (y, the state after it)."""
         self._check_stateful("prefill")
-        x, lengths = self._enter(x, lengths)
+        x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         batch, size, _ = x.shape
         memories, memory_lengths = self._memories(memory, memory_lengths, batch)
         if state is None:
@@ -143,7 +144,7 @@ class Transformer(Model):
     ) -> tuple[Tensor, State]:
         """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`."""
         self._check_stateful("step")
-        if not isinstance(x, Tensor) or x.ndim != 2:
+        if x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
         check_type(x, self._weight(), "x")
         check_strided("x", x)
@@ -157,9 +158,10 @@ class Transformer(Model):
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
         """(positions, the layers' states) of a state that fits this model and the batch."""
-        if not isinstance(state, State) or not isinstance(state.layers, tuple) or len(state.layers) != len(self.blocks):
+        if not isinstance(state.layers, tuple) or len(state.layers) != len(self.blocks):
+            kind = f"{len(state.layers)} layers" if isinstance(state.layers, tuple) else shown(state.layers)
             wanted = f"the state of init_state or prefill, {len(self.blocks)} layers"
-            raise ValueError(f"state is {_kind(state)}: accepted is {wanted}")
+            raise ValueError(f"state is a state of {kind}: accepted is {wanted}")
         check_position(state.position, batch, self._weight().device)
         return state.position, state.layers
 
@@ -170,22 +172,15 @@ class Transformer(Model):
         """A weight as wide as the model, of its type and on its device."""
         return self._blocks()[0].ff.inner.weight
 
-    def _enter(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        x = clean_frames(x, self._weight(), lengths, "x")
-        return x, check_lengths(lengths, x)
-
     def _open(self, x: Tensor) -> Stream:
         if not self.config.reversible:
             return (x,)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # backward must subtract exactly what was added
+        x = wide(x)  # backward must subtract exactly what was added
         return x, x
 
     def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
-        x = stream[0]
-        if len(stream) == 2:
-            x = ((stream[0] + stream[1]) / 2).to(self.dtype)
-        x = self.norm(x)
-        return x if lengths is None else zero_padding(x, lengths)
+        x = ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
+        return zero_padding(self.norm(x), lengths)
 
     def _shrink_outputs(self) -> None:
         """Start with smaller branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).
@@ -208,8 +203,8 @@ class Transformer(Model):
             return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
         if lengths is not None:
             raise ValueError("memory_lengths was given with a remembered memory, which knows its own: leave it out")
-        if self.config.cross is None or len(memory) != len(self.blocks):
-            count = 0 if self.config.cross is None else len(self.blocks)
+        count = 0 if self.config.cross is None else len(self.blocks)
+        if len(memory) != count:
             raise ValueError(f"memory is remembered by {len(memory)} layers: this model has {count} that read one")
         return memory, None
 
@@ -234,8 +229,3 @@ class Transformer(Model):
         for block in self._blocks():
             if block.mixer.traits.state is None:
                 raise NotImplementedError(f"{method}: {block.name} has no recurrent form; recompute with forward")
-
-
-def _kind(state: object) -> str:
-    whole = isinstance(state, State) and isinstance(state.layers, tuple)
-    return f"a state of {len(state.layers)} layers" if whole else f"a {type(state).__name__}"  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Attention inside buckets: lay tokens out by bucket, in slots of C, and a bucket's pairs become small dense blocks.
+"""Attention inside buckets: put the tokens of each bucket into slots of C places, and attend within small dense blocks.
 
-A bucket number of -1 leaves a token out, as padding must be. Indices of tokens are -1 where a place is empty.
+A token in bucket -1, such as padding, is left out. An index of -1 means that a place is empty.
 G stands for any leading dimensions, W for the keys that one slot sees.
 """
 
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from subquad.ops.lengths import more_blocks, padding, symbolic
+from subquad.ops.precision import wide
 
 
 class Slots(NamedTuple):
-    """Who sits together: the queries of each slot and the keys they may look at."""
+    """The queries of each slot, and the keys that they may read."""
 
     query: Tensor  # [G, N, C] tokens
-    key: Tensor  # [G, N, W] tokens: the slot itself, then its neighbours
-    place: Tensor  # [G, T] where a token sits, n·C + c; -1 for a token that was left out
+    key: Tensor  # [G, N, W] tokens: those of the slot itself, then of its neighbours
+    place: Tensor  # [G, T] the place of a token, n·C + c; -1 if it is left out
 
 
 def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
-    """Each bucket in slots of its own, in the order of positions; a slot sees itself and the slot before.
+    """Gives each bucket its own slots, in the order of positions; a slot sees itself and the slot before.
 
-    bucket [G, T]. A token's rank among the earlier tokens of its bucket decides its slot, so later tokens move nothing.
-    The slot before a bucket's first one belongs to another bucket: `same_bucket` hides it.
+    bucket [G, T]. A token's slot depends on its rank among the earlier tokens of its bucket, not on later tokens.
+    The slot before a bucket's first slot belongs to another bucket: `same_bucket` hides it.
     """
     rank, count = ranks(bucket, buckets)
     slots = most_slots(bucket.shape[-1], buckets, chunk)
@@ -35,22 +36,22 @@ def rank_slots(bucket: Tensor, buckets: int, chunk: int) -> Slots:
 
 
 def most_slots(size: int, buckets: int, chunk: int) -> int:
-    """How many `rank_slots` may need for `size` tokens: a bound that does not depend on the data."""
+    """The most slots that `rank_slots` can need for `size` tokens, whatever their buckets."""
     if symbolic(size):
         return more_blocks(size, chunk, buckets + 2)
     return min(size, size // chunk + buckets)
 
 
 def slot_pairs(size: int, buckets: int, chunk: int) -> int:
-    """How many pairs of a query and a key the slots of `rank_slots` hold: with more than size², all pairs are fewer."""
+    """The number of pairs that the slots of `rank_slots` compute; if it exceeds size², all pairs are cheaper."""
     return most_slots(size, buckets, chunk) * 2 * min(chunk, size) ** 2
 
 
 def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
-    """All tokens sorted by (bucket, position) and cut into slots of C; a slot sees itself and the slot before.
+    """Sorts all tokens by (bucket, position) and cuts them into slots of C; a slot sees itself and the slot before.
 
-    bucket [G, T]. `ahead`: and the slot after. Cheaper than `rank_slots`, which fills slots in part, but here a token's
-    slot depends on all the others.
+    bucket [G, T]. With `ahead` it sees the slot after too. All slots are full, so it is cheaper than `rank_slots`, but
+    a token's slot depends on all other tokens.
     """
     size = bucket.shape[-1]
     slots = (size + padding(size, chunk)) // chunk
@@ -58,15 +59,17 @@ def sorted_slots(bucket: Tensor, chunk: int, ahead: bool = False) -> Slots:
 
 
 def sorted_places(bucket: Tensor) -> Tensor:
-    """Where each token stands when all are sorted by (bucket, position), padding last: [G, T]"""
-    last = torch.where(bucket < 0, torch.iinfo(bucket.dtype).max, bucket)
-    return _inverse(last.sort(dim=-1, stable=True).indices)
+    """The place of each token when all are sorted by (bucket, position), padding last: [G, T]"""
+    order = torch.where(bucket < 0, torch.iinfo(bucket.dtype).max, bucket).sort(dim=-1, stable=True).indices
+    counting = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, counting)
 
 
 def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
-    """The same keys for queries that ask another bucket than their own token's: token t asks `asked[t]` [G, T].
+    """Slots for queries that read another bucket than their own token's: query t reads bucket `asked[t]` [G, T].
 
-    It sees the slots of the newest token of that bucket up to itself, and sits with others that do; -1 asks for none.
+    It sees what the slot of the newest token in that bucket, up to t, sees; queries of the same slot sit together.
+    A query that asks for -1 reads nothing.
     """
     size, (*_, held, chunk) = bucket.shape[-1], slots.query.shape
     last = torch.where(bucket < 0, 1 << 31, bucket)
@@ -82,21 +85,21 @@ def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
 
 
 def same_bucket(bucket: Tensor, slots: Slots, asked: Tensor | None = None) -> Tensor:
-    """Pairs (query, key) of one bucket, [G, N, C, W]; queries ask for `asked`, or their own bucket."""
+    """Whether a key is in the query's bucket, or in the bucket that it asked for: [G, N, C, W]."""
     asking = lookup(bucket if asked is None else asked, slots.query, -1)
     return asking[..., :, None] == lookup(bucket, slots.key, -2)[..., None, :]
 
 
 def lookup(values: Tensor, tokens: Tensor, empty: int) -> Tensor:
-    """values [G, S] of the tokens [G, N, C], `empty` where there is none."""
-    found = values.gather(-1, tokens.clamp(min=0).flatten(-2)).view(tokens.shape)
-    return found.masked_fill(tokens < 0, empty)
+    """The values [G, S] of the tokens [G, N, C], and `empty` for empty places."""
+    values = values.gather(-1, tokens.clamp(min=0).flatten(-2)).view(tokens.shape)
+    return values.masked_fill(tokens < 0, empty)
 
 
 def rounds_together(codes: Tensor, query: Tensor, key: Tensor, ahead: bool = False) -> Tensor:
-    """In how many rounds a query sees a key, [G, R, N, C, W]; at least 1, since pairs that do not meet do not matter.
+    """The number of rounds in which a query sees a key, [G, R, N, C, W]; at least 1, also for pairs that never meet.
 
-    codes [G, R, S]: the slot of each token in each round, numbered so that just neighbours of one bucket are 1 apart.
+    codes [G, R, S]: the slot of each token in each round, with numbers 1 apart only for neighbours in one bucket.
     """
     times = torch.zeros(1, dtype=torch.int8, device=codes.device)
     for code in codes.unbind(-2):
@@ -121,10 +124,9 @@ def slot_attention(
     q [B, T, H, K], k and v [B, S, H, ·]; query [B, H, N, C] and key [B, H, N, W] index tokens; visible [B, H, N, C, W];
     scores are q·k + bias. A query that sees nothing gets zeros and the smallest finite log-sum-exp.
     """
-    scores = take(q, query) @ take(k, key).transpose(-1, -2)  # [B, H, N, C, W]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = wide(take(q, query) @ take(k, key).mT)  # [B, H, N, C, W]
     seen = visible.any(-1)
-    hidden = ~visible & seen[..., None]  # rows that see nothing stay finite, and are blanked below
+    hidden = ~visible & seen[..., None]  # rows that see nothing stay finite and become zeros below
     scores = (scores if bias is None else scores + bias).masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.nn.functional.dropout((scores - lse[..., None]).exp(), dropout)
@@ -135,13 +137,12 @@ def slot_attention(
 def pair_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Softmax attention over all pairs, where slots would be mostly empty: q, k and v [B, T, H, ·] -> [B, T, H, V].
+    """Softmax attention over all pairs, for when slots would be mostly empty: q, k, v [B, T, H, ·] -> [B, T, H, V].
 
     visible [B, H, T, T]; scores are q·k + bias. A query that sees nothing gets zeros.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    scores = q @ k.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = wide(q @ k.mT)
     seen = visible.any(-1, keepdim=True)
     scores = (scores if bias is None else scores + bias).masked_fill(~visible & seen, -torch.inf)
     weights = torch.nn.functional.dropout(scores.softmax(-1) * seen, dropout)
@@ -149,26 +150,25 @@ def pair_attention(
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens by index, per row and head: x [B, T, H, D], index [B, H, ...] -> [B, H, ..., D]; anything at -1."""
+    """Tokens by index: x [B, T, H, D], index [B, H, ...] -> [B, H, ..., D]; an index of -1 gives some token."""
     batch, size, heads, width = x.shape
     row = torch.arange(batch, device=x.device).view(-1, *[1] * (index.ndim - 1))
     head = torch.arange(heads, device=x.device).view(1, -1, *[1] * (index.ndim - 2))
-    flat = (
-        row * size + index.clamp(min=0)
-    ) * heads + head  # whole rows at once: much faster than gather, and so is its gradient
+    # selecting whole rows is much faster than gather, and so is its gradient
+    flat = (row * size + index.clamp(min=0)) * heads + head
     return x.reshape(-1, width).index_select(0, flat.flatten()).view(*index.shape, width)
 
 
 def give_back(x: Tensor, place: Tensor) -> Tensor:
-    """Results from places to tokens: x [B, H, N, C, D], place [B, H, ...] -> [B, H, ..., D]; zeros at -1."""
+    """Moves results from places to tokens: x [B, H, N, C, D], place [B, H, ...] -> [B, H, ..., D]; zeros at -1."""
     group = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * (place.ndim - 2))
     flat = group * (x.shape[2] * x.shape[3]) + place.clamp(min=0)
-    found = x.flatten(0, 3).index_select(0, flat.flatten()).view(*place.shape, -1)
-    return found.masked_fill((place < 0)[..., None], 0)
+    tokens = x.flatten(0, 3).index_select(0, flat.flatten()).view(*place.shape, -1)
+    return tokens.masked_fill((place < 0)[..., None], 0)
 
 
 class Lists(NamedTuple):
-    """The newest tokens of every bucket, all that later tokens can see of `rank_slots`: what decoding remembers."""
+    """The state of decoding: the newest tokens of every bucket, which are all that later tokens can see."""
 
     members: Tensor  # [G, buckets, 2C] positions; the token of rank r is at r mod 2C
     total: Tensor  # [G, buckets] tokens so far
@@ -180,14 +180,14 @@ def empty_lists(shape: tuple[int, ...], buckets: int, chunk: int, device: torch.
 
 
 def admit(lists: Lists, bucket: Tensor, position: Tensor) -> Lists:
-    """New lists, after tokens of these buckets [G, T] at these positions [G, T], in order."""
+    """New lists with the tokens of these buckets [G, T] at these positions [G, T], in order."""
     buckets, size = lists.members.shape[-2:]
     rank, more = ranks(bucket, buckets)
     count = lists.total + more
     own = bucket.clamp(min=0)
     rank = rank + lists.total.gather(-1, own)
     newest = (bucket >= 0) & (rank >= count.gather(-1, own) - size)
-    spare = buckets * size  # older tokens are written there, and forgotten
+    spare = buckets * size  # older tokens are written here and dropped
     slot = torch.where(newest, own * size + rank % size, spare)
     flat = torch.nn.functional.pad(lists.members.flatten(-2), (0, 1))
     flat = flat.scatter(-1, slot, position.expand(bucket.shape).to(flat.dtype))
@@ -195,7 +195,7 @@ def admit(lists: Lists, bucket: Tensor, position: Tensor) -> Lists:
 
 
 def recall(lists: Lists) -> Tensor:
-    """Positions in the chunk of each bucket's newest token and in the chunk before, in order, [G, buckets, 2C]."""
+    """The positions in the chunk of each bucket's newest token and in the chunk before, in order: [G, buckets, 2C]."""
     size = lists.members.shape[-1]
     chunk = size // 2
     start = ((lists.total - 1).div(chunk, rounding_mode="floor") - 1) * chunk
@@ -205,16 +205,16 @@ def recall(lists: Lists) -> Tensor:
 
 
 def in_reach(lists: Lists, bucket: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Listed tokens, then new ones of these buckets [B, ..., T] from position `start` [B] on: buckets and positions."""
+    """Buckets and positions of the listed tokens, then of new ones in `bucket` [B, ..., T] from `start` [B] on."""
     earlier = recall(lists)
     own = torch.arange(earlier.shape[-2], device=bucket.device)[:, None]
-    fresh = start.view(-1, *[1] * (bucket.ndim - 1)) + torch.arange(bucket.shape[-1], device=bucket.device)
+    new = start.view(-1, *[1] * (bucket.ndim - 1)) + torch.arange(bucket.shape[-1], device=bucket.device)
     buckets = torch.cat((torch.where(earlier < 0, -1, own).flatten(-2), bucket), dim=-1)
-    return buckets, torch.cat((earlier.flatten(-2), fresh.expand_as(bucket)), dim=-1)
+    return buckets, torch.cat((earlier.flatten(-2), new.expand_as(bucket)), dim=-1)
 
 
 def ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Each token's rank among the earlier ones of its bucket [G, T], and the size of each bucket [G, buckets]."""
+    """Each token's rank in its bucket [G, T], and the size of each bucket [G, buckets]."""
     size = bucket.shape[-1]
     last = torch.where(bucket < 0, buckets, bucket)
     ordered, order = last.sort(dim=-1, stable=True)
@@ -224,13 +224,8 @@ def ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rank).scatter_(-1, order, rank), start.diff(dim=-1)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    counting = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, counting)
-
-
 def _with_neighbours(place: Tensor, member: Tensor, slots: int, chunk: int, ahead: bool) -> Slots:
-    """Turn "token t sits at place p" into "slot n holds tokens ...", and add the neighbours of each slot."""
+    """The slots, given the place of each token, and for each slot the keys of its neighbours."""
     size = place.shape[-1]
     spare = slots * chunk
     tokens = torch.arange(size, device=place.device).expand_as(place)

@@ -1,4 +1,4 @@
-"""A cache of rows that grow at their own pace: [B, C, ...] with `position` [B] entries in use."""
+"""Caches [B, C, ...] in which row b uses the first `position[b]` entries."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,9 @@ from subquad.ops.impl import Impl, choose
 
 
 def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
-    """The cache, with slots for `more` entries in every row; it at least doubles when it grows, so that growth is rare.
+    """The cache, with room for `more` entries in every row. When it grows, its size at least doubles.
 
-    A compiled or captured program cannot read `position`, nor can one that only works out shapes: there the caller has
-    preallocated what the program will use.
+    Compiled, captured and shape-only programs cannot read `position`: there the caller must allocate the room first.
     """
     if (
         isinstance(position, FakeTensor)
@@ -33,10 +32,10 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 
 
 def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) -> Tensor:
-    """Write new [B, T, ...] behind each row's `position` entries; the old cache is left alone unless `inplace`.
+    """The cache with new [B, T, ...] written from `position` on in each row; `inplace` changes the old cache.
 
-    Padding of a ragged `new` is written as well: it lies beyond the row's new position, so nothing reads it and the
-    next append covers it.
+    Padding in `new` is written too: it is beyond the row's new position, so nothing reads it, and the next append
+    overwrites it.
     """
     cache = with_room(cache, position, new.shape[1])
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]  # [B, 1]
@@ -48,16 +47,16 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
 def cached_attention(
     q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, *, scale: float | None = None, impl: Impl = "auto"
 ) -> Tensor:
-    """Softmax attention of one query a row to the first `count` [B] entries of a cache; the others are not read.
+    """Softmax attention of one query per row to the first `count` [B] entries of a cache, all at least 1.
 
-    q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]; every count is at least 1. Nothing waits for a GPU.
+    q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]. It never waits for a GPU.
     """
     scale = q_t.shape[-1] ** -0.5 if scale is None else scale
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
     wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
     fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v)):
-        return _masked(q_t, k, v, count, scale)  # decoding in order to learn is rare: the plain expression serves
+        return _masked(q_t, k, v, count, scale)  # gradients through decoding are rare: plain torch
     if not fused and q_t.device.type != "cpu":
         return _masked(q_t, k, v, count, scale)
     run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
@@ -83,7 +82,7 @@ def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fuse
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
 
 
-# An operator, so that a compiled program still reads no more of the cache than is in use
+# An operator, so that a compiled program too reads only the part of the cache that is in use
 _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutates_args=())
 
 

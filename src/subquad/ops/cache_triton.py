@@ -1,4 +1,4 @@
-"""The Triton twin of `cache.cached_attention`: one pass over what a cache holds, cut into splits where rows are few.
+"""The Triton path of `cache.cached_attention`: one pass over the entries of a cache, in splits if there are few rows.
 
 Legend: B batch, C capacity, H heads, K key width, V value width.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.ops.launch import Plan, launch, tile_of
 
 PROGRAMS = 1056  # about eight for each of an H200's 132 multiprocessors
-BLOCK = 8192  # numbers of the keys, and of the values, at a time
+BLOCK = 8192  # elements of the keys, and of the values, at a time
 LOG2E = 1.4426950408889634
 
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.lengths import symbolic
+from subquad.ops.precision import wide, wide_type
 
 
 @torch.no_grad()
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
     """On which side of each plane x lies, -1 or 1: x [..., K], planes [M, K + 1] with the bias last -> [..., M]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    planes = planes.to(wide)
-    side = x.to(wide) @ planes[:, :-1].T + planes[:, -1]
+    planes = planes.to(wide_type(x))
+    side = wide(x) @ planes[:, :-1].T + planes[:, -1]
     return torch.where(side >= 0, 1.0, -1.0)
 
 
@@ -25,9 +25,9 @@ def hamming_clusters(
 ) -> tuple[Tensor, Tensor]:
     """Lloyd's k-means of bits [G, T, M]: the centroids' bits [G, N, M] and the labels of the tokens [G, T].
 
-    Only each row's first `lengths` [G] tokens count; the others get a label all the same.
-    It starts from tokens spread evenly over the row, so that it is deterministic, and N = T tokens are all centroids.
-    A centroid takes the majority of each bit and keeps it in a tie; of equally near centroids the first is taken.
+    Only each row's first `lengths` [G] tokens count, but all get a label. It starts from tokens spread evenly over the
+    row, so it is deterministic, and with N = T every token is a centroid.
+    A centroid takes the majority of each bit, and keeps its bit in a tie. A token takes the first of the nearest.
     """
     size = bits.shape[-2]
     spread = torch.arange(clusters, device=bits.device)
@@ -37,7 +37,7 @@ def hamming_clusters(
         first = spread * lengths[..., None] // clusters
         member = bits * (torch.arange(size, device=bits.device) < lengths[..., None])[..., None]
     centroids = bits.gather(-2, first[..., None].expand(*first.shape, bits.shape[-1]))
-    moves = symbolic(size) or clusters < size  # otherwise every token is a centroid, and none would move
+    moves = symbolic(size) or clusters < size  # otherwise every token is a centroid, and none moves
     for _ in range(iterations if moves else 0):
         label = nearest_bits(bits, centroids)
         votes = torch.zeros_like(centroids).scatter_add_(-2, label[..., None].expand_as(bits), member)
@@ -67,9 +67,9 @@ def cluster_means(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tens
 def kmeans_step(centroids: Tensor, x: Tensor, label: Tensor, decay: float) -> Tensor:
     """Centroids [H, N, K] moved towards the means of x [H, T, K] by label [H, T]; those without tokens stay.
 
-    Where torch.distributed is running, the means are those of all ranks' tokens.
+    With torch.distributed, the means are over the tokens of all ranks.
     """
-    means, count = cluster_means(x.to(torch.promote_types(x.dtype, torch.float32)), label, centroids.shape[-2])
+    means, count = cluster_means(wide(x), label, centroids.shape[-2])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         stats = torch.cat((means * count[..., None], count[..., None]), dim=-1)
         torch.distributed.all_reduce(stats)

@@ -1,9 +1,9 @@
 """Connectionist temporal classification: -log of the total probability of all alignments of labels to frames.
 
 Paper: Graves et al. 2006, "Connectionist Temporal Classification". A frame says a label or nothing (the blank, symbol
-0); repetitions are one label unless a blank stands between them.
+0). Repeated labels count as one unless a blank is between them.
 
-torch's own loss copies the lengths from the GPU, so a step with it cannot be captured in a CUDA graph; this one can.
+torch's own loss copies the lengths from the GPU, so it cannot be captured in a CUDA graph; this one can.
 """
 
 from typing import Any
@@ -13,19 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.impl import Impl, choose
+from subquad.ops.precision import wide
 
-MOST = 2047  # labels of a row that one program of the kernel holds: eight warps fit whatever registers they take
-NEVER = -1e30  # in place of -inf, of which differences can be taken
+MOST = 2047  # labels in a row of the kernel: it then needs eight warps, which always fit into the registers
+NEVER = -1e30  # used instead of -inf, because -inf - -inf is NaN
 
 
 def ctc_loss(
     logits: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *, impl: Impl = "auto"
 ) -> Tensor:
-    """Losses [B] of logits [B, T, symbols] for targets [B, L]; zero, with no gradient, where the labels do not fit.
+    """Losses [B] of logits [B, T, symbols] for targets [B, L]; zero, without a gradient, if the labels do not fit.
 
     Only each row's first `lengths` [B] frames and `target_lengths` [B] labels count.
     """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    scores = wide(logits).log_softmax(-1)
     if choose(impl, "ctc_loss", scores, _unsupported(scores, targets)) == "torch":
         return F.ctc_loss(
             scores.transpose(0, 1), targets, lengths, target_lengths, reduction="none", zero_infinity=True
@@ -38,14 +39,14 @@ def ctc_loss(
 
 def _unsupported(scores: Tensor, targets: Tensor) -> str | None:
     if scores.dtype != torch.float32:
-        return f"{scores.dtype}, where float32 is served"
+        return f"it computes float32, not {scores.dtype}"
     if targets.shape[-1] > MOST:
-        return f"{targets.shape[-1]} labels, where at most {MOST} are served"
+        return f"{targets.shape[-1]} labels: at most {MOST} are accepted"
     return "no elements" if scores.numel() == 0 else None
 
 
 class _Ctc(torch.autograd.Function):
-    """The derivative of the loss by a log-probability is minus the share of alignments that use it."""
+    """The gradient for a log-probability is minus the share of alignments that use it."""
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, symbols: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:

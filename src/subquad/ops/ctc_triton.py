@@ -1,8 +1,8 @@
 """The kernel of `ctc_loss`: a program goes through the frames of one row forwards, then backwards.
 
-Legend: T frames, N labels and the blank before them, W its next power of two; place j stands for "j labels are done":
-    blank[j]  log-probability of all beginnings that end in silence after label j
-    label[j]  of all that end in saying label j; nothing for j = 0
+Legend: T frames, N labels and the blank before them, W the next power of two; at place j, j labels are done:
+    blank[j]  log-probability of all alignments so far that end in a blank after label j
+    label[j]  the same for those that end in label j; nothing for j = 0
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from subquad.ops import ctc
 from subquad.ops.launch import Plan, launch
 
-PLACES = 256  # of a warp: with more of them a gather within it takes ever more shuffles
+PLACES = 256  # places of a warp: with more, a gather within the warp needs more and more shuffles
 NEVER = tl.constexpr(ctc.NEVER)
 
 
@@ -32,7 +32,7 @@ def both_ways(logp, symbols, lengths, target_lengths, loss, share, T, N: tl.cons
     before, after = tl.maximum(j - 1, 0), tl.minimum(j + 1, W - 1)
     label_there = (j > 0) & (j <= labels)
     own = tl.load(symbols + b * N + j, mask=j < N, other=0)
-    # a label may follow another at once, unless it is the same
+    # a label may directly follow another, unless it is the same
     from_label = label_there & (j > 1) & (own != tl.gather(own, before, 0))
     to_label = tl.gather(from_label.to(tl.int32), after, 0) > 0
     to_label = to_label & (j < labels)
@@ -56,7 +56,7 @@ def both_ways(logp, symbols, lengths, target_lengths, loss, share, T, N: tl.cons
     fits = (frames > 0) & ~(total <= NEVER / 2)  # NaN stays NaN
     tl.store(loss + b, tl.where(fits, -total, 0.0))
 
-    # what is still to come after a frame, from each place
+    # backwards: the log-probability of all that can follow a frame, from each place
     tl.debug_barrier()
     blank = tl.where(j == labels, 0.0, NEVER)
     label = tl.where(label_there & (j == labels), 0.0, NEVER)
@@ -82,9 +82,9 @@ def warps(width: int) -> int:
 
 
 def alignments(logp: Tensor, symbols: Tensor, lengths: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses [B], and the share [B, T, N] of all alignments that are silent (0) or say label j in each frame.
+    """Losses [B], and for each frame the share of alignments in the blank (0) or in label j: [B, T, N].
 
-    logp [B, T, N]: log-probabilities of the symbols [B, N], the blank first.
+    logp [B, T, N] holds the log-probabilities of the symbols [B, N], the blank first.
     """
     rows, frames, places = logp.shape
     logp, symbols, lengths, target_lengths = (x.contiguous() for x in (logp, symbols, lengths, target_lengths))

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad.ops.lengths import symbolic
 
-PAIRS = 1 << 20  # weights alive at once, where torch would make all of them
-ROWS = 512  # queries at a time against a cache, so that the mask of a long continued prompt stays small
+PAIRS = 1 << 20  # weights alive at once, if torch would make all of them
+ROWS = 512  # queries at a time against a cache, which keeps the mask of a long prompt small
 
 
 def dense_attention(
@@ -23,9 +23,9 @@ def dense_attention(
 ) -> Tensor:
     """softmax(q·k·scale) v: q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] -> [B, T, H, V].
 
-    mask [B, 1, 1 or T, S] is True where a query may look; causal, instead of a mask: query t looks at keys up to t.
-    torch's attention does it all in one pass over keys, except that on a CPU it makes every weight where some are
-    dropped: there some queries go at a time, and their weights are made again in backward.
+    mask [B, 1, 1 or T, S] is True where a query may read. causal replaces a mask: query t reads keys up to t.
+    torch's attention needs little memory, except on a CPU with dropout, where it makes every weight. There we compute
+    some queries at a time, and compute their weights again in backward.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
     size, keys = q.shape[2], k.shape[2]
@@ -53,7 +53,7 @@ def dense_attention(
 def counted_attention(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention to a cache: query t sees the first counts [B or 1, T] of its keys, of which there is at least one."""
+    """Attention to a cache: query t sees the first counts[b, t] >= 1 of the keys; counts [B or 1, T]."""
     slots, k, v = torch.arange(k.shape[1], device=q.device), k.to(q.dtype), v.to(q.dtype)
 
     def attend(q: Tensor, counts: Tensor) -> Tensor:
@@ -66,5 +66,5 @@ def counted_attention(
 
 
 def hide_future(scores: Tensor) -> Tensor:
-    """Scores [..., T, S] with -inf where s > t."""
+    """The scores [..., T, S], with -inf where s > t."""
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)

@@ -55,10 +55,6 @@ def _elu1_pull_(d: Tensor, f: Tensor) -> Tensor:
     return d.mul_(f.clamp(max=1))
 
 
-def _relu_(x: Tensor) -> Tensor:
-    return x.clamp_(min=0)
-
-
 def _relu_pull_(d: Tensor, f: Tensor) -> Tensor:
     return d.masked_fill_(f <= 0, 0)
 
@@ -90,7 +86,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     "relu": FeatureMap(
         torch.relu,
         signed=False,
-        fused=Fused(_relu_, _relu_pull_, triton="tl.maximum(x, 0.0)", triton_pull="tl.where(f > 0.0, d, 0.0)"),
+        fused=Fused(torch.relu_, _relu_pull_, triton="tl.maximum(x, 0.0)", triton_pull="tl.where(f > 0.0, d, 0.0)"),
     ),
     "exp": FeatureMap(
         torch.exp,

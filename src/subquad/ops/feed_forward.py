@@ -1,7 +1,7 @@
 """The feed-forward of a block with its residual and its norm, in one pass: y = norm(x + W₂ act(W₁x + b₁) + b₂).
 
-With one token a row, as in decoding, the products are short and what lies between them is as wide as they are: written
-and read back it costs as much time as the products. Here the inner vectors never leave a multiprocessor.
+When decoding, with one token per row, writing and reading the inner vectors takes as long as the matrix products. Here
+they never leave a multiprocessor.
 """
 
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from subquad.ops.impl import Impl, choose
 
 Activation = Literal["relu", "gelu"]
 Norm = Literal["layer", "rms"]
-ROWS = 4096  # with fewer rows the parts are faster: a program takes 128 of them, and most of a GPU would be idle
+ROWS = 4096  # with fewer rows separate operations are faster: a program takes 128 rows, so most of a GPU would be idle
 
 
 def feed_forward(
@@ -44,7 +44,7 @@ def feed_forward(
 
 
 def pays(x: Tensor, w_in: Tensor) -> bool:
-    """Whether the fused pass serves this call, and is faster than its parts."""
+    """Whether the fused pass supports this call and is faster than separate operations."""
     wanted = x.ndim == 2 and x.shape[0] >= ROWS and x.is_cuda and not torch.is_grad_enabled()
     return wanted and choose("auto", "feed_forward", x, _unsupported(x, w_in)) == "triton"
 
@@ -52,9 +52,9 @@ def pays(x: Tensor, w_in: Tensor) -> bool:
 def _unsupported(x: Tensor, w_in: Tensor) -> str | None:
     inner, width = w_in.shape
     if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != w_in.dtype:
-        return f"{x.dtype}, where 16-bit types are served"
+        return f"it computes 16-bit types, not {x.dtype} with weights in {w_in.dtype}"
     if width not in (64, 128, 256) or inner % 64:
-        return f"widths {width} and {inner}, where 64, 128 or 256 and a multiple of 64 are served"
+        return f"widths {width} and {inner}: accepted are 64, 128 or 256, and a multiple of 64"
     return None
 
 

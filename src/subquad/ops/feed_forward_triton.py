@@ -1,6 +1,6 @@
 """The kernel of `feed_forward`: a program takes BM rows through both products, BF inner columns at a time.
 
-It has the shape of flash attention: rows of W₁ are keys, columns of W₂ values, the activation stands for softmax.
+It is like flash attention: the rows of W₁ are the keys, the columns of W₂ the values, the activation the softmax.
 
 Legend: R rows, D width, F inner width.
 """
@@ -17,7 +17,7 @@ ROWS, INNER, WARPS, STAGES = 128, 64, 8, 2  # ROWS is BM, INNER is BF
 
 @triton.jit
 def _normed(h, g, c, eps, D: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr):
-    """Rows of h [BM, D] float32 at unit size."""
+    """The norm of the rows of h [BM, D], float32."""
     d = tl.arange(0, D)
     if not RMS:
         h -= (tl.sum(h, 1) / D)[:, None]

@@ -1,7 +1,7 @@
 """Layer normalisation of narrow rows: y = (x - mean) / √(variance + eps) · weight + bias, over the last axis.
 
-torch's own gradient of weight and bias is made for wide rows. At the widths of small models, 64 to 512, it takes longer
-than the attention beside it; here the gradients of x, weight and bias come from one reading of x.
+torch's gradient of weight and bias is slow for narrow rows: at the widths of small models, 64 to 512, it takes longer
+than the attention of the layer. Here one pass over x computes the gradients of x, weight and bias.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from subquad.ops.impl import Impl, choose
 
-WIDEST = 512  # beyond it torch's kernels have enough to do in a row
+WIDEST = 512  # for wider rows torch's kernels are fast
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: Impl = "auto") -> Tensor:
-    """x [..., D], weight and bias [D] -> [..., D]; under autocast float32, as torch's."""
-    # a compiler fuses the norm with what stands around it, and torch.func differentiates torch's own
+    """x [..., D], weight and bias [D] -> [..., D]; float32 under autocast, like torch's."""
+    # a compiler fuses torch's norm with the operations around it, and torch.func can only differentiate torch's
     elsewhere = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if elsewhere or choose(impl, "layer_norm", x, _unsupported(x, weight)) == "torch":
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -35,9 +35,9 @@ class LayerNorm(nn.LayerNorm):
 
 def _unsupported(x: Tensor, weight: Tensor) -> str | None:
     if x.shape[-1] > WIDEST:
-        return f"rows of {x.shape[-1]}, where at most {WIDEST} are served"
+        return f"it takes rows of at most {WIDEST}, not {x.shape[-1]}"
     if not all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (x, weight)):
-        return f"{x.dtype}, where float32 and 16-bit types are served"
+        return f"it computes float32, bfloat16 and float16, not {x.dtype} with weights in {weight.dtype}"
     return "no elements" if x.numel() == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""The kernels of `layer_norm`: tiles of whole rows, a tile in registers from its first reading to its last use.
+"""The kernels of `layer_norm`: tiles of whole rows, which stay in registers after they are read.
 
 Legend: R rows, D width, W its next power of two, BM rows of a tile, P programs.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
-TILE = 2048  # elements of a tile: 16 of each tensor a thread
-PROGRAMS = 4  # of backward, a multiprocessor
+TILE = 2048  # elements of a tile: 16 of each tensor per thread
+PROGRAMS = 4  # programs of the backward per multiprocessor
 WARPS, STAGES = 4, 2
 
 
 @triton.jit
 def normalise(x, g, c, y, mean, scale, R, eps, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr):
-    """y, and of each row its mean and scale."""
+    """y, and the mean and scale of each row."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, W)
     tile = r.to(tl.int64)[:, None] * D + d[None, :]
@@ -38,7 +38,7 @@ def normalise(x, g, c, y, mean, scale, R, eps, D: tl.constexpr, W: tl.constexpr,
 def gradients(
     dy, x, g, mean, scale, dx, parts, R, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """dx, and of dg and dc what this program's rows add: parts [P, 2, D]."""
+    """dx, and the part of this program's rows in dg and dc: parts [P, 2, D]."""
     d = tl.arange(0, W)
     gain = tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)
     dg, dc = tl.zeros((BM, W), tl.float32), tl.zeros((BM, W), tl.float32)
@@ -61,7 +61,7 @@ def gradients(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., D], and of each row its mean and 1/√(variance + eps) [R]"""
+    """y [..., D], and the mean and 1/√(variance + eps) of each row [R]"""
     rows, width, wide, tile = _sizes(x)
     y = torch.empty_like(x, dtype=out)
     mean, scale = x.new_empty((2, rows), dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Attention whose loop runs as often as the sequence is long, as one node of a program that is exported for any length.
+"""Wraps an attention function that loops over the sequence as one operator.
 
-Such a program has no loop whose length is a size of its input. Inside an operator Python runs it.
+A program exported for any length cannot contain a loop over the length. An operator can: Python runs it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +14,10 @@ Compute = Callable[[Sequence[Tensor], str], Tensor]
 
 
 def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], str, bool], Tensor]:
-    """`compute(inputs, settings)` as the operator subquad::<name>; the third argument says whether it is random.
+    """`compute(inputs, settings)` as the operator subquad::<name>; the third argument says whether it uses randomness.
 
     The inputs are q [B, T, H, K], k, v [B, S, H, V] and any other tensors; the result is [B, T, H, V] of v's type.
-    It is computed again for the gradients, with the random numbers of the first time.
+    The backward computes it again, with the same random numbers.
     """
 
     def forward(inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:
@@ -61,7 +61,7 @@ def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], s
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd as outside of operators, inside of which torch switches it off."""
+    """Turns autograd on again inside an operator, where torch turns it off."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         exclude = exclude.remove(key)

@@ -1,4 +1,4 @@
-"""Random features: maps φ with E[φ(x)·φ(y)] = κ(x, y), so that a kernel κ becomes linear attention.
+"""Random features: maps φ with E[φ(x)·φ(y)] = κ(x, y), so that attention with a kernel κ becomes linear attention.
 
             κ                 features of one direction ω ~ N(0, I), each over √M for M directions
 softmax     exp(x·y)          exp(ω·x - |x|²/2)                 positive: precise where exp(x·y) is small
@@ -6,12 +6,12 @@ hyperbolic  exp(x·y)          exp(±ω·x - |x|²/2) / √2           positive,
 trig        exp(x·y)          exp(|x|²/2) (sin ω·x, cos ω·x)    signed: precise where exp(x·y) is large
 Gaussian    exp(-|x - y|²/2)  (sin ω·x, cos ω·x)                signed, bounded
 
-exp(|x|²/2) overflows at |x| = 14, so the first three are features of moderate size and the logarithm of the factor to
-them, which the caller keeps in an exponent or has multiplied in where it knows a unit in which nothing overflows.
+exp(|x|²/2) overflows at |x| = 14. So the first three maps return features of moderate size and the logarithm of their
+common factor. The caller keeps that logarithm, or gives a unit in which the product does not overflow.
 
-The features are M/K times as large as their tokens, so what costs is how often they are read and written. Each map is
-one operator: float32 is written once, by the product, the features are made from it in the type they are needed in, and
-their gradient is found from the features themselves.
+Features are M/K times as large as tokens, so most of the time goes into reading and writing them. Each map is one
+operator: only the product ω·x is written in float32, the features have the type that the caller needs, and the backward
+uses the features themselves.
 """
 
 import math
@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from subquad.ops.autocast import uncast
+from subquad.ops.precision import wide, wide_type
 
 Norms = Literal["chi", "sqrt"]
-SHORT = 1e-6  # a vector shorter than this has no direction: it is divided by this
+SHORT = 1e-6  # vectors shorter than this are divided by this instead of their length
 
 
 class Exponents(NamedTuple):
-    """What positive features are made of, without gradients; `positive` overwrites `scores`."""
+    """The exponents of positive features, without gradients; `positive` overwrites `scores`."""
 
     scores: Tensor  # [H, B*T, M] ω·x before the scale, at least float32
     largest: Tensor  # [B, T, H] the largest scaled score of a token
@@ -49,17 +50,17 @@ def draw_directions(
     orthogonal: bool = True,
     norms: Norms = "chi",
 ) -> Tensor:
-    """`count` directions a head, [H, M, K] in float32.
+    """`count` random directions per head, [H, M, K] in float32.
 
-    orthogonal  at right angles within blocks of K: still unbiased, with less variance
-    norms       of orthogonal ones: "chi", as long as Gaussian vectors are, or "sqrt", all √K long
+    orthogonal  orthogonal within blocks of K: unbiased too, with less variance
+    norms       lengths of orthogonal directions: "chi", those of Gaussian vectors, or "sqrt", all √K
     """
     if not orthogonal:
         return torch.randn(heads, count, width, generator=generator)
     blocks = -(-count // width)
     gauss = torch.randn(heads * blocks, width, width, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gauss)
-    # QR leaves the signs of q to the library; fixed by r, every rotation is equally likely
+    # the signs of q depend on the library; with those of r, every rotation is equally likely
     q = q * r.diagonal(dim1=-2, dim2=-1).sgn()[:, None]
     rows = q.mT.reshape(heads, blocks * width, width)[:, :count]
     if norms == "sqrt":
@@ -71,28 +72,27 @@ def draw_directions(
 
 def project(x: Tensor, directions: Tensor) -> Tensor:
     """ω·x in at least float32, under autocast too: [B, T, H, K], [H, M, K] -> [B, T, H, M]."""
-    exact = torch.promote_types(x.dtype, torch.float32)
     with uncast(x):
-        return torch.einsum("bthk,hmk->bthm", x.to(exact), directions.to(exact))
+        return torch.einsum("bthk,hmk->bthm", wide(x), directions.to(wide_type(x)))
 
 
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """The Gaussian kernel's features, [B, T, H, 2M], in at least float32 or in `dtype`; unit: those of x/|x|."""
+    """Features of the Gaussian kernel, [B, T, H, 2M], in at least float32 or in `dtype`; with `unit`, of x/|x|."""
     if torch.compiler.is_exporting():
-        return _plain_fourier(x, directions, unit, dtype or _wide(x))
+        return _plain_fourier(x, directions, unit, dtype or wide_type(x))
     with uncast(x):
-        return _Fourier.apply(x, directions, unit, dtype or _wide(x))
+        return _Fourier.apply(x, directions, unit, dtype or wide_type(x))
 
 
 def trigonometric(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [B, T, H, 2M] and the logarithm of the factor to them, [B, T, H]."""
-    return fourier(x, directions), x.to(_wide(x)).square().sum(-1) / 2
+    """Features [B, T, H, 2M] and the logarithm of their factor, [B, T, H]."""
+    return fourier(x, directions), wide(x).square().sum(-1) / 2
 
 
 @torch.no_grad()
 def exponents(x: Tensor, directions: Tensor, scale: float = 1.0) -> Exponents:
     """The exponents of the positive features of scale·x."""
-    x = x.detach()  # a program exported without gradients forgets the no_grad above
+    x = x.detach()  # an exported program does not keep the no_grad above
     scores = _product(x, directions)
     largest = scale * _tokens(scores.amax(-1, keepdim=True), x)[..., 0]
     norm = torch.linalg.vector_norm(x, dim=-1, dtype=scores.dtype)
@@ -109,23 +109,23 @@ def positive(
     eps: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """exp(ω·x) + eps for scale·x with all its factors [B, T, H, M], from `exponents` of the same arguments.
+    """Positive features of scale·x, plus eps: [B, T, H, M]. `found` are the `exponents` of the same arguments.
 
-    unit   the logarithm of what the features are divided by, a constant that broadcasts with [B, T, H]; without it
-           each token's largest feature is 1 + eps
-    eps    is added in units of a token's own largest feature
-    dtype  of the result: at least float32 if not given
+    unit   the logarithm of a constant to divide the features by; it broadcasts with [B, T, H]. Without it each token's
+           largest feature is 1 + eps
+    eps    in units of a token's own largest feature
+    dtype  of the result: at least float32 by default
     """
     if torch.compiler.is_exporting():
-        return _plain_positive(x, directions, scale, unit, eps, dtype or _wide(x))
+        return _plain_positive(x, directions, scale, unit, eps, dtype or wide_type(x))
     origin = found.largest if unit is None else found.half + unit
     b = eps * (found.largest - origin).exp()[..., None]
     with uncast(x):
-        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or _wide(x))
+        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or wide_type(x))
 
 
-# An exported program keeps what an autograd.Function computes but not its backward, so it gets expressions that torch
-# can differentiate: the same numbers, for more memory.
+# An exported program loses the backward of an autograd.Function. So it gets plain expressions: the same numbers, with
+# more memory.
 
 
 def _plain_fourier(x: Tensor, directions: Tensor, unit: bool, dtype: torch.dtype) -> Tensor:
@@ -148,8 +148,7 @@ def _plain_positive(
     return ((scores - origin).exp() + eps * (largest - origin).exp()).to(dtype)
 
 
-# Inside an autograd.Function torch.compile(dynamic=True) takes numbers that are written out or passed, but none of a
-# module's, a default's or an option's: hence 1e-6 in place of SHORT.
+# Inside an autograd.Function torch.compile(dynamic=True) cannot read a module's constants: hence 1e-6 instead of SHORT.
 
 
 class _Fourier(torch.autograd.Function):
@@ -177,7 +176,7 @@ class _Fourier(torch.autograd.Function):
         if inverse is not None:
             of_scores *= inverse.to(of_scores.dtype)
         dx, of_directions = _product_backward(ctx, of_scores, x, directions, 1.0)
-        if inverse is not None and dx is not None:  # a unit vector moves at right angles to itself
+        if inverse is not None and dx is not None:  # the gradient of a unit vector is orthogonal to it
             along = (dx * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
             along.masked_fill_(inverse > 0.999e6, 0)
             dx = dx.addcmul(along.to(dx.dtype), x.to(dx.dtype), value=-1)
@@ -216,18 +215,18 @@ class _Positive(torch.autograd.Function):
 
 def _product(x: Tensor, directions: Tensor) -> Tensor:
     """ω·x in at least float32, [H, B*T, M], without a gradient."""
-    rows, wide = _rows(x), _wide(x)
-    if x.is_cuda and x.dtype != wide:
-        # 16-bit factors with sums in float32; float32 directions as two of them
+    rows, dtype = _rows(x), wide_type(x)
+    if x.is_cuda and x.dtype != dtype:
+        # 16-bit factors with sums in float32; float32 directions become two 16-bit parts
         columns = directions.to(x.dtype)
         if directions.dtype != x.dtype:
             rows, columns = torch.cat((rows, rows), -1), torch.cat((columns, (directions - columns).to(x.dtype)), -1)
-        return torch.bmm(rows, columns.mT, out_dtype=wide)
-    return torch.bmm(rows.to(wide), directions.to(wide).mT)
+        return torch.bmm(rows, columns.mT, out_dtype=dtype)
+    return torch.bmm(rows.to(dtype), directions.to(dtype).mT)
 
 
 def _product_backward(ctx, grad, x, directions, scale):  # type: ignore[no-untyped-def]
-    """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None where not needed."""
+    """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None if not needed."""
     with uncast(x):
         grad, dx, of_directions = _rows(grad), None, None  # [H, B*T, M]
         if ctx.needs_input_grad[0]:
@@ -246,7 +245,3 @@ def _rows(x: Tensor) -> Tensor:
 def _tokens(rows: Tensor, like: Tensor) -> Tensor:
     """[H, B*T, D] -> [B, T, H, D]"""
     return rows.unflatten(1, like.shape[:2]).permute(1, 2, 0, 3)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Running sums and maxima in blocks: a scan along few long rows would leave most of a GPU idle."""
+"""Running sums and maxima, computed in blocks: a plain scan over a few long rows leaves most of a GPU idle."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ MAX_BLOCK = 128
 def running_sum(x: Tensor, start: Tensor) -> Tensor:
     """start + Σ_{s<=t} x_s: x [B, T, D], start [B, D] -> [B, T, D].
 
-    A block is a product with a triangle of ones, forward and backward, and the sums of blocks are summed likewise.
+    The sums within a block are a product with a triangle of ones; the sums of blocks are added up in the same way.
     """
     batch, length, width = x.shape
     size = min(SUM_BLOCK, length)
@@ -28,7 +28,7 @@ def running_sum(x: Tensor, start: Tensor) -> Tensor:
 
 
 def running_max(x: Tensor) -> Tensor:
-    """The largest so far along the last axis, bit for bit that of one scan: [..., T] -> [..., T]."""
+    """The same numbers as x.cummax(-1).values: [..., T] -> [..., T]."""
     blocks = F.pad(x, (0, padding(x.shape[-1], MAX_BLOCK)), value=-torch.inf).unflatten(-1, (-1, MAX_BLOCK))
     within = blocks.cummax(-1).values
     before = F.pad(within[..., -1].cummax(-1).values, (1, -1), value=-torch.inf)

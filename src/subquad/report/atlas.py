@@ -56,7 +56,7 @@ class _Site:
     def __init__(self, out: Path, runs: Sequence[Run], share: Json):
         self.out, self.share = out, share
         self.runs, self.figures = compared(runs), runs
-        self.pixels = digits.load()[1].images[4]  # [64], a test image
+        self.pixels = digits.load()[1].pixels[4].long()  # [64], a test image
         self.pictures = {name: who_attends(name, self.pixels) for name in MECHANISMS}
         self.cards = {name: card(cls) for name, cls in MECHANISMS.items()}
         names = grouped((cls.family, name) for name, cls in MECHANISMS.items())

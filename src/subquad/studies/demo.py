@@ -82,7 +82,7 @@ def demo(
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     first = _shipped(out, console, draw, fresh)
-    images = digits.load()[0].images
+    images = digits.load()[0].pixels.long()
     console.print(
         f"{len(contenders)} transformers learn {len(images):,} handwritten digits of 8 x 8 pixels, one pixel "
         f"after the other: {steps} steps of {BATCH} images each",
@@ -190,7 +190,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
         learned = run_small(0, lambda: learn(task, fields, training, watch=watch))
     model, seconds, value = learned.model.eval(), learned.seconds, learned.measures["bits/dim"]
     assert isinstance(model, LanguageModel)
-    test = digits.load()[1].images
+    test = digits.load()[1].pixels.long()
     error = run_small(0, lambda: standard_error(model, test))
     begun = time.perf_counter()
     images = write_images(model, count, SHAPE, sampling=Sampling(temperature=TEMPERATURE))

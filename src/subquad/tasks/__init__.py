@@ -1,4 +1,4 @@
-"""Experiments, one file each. A new task is a file here and its line in TASKS."""
+"""Experiments, one file each. A new task is a file here and its name in TASKS."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,21 +19,8 @@ from subquad.tasks.text import Text
 from subquad.tasks.write_images import image_shape
 from subquad.training.task import Task
 
-TASKS: dict[str, type[Task]] = {
-    "digits": Digits,
-    "copy": Copy,
-    "images": Images,
-    "text": Text,
-    "speech": Speech,
-    "music": Music,
-    "pairs": Pairs,
-    "listops": ListOps,
-    "imdb": IMDb,
-    "retrieval": Retrieval,
-    "image": Image,
-    "pathfinder": Pathfinder,
-    "pathx": PathX,
-}
+ARENA: tuple[type[Task], ...] = (ListOps, IMDb, Retrieval, Image, Pathfinder, PathX)
+TASKS = {task.name: task for task in (Digits, Copy, Images, Text, Speech, Music, Pairs, *ARENA)}
 
 
 def writer_of(model: LanguageModel, card: Mapping[str, Any], shape: str | None = None) -> type[Task]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from subquad.checks import nearest
 from subquad.disk import blaming
 from subquad.tasks import TASKS
-from subquad.training.config import RunConfig, TrainingConfig, parse
+from subquad.training.config import RunConfig, parse
 from subquad.training.distributed import attempt
 from subquad.training.folder import CONFIG, Folder, read_config
 from subquad.training.loop import Result
@@ -31,9 +31,8 @@ def start(
     again must be the same."""
     again = resume or attempt() > 0
     task, config = configure(name, settings, out if again and Folder(out).begun else None)
-    return train(
-        task, config.training, config.model, out, resume=resume, device=device, console=console, leg=leg
-    )  # fmt: skip
+    fields = config.model
+    return train(task, config.training, fields, out, resume=resume, device=device, console=console, leg=leg)
 
 
 def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None) -> tuple[Task, RunConfig]:
@@ -54,10 +53,7 @@ def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None
     task = cls.from_options(data)  # its model and its training may depend on its data
     config = RunConfig(task=name, data=task.options(), model=task.model, training=task.training).override(settings)
     if not any(parse(setting)[0] == ["training", "warmup"] for setting in settings):
-        config = dataclasses.replace(config, training=shorten_warmup(config.training))
+        # a task's warm-up suits its own number of steps: in a shorter run it takes at most a tenth of them
+        warmup = min(config.training.warmup, max(1, config.training.steps // 10))
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, warmup=warmup))
     return task, config
-
-
-def shorten_warmup(training: TrainingConfig) -> TrainingConfig:
-    """A task's warm-up suits its own number of steps: in a shorter run it takes at most a tenth of them."""
-    return dataclasses.replace(training, warmup=min(training.warmup, max(1, training.steps // 10)))

@@ -6,7 +6,6 @@ Departs   evaluation is on a held-out set of words instead of fresh ones; an LST
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from subquad.models import LanguageModel
 from subquad.models.loss import cross_entropy
 from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
 
 HELD_OUT = 1280  # examples of validation and of test: the paper's 20 batches
 IGNORED = -100
@@ -34,9 +33,7 @@ PAPER_MODEL: Mapping[str, Any] = {  # of all transformers in this paper
     "ff_dropout": 0.1,
     "attention_dropout": 0.1,
 }
-PAPER_TRAINING = TrainingConfig(
-    optimiser="radam", betas=(0.9, 0.999), weight_decay=0.01, clip=1.0, clip_by="tensor", schedule="constant", lr=1e-4
-)
+PAPER_TRAINING = TrainingConfig(optimiser="radam", clip_by="tensor", schedule="constant", lr=1e-4)
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Copy(Task):
         return make_kind(LanguageModel, fields, self.model, given=given, lstm=vocab)
 
     def source(self, split: Split) -> Source:
-        seed = 3 * self.seed + ("train", "validation", "test").index(split)
+        seed = 3 * self.seed + SPLITS.index(split)
         if split == "train":
             return words.Copy(self.length, self.symbols, seed=seed)
         return words.Copy(self.length, self.symbols, HELD_OUT, seed)
@@ -79,4 +76,4 @@ class Copy(Task):
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         mean = means(sums)
-        return {"bits/symbol": mean["nats"] / math.log(2), "loss": mean["nats"], "accuracy": mean["accuracy"]}
+        return {**super().summary(sums), "loss": mean["nats"], "accuracy": mean["accuracy"]}

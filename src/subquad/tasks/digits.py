@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from rich.console import Console
 
 from subquad.data import digits
@@ -51,4 +50,4 @@ class DigitClasses(Classification):
     def source(self, split: Split) -> Source:
         """The test part serves for validation too: nothing is chosen by it here."""
         part = digits.load()[split != "train"]
-        return Labelled(part.images.to(torch.uint8).numpy(), part.labels.numpy())
+        return Labelled(part.pixels.numpy(), part.labels.numpy())

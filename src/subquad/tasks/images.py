@@ -27,7 +27,7 @@ from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
 from subquad.tasks.write_images import write_png
-from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written
 
 
 class Set(NamedTuple):
@@ -120,9 +120,6 @@ class Images(Task):
         nats = cross_entropy if outputs.shape[-1] == start + 1 else logistic_mixture.loss
         return Loss(nats(outputs, pixels, reduction="sum"), torch.full((), pixels.numel(), device=pixels.device))
 
-    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        return {"bits/dim": means(sums)["nats"] / math.log(2)}
-
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
         """A sheet of images in one PNG."""
@@ -136,8 +133,5 @@ class Images(Task):
 @lru_cache(maxsize=1)  # evaluation asks again and again
 def load(name: str) -> tuple[Pictures, Pictures]:
     """(training, test) of a set, whose file in data/ has its name."""
-    found = import_module(f"subquad.data.{name}").load()
-    if name == "digits":
-        training, test = (Pictures(part.images.to(torch.uint8), part.labels, SETS[name].shape) for part in found)
-        return training, test
-    return found
+    training, test = import_module(f"subquad.data.{name}").load()
+    return training, test

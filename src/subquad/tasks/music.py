@@ -6,6 +6,7 @@ chorales  the four voices of a sixteenth note, then of the next; training pieces
 audio     samples of a WAV file or of all in a folder, one after the other
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor, nn
+from torch import nn
 
 from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
@@ -29,9 +30,9 @@ from subquad.models.config import GRIDS
 from subquad.models.footprint import largest_batch
 from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
-from subquad.tasks.text import COLUMNS, IGNORED, window_loss
+from subquad.tasks.text import COLUMNS, IGNORED, Text, window_loss
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
+from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written
 
 SETS = ("chorales", "audio")
 START = music.VOCAB  # the token before the first note, the last of the vocabulary; sound begins with silence instead
@@ -48,16 +49,8 @@ class Music(Task):
 
     name: ClassVar[str] = "music"
     metric: ClassVar[str] = "bits/token"
-    model: ClassVar[Mapping[str, Any]] = {
-        "mechanism": ["strided", {"stride": 64}],
-        "dim": 256,
-        "depth": 6,
-        "heads": 8,
-        "dropout": 0.1,
-    }
-    training: ClassVar[TrainingConfig] = TrainingConfig(
-        steps=5000, batch=16, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
-    )
+    model: ClassVar[Mapping[str, Any]] = {**Text.model, "mechanism": ["strided", {"stride": 64}]}
+    training: ClassVar[TrainingConfig] = dataclasses.replace(Text.training, steps=5000, batch=16)
     writes: ClassVar[str] = "music"
     write_options: ClassVar[tuple[str, ...]] = ("count", "out", "steps")
 
@@ -109,8 +102,9 @@ class Music(Task):
         return Loss(total, (targets != IGNORED).sum())
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        bits = means(sums)["nats"] / math.log(2)
-        return {"bits/token": bits, **({"nats/sixteenth": 4 * bits * math.log(2)} if self.set == "chorales" else {})}
+        bits = super().summary(sums)
+        nats = {"nats/sixteenth": 4 * bits[self.metric] * math.log(2)}
+        return bits | nats if self.set == "chorales" else bits
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
@@ -119,10 +113,8 @@ class Music(Task):
         check_folder("out", out.parent)
         if not counts([rate]):
             raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
-        count = 4 if options.count is None else options.count
-        written = write_pieces(
-            model, out, count=count, steps=options.steps, rate=rate, sampling=options.sampling, seed=options.seed
-        )
+        given = {"count": 4 if options.count is None else options.count, "steps": options.steps, "rate": rate}
+        written = write_pieces(model, out, **given, sampling=options.sampling, seed=options.seed)
         for path in written:
             console.print(escape(f"piece: {path}"), soft_wrap=True)
         return Written(written)
@@ -148,15 +140,17 @@ def write_pieces(
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> list[Path]:
-    """`count` pieces, a file each. steps: tokens of a piece; None: 32 quarter notes of a chorale, a window of sound."""
+    """`count` pieces, a file each: out_1.mid, out_2.mid, .. or .wav.
+
+    steps: tokens of a piece; None: 32 quarter notes of a chorale, a window of sound.
+    """
     vocab = model.config.embedding.vocab
     if vocab not in (START + 1, audio.LEVELS):
-        raise ValueError(
-            f"vocab={vocab} is no model of music: accepted are {START + 1} (notes), {audio.LEVELS} (sound)"
-        )
+        accepted = f"{START + 1} (notes), {audio.LEVELS} (sound)"
+        raise ValueError(f"vocab={vocab} is no model of music: accepted are {accepted}")
     notes = vocab == START + 1
-    for name, value in (("count", count), ("steps", 1 if steps is None else steps)):
-        check_count(name, value)
+    check_count("count", count)
+    check_count("steps", 1 if steps is None else steps)
     ending = ".mid" if notes else ".wav"
     if not out.name or out.suffix.lower() not in ("", ending):
         refuse("out", str(out), f"the beginning of names, such as pieces, with or without {ending}")
@@ -174,16 +168,11 @@ def write_pieces(
     for begin in range(0, count, batch):
         prompt = torch.full((min(batch, count - begin), 1), START if notes else audio.LEVELS // 2)
         parts.append(model.generate(prompt, steps, sampling=sampling, seed=seed + begin).cpu())
-    return _save(torch.cat(parts), out, notes, rate)
-
-
-def _save(pieces: Tensor, out: Path, notes: bool, rate: int) -> list[Path]:
-    """One file for each piece in tokens [N, T]: out_1.mid, out_2.mid, ... or .wav."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    paths = [out.with_name(f"{out.stem}_{n}.{'mid' if notes else 'wav'}") for n in range(1, len(pieces) + 1)]
-    for piece, path in zip(pieces, paths, strict=True):
+    paths = [out.with_name(f"{out.stem}_{n}{ending}") for n in range(1, count + 1)]
+    for piece, path in zip(torch.cat(parts), paths, strict=True):
         if notes:
             music.save_midi(piece, path)
         else:
-            music.save_sound(piece, path, rate)
+            audio.write_wav(path, audio.from_mu_law(piece.numpy()), rate)
     return paths

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import at_least, one_of
+from subquad.data import files, speech, text
 from subquad.data.padding import pad
 from subquad.models import Seq2Seq
 from subquad.models.loss import cross_entropy, shift
@@ -37,8 +38,9 @@ WRITTEN = (  # y, m and d are numbers, M the month's name, w the day of the week
     "{d} {M} {y}", "{M} {d}, {y}", "{d} {M:.3} {y}", "{w}, {d}{th} of {M} {y}", "{M} {d}{th}, {y}", "{d}.{m}.{y}",
     "{w:.3} {M:.3} {d} {y}", "{y}/{m:02}/{d:02}", "the {d}{th} of {M} in {y}", "{y} {M} {d}",
 )  # fmt: skip
-
 LONGEST = (len("Wednesday, 30th of September 2099"), len("2099-09-30"))
+
+MODEL = {"mechanism": "softmax", "cross": "softmax", "dim": 128, "depth": 2, "heads": 4, "dropout": 0.1}
 
 
 def date_pair(day: int, form: int) -> tuple[str, str]:
@@ -103,17 +105,8 @@ class Pairs(Task):
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
-    model: ClassVar[Mapping[str, Any]] = {
-        "mechanism": "softmax",
-        "cross": "softmax",
-        "dim": 128,
-        "depth": 2,
-        "heads": 4,
-        "dropout": 0.1,
-    }
-    training: ClassVar[TrainingConfig] = TrainingConfig(
-        steps=3000, batch=64, optimiser="adamw", lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="cosine"
-    )
+    model: ClassVar[Mapping[str, Any]] = MODEL
+    training: ClassVar[TrainingConfig] = TrainingConfig(steps=3000, batch=64, lr=1e-3, betas=(0.9, 0.98), warmup=200)
 
     def __post_init__(self) -> None:
         one_of(self, set=SETS)
@@ -123,20 +116,15 @@ class Pairs(Task):
         return Seq2Seq(**{"vocab": END + 1, **fields})
 
     def source(self, split: Split) -> Source:
-        part = ("train", "validation", "test").index(split)
         if self.set == "dates":
             days = np.random.default_rng(0).permutation(int((LAST - FIRST).astype(int)))
-            held = 1000  # of validation, and of test
-            return Dates((days[2 * held :], days[:held], days[held : 2 * held])[part])
+            return Dates(days[_part(1000, split)])
         if self.set == "spaces":
             return Fixed(self._spaces(split))
         pairs = phone_pairs()
-        cut = len(pairs) // 10
-        return Fixed((pairs[2 * cut :], pairs[:cut], pairs[cut : 2 * cut])[part])
+        return Fixed(pairs[_part(len(pairs) // 10, split)])
 
     def _spaces(self, split: Split) -> list[tuple[str, str]]:
-        from subquad.data import files, text
-
         count = self.count if split == "train" else 1000
         data = getattr(text.load(self.text), split)[: 12 * self.words * count]
         parts = bytes(np.asarray(data)).replace(b"\0", b" ").split()[1:-1]  # the outer ones may be cut
@@ -169,6 +157,11 @@ class Pairs(Task):
         return {"accuracy": mean["accuracy"], "bits/byte": mean["nats"] / math.log(2)}
 
 
+def _part(held: int, split: Split) -> slice:
+    """The first `held` are for validation, as many for testing, and the rest for training."""
+    return {"train": slice(2 * held, None), "validation": slice(held), "test": slice(held, 2 * held)}[split]
+
+
 def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor:
     """The most probable byte after each, [B, steps], until every row has ended."""
     state = model.init_state(*model.encode(source, lengths), capacity=steps + 1)
@@ -178,8 +171,6 @@ def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor
 
 def phone_pairs() -> list[tuple[str, str]]:
     """(word, its phones with blanks between them), in a fixed random order; only the first pronunciation of a word."""
-    from subquad.data import files, speech
-
     dictionary = speech.read_dictionary(files.get(speech.AN4) / "etc/an4.dic")
     pairs = [(word, " ".join(phones)) for word, phones in sorted(dictionary.items()) if "(" not in word]
     return [pairs[int(i)] for i in np.random.default_rng(0).permutation(len(pairs))]

@@ -33,25 +33,31 @@ MASKS, WIDEST = 2, 0.1  # stretches of an utterance that are silenced, and their
 
 
 @dataclass(frozen=True, eq=False)
-class Augmented:
-    """Utterances at other speeds and with gaps, drawn from the epoch and the index of each."""
+class Frames:
+    """Utterances whose frames are augmented, drawn from the epoch and the index of each, and then stacked."""
 
     source: speech.Utterances
-    stack: int = 1  # frames that will become one
+    stack: int = 1  # neighbouring frames that are joined into one wider frame: [T, D] -> [ceil(T / stack), stack D]
+    augment: bool = False
 
     def __len__(self) -> int:
         return len(self.source)
 
     def batch(self, indices: np.ndarray, epoch: int) -> Batch:
         made = self.source.batch(indices, epoch)
-        rows = [
-            _augmented(frames[:size], self.stack * int(symbols), np.random.default_rng([epoch, int(index)]))
-            for frames, size, symbols, index in zip(
-                made["frames"], made["lengths"].tolist(), made["target_lengths"], indices, strict=True
-            )
-        ]
-        longest = math.ceil(self.source.longest * (1 + STRETCH))
-        return {**made, "frames": pad(rows, longest), "lengths": torch.tensor([len(row) for row in rows])}
+        frames, lengths = made["frames"], made["lengths"]
+        if self.augment:
+            symbols = (self.stack * made["target_lengths"]).tolist()
+            rows = [
+                _augmented(row[:size], count, np.random.default_rng([epoch, int(index)]))
+                for row, size, count, index in zip(frames, lengths.tolist(), symbols, indices, strict=True)
+            ]
+            frames = pad(rows, math.ceil(self.source.longest * (1 + STRETCH)))
+            lengths = torch.tensor([len(row) for row in rows])
+        if self.stack > 1:
+            frames = nn.functional.pad(frames, (0, 0, 0, -frames.shape[1] % self.stack))
+            frames, lengths = frames.unflatten(1, (-1, self.stack)).flatten(2), -(-lengths // self.stack)
+        return {**made, "frames": frames, "lengths": lengths}
 
 
 def _augmented(frames: Tensor, symbols: int, random: np.random.Generator) -> Tensor:
@@ -64,24 +70,6 @@ def _augmented(frames: Tensor, symbols: int, random: np.random.Generator) -> Ten
         start = int(random.integers(0, size - width + 1))
         changed[start : start + width] = 0  # the mean over the training part
     return changed
-
-
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """Joins n neighbouring frames into one wider frame: [T, D] -> [ceil(T / n), n D]."""
-
-    source: Source
-    count: int
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
-        made = self.source.batch(indices, epoch)
-        frames = made["frames"]
-        frames = nn.functional.pad(frames, (0, 0, 0, -frames.shape[1] % self.count))
-        lengths = (made["lengths"] + self.count - 1) // self.count
-        return {**made, "frames": frames.unflatten(1, (-1, self.count)).flatten(2), "lengths": lengths}
 
 
 @dataclass(frozen=True)
@@ -118,9 +106,7 @@ class Speech(Task):
     def source(self, split: Split) -> Source:
         data = _load(self.set, self.path)
         check_fit(data, self.stack)
-        utterances: speech.Utterances = getattr(data, split)
-        source: Source = Augmented(utterances, self.stack) if split == "train" and self.augment else utterances
-        return Stacked(source, self.stack) if self.stack > 1 else source
+        return Frames(getattr(data, split), self.stack, self.augment and split == "train")
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return ctc(model(batch["frames"], batch["lengths"]), batch)

@@ -39,9 +39,7 @@ class Text(Task):
     name: ClassVar[str] = "text"
     metric: ClassVar[str] = "bits/byte"
     model: ClassVar[Mapping[str, Any]] = {"mechanism": "softmax", "dim": 256, "depth": 6, "heads": 8, "dropout": 0.1}
-    training: ClassVar[TrainingConfig] = TrainingConfig(
-        steps=10_000, batch=32, optimiser="adamw", lr=1e-3, betas=(0.9, 0.95), warmup=200, schedule="cosine"
-    )
+    training: ClassVar[TrainingConfig] = TrainingConfig(steps=10_000, batch=32, lr=1e-3, betas=(0.9, 0.95), warmup=200)
     writes: ClassVar[str] = "text"
     write_options: ClassVar[tuple[str, ...]] = ("prompt", "steps")
 
@@ -64,8 +62,7 @@ class Text(Task):
         corpus = text.load(self.set)
         smallest = min(len(part) for part in (corpus.train, corpus.validation, corpus.test))
         if self.length >= smallest:
-            accepted = f"1 to {smallest - 1:,}: a part of {corpus.name} has {smallest:,} bytes"
-            refuse("data.length", self.length, accepted)
+            refuse("data.length", self.length, f"1 to {smallest - 1:,}: a part of {corpus.name} has {smallest:,} bytes")
         if split == "train":
             return text.Windows(corpus.train, self.length, shifted=True)
         return text.Windows(getattr(corpus, split), self.length, self.context)
@@ -74,8 +71,7 @@ class Text(Task):
         return window_loss(model, batch)
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        mean = means(sums)["nats"]
-        return {"bits/byte": mean / math.log(2), "perplexity": math.exp(min(mean, 50.0))}
+        return {**super().summary(sums), "perplexity": math.exp(min(means(sums)["nats"], 50.0))}
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:  # noqa: ARG003

@@ -4,7 +4,6 @@ A file is an .npy array of integers, [N] or [N, T] with a sequence a row; of any
 The last tenth is for testing.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from subquad.data.text import Windows
 from subquad.models import LanguageModel
 from subquad.tasks.text import window_loss
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Source, Split, Task, means
+from subquad.training.task import Batch, Loss, Source, Split, Task
 
 LONGEST = 256  # tokens of a window
 VALUES = 65536  # largest vocabulary
@@ -81,34 +80,28 @@ class Tokens(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return window_loss(model, batch)
 
-    def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        return {"bits/token": means(sums)["nats"] / math.log(2)}
-
 
 @lru_cache(maxsize=1)
 def load_tokens(path: Path) -> np.ndarray:
     """The tokens of a file, as int64; ValueError says what is accepted."""
+    data = f"data={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"data={str(path)!r} cannot work: there is no such file")
+        raise ValueError(f"{data} cannot work: there is no such file")
     if path.suffix != ".npy":
         tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
     else:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # its header may announce more than the file holds
         except (ValueError, EOFError, OSError) as error:
-            raise ValueError(f"data={str(path)!r} cannot work: accepted is an .npy array of integers") from error
+            raise ValueError(f"{data} cannot work: accepted is an .npy array of integers") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"data={str(path)!r} holds {array.dtype} of shape {list(array.shape)}: accepted are integer tokens, "
-                "[N] or [N, T] with a sequence a row"
-            )
+            accepted = "integer tokens, [N] or [N, T] with a sequence a row"
+            raise ValueError(f"{data} holds {array.dtype} of shape {list(array.shape)}: accepted are {accepted}")
         tokens = array.astype(np.int64)
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < VALUES:
-            raise ValueError(
-                f"data={str(path)!r} holds tokens from {tokens.min()} to {tokens.max()}: accepted are 0 to {VALUES - 1}"
-            )
+            values = f"{tokens.min()} to {tokens.max()}"
+            raise ValueError(f"{data} holds tokens from {values}: accepted are 0 to {VALUES - 1}")
     if tokens.shape[0] < LEAST or tokens.shape[-1] < 2:
-        raise ValueError(
-            f"data={str(path)!r} holds {list(tokens.shape)} tokens: accepted are at least {LEAST}, or {LEAST} sequences"
-        )
+        accepted = f"at least {LEAST}, or {LEAST} sequences"
+        raise ValueError(f"{data} holds {list(tokens.shape)} tokens: accepted are {accepted}")
     return tokens

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor
 
 from subquad.checks import check_count, refuse
@@ -88,14 +89,8 @@ def write_images(
     parts = []
     for first in range(0, count, batch):
         size = min(batch, count - first)
-        new = model.generate(
-            prompt.expand(size, -1),
-            pixels - len(given),
-            sampling=sampling,
-            seed=seed + first,
-            compile=compile,
-            told=progress,
-        )
+        options: dict[str, Any] = {"sampling": sampling, "seed": seed + first, "compile": compile, "told": progress}
+        new = model.generate(prompt.expand(size, -1), pixels - len(given), **options)
         parts.append(torch.cat((given.expand(size, -1), new.cpu()), 1))
     return torch.cat(parts).view(count, *shape)
 
@@ -149,7 +144,7 @@ def write_png(
     vocab = model.config.embedding.vocab or 0
     shades = min(values_of(model), vocab - 1)
     upper = None if options.complete is None else read_upper(options.complete, shape, shades)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     state = bytes_per_stream(model, math.prod(shape))
     console.print(f"{count} streams, {state:,} bytes of state each", highlight=False, soft_wrap=True)
     begun = time.perf_counter()

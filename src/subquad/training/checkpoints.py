@@ -52,15 +52,15 @@ class Checkpoint:
         from safetensors import safe_open
 
         with safe_open(self.path / TENSORS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118, it is no mapping
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
     def load_into(self, targets: Mapping[str, Tensor]) -> None:
         """Copy the tensors of these names into the targets, which may be sharded."""
-        if not (self.path / TENSORS).exists():
+        if (self.path / TENSORS).exists():
+            copy_into(read_tensors(self.path / TENSORS), targets, str(self.path))
+        else:
             sharded.load(self.path, dict(targets))
-            return
-        copy_into(read_tensors(self.path / TENSORS), targets, str(self.path))
 
 
 def write(
@@ -88,7 +88,8 @@ def write(
         if ranks.first:
             for name, data in (files or {}).items():
                 _write_synced(part / name, data)
-            seals = {file.name: _seal(file) for file in sorted(part.iterdir())}
+            made = sorted(part.iterdir())
+            seals = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in made}
             state = {"format": FORMAT, "step": step, "facts": dict(facts), "files": seals}
             write_sealed(part / STATE, state, allow_nan=True)  # measures other than the task's metric may be NaN
             _sync_directory(part)
@@ -106,6 +107,12 @@ def names(folder: Path) -> list[Path]:
     """Finished checkpoints, the newest last."""
     paths = folder.glob("step_*") if folder.is_dir() else ()
     return sorted((path for path in paths if path.name.removeprefix("step_").isdigit()), key=_step)
+
+
+def last(folder: Path) -> str:
+    """The end of an error about a run that stops."""
+    paths = names(folder)
+    return f"the last checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
@@ -194,14 +201,9 @@ def copy_into(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], sour
         if value.shape != target.shape:
             raise ValueError(f"{source}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
         if isinstance(target, DTensor):
-            value = distribute_tensor(
-                value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            )
+            value = value.to(target.device)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)
-
-
-def _seal(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
 
 
 def _digest(file: Path) -> str:

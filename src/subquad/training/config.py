@@ -63,36 +63,24 @@ class TrainingConfig(Config):
         )
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
-        _between(self, "lr", "eps", low=0, high=None, open_low=True)
-        _between(self, "weight_decay", low=0, high=None)
-        _between(self, "final_lr", "drop_to", low=0, high=1)
-        _between(self, "momentum", low=0, high=1, open_high=True)
-        _between(self, "factor", low=0, high=1, open_low=True, open_high=True)
-        for name in ("clip", "minutes"):
-            if getattr(self, name) is not None:
-                _between(self, name, low=0, high=None, open_low=True)
-        if self.ema is not None:
-            _between(self, "ema", low=0, high=1, open_low=True, open_high=True)
-        if (
-            not isinstance(self.betas, tuple)
-            or len(self.betas) != 2
-            or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)
+        for names, fits, accepted in (
+            (("lr", "eps", "clip", "minutes"), lambda x: x > 0, "a positive number"),
+            (("weight_decay",), lambda x: x >= 0, "a number of at least 0"),
+            (("final_lr", "drop_to"), lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+            (("momentum",), lambda x: 0 <= x < 1, "a number in [0, 1)"),
+            (("factor", "ema"), lambda x: 0 < x < 1, "a number in (0, 1)"),
+            (("betas",), _two_shares, "two numbers in [0, 1), such as (0.9, 0.98)"),
         ):
-            refuse("betas", self.betas, "two numbers in [0, 1), such as (0.9, 0.98)")
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    refuse(name, value, accepted)
         if self.schedule == "step" and self.drop_at is None:
             refuse("drop_at", None, 'a step with schedule="step"')
         if self.schedule == "inverse_sqrt" and self.warmup < 1:
             refuse("warmup", self.warmup, 'at least 1 with schedule="inverse_sqrt", whose highest lr is at its end')
         if self.micro_batch is not None and self.micro_batch > self.batch:
             refuse("micro_batch", self.micro_batch, f"at most batch={self.batch}")
-
-    @property
-    def evaluation_interval(self) -> int:
-        return self.evaluate_every or max(1, self.steps // 10)
-
-    @property
-    def checkpoint_interval(self) -> int:
-        return self.checkpoint_every or self.evaluation_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +148,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = 
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         name = f"{path}{key}"
         if key not in ours or key not in theirs:
-            where = "new" if key in ours else "gone"
-            lines.append(f"{name} is {where} ({json.dumps({**theirs, **ours}[key])})")
+            lines.append(f"{name} is {'new' if key in ours else 'gone'} ({json.dumps({**theirs, **ours}[key])})")
         elif isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
             lines += differences(ours[key], theirs[key], f"{name}.")
         elif ours[key] != theirs[key]:
@@ -180,14 +167,7 @@ def _place(target: dict[str, Any], keys: list[str], value: Any, setting: str) ->
     target[last] = value
 
 
-def _between(
-    config: object, *names: str, low: float, high: float | None, open_low: bool = False, open_high: bool = False
-) -> None:
-    for name in names:
-        value = getattr(config, name)
-        below = value <= low if open_low else value < low
-        above = high is not None and (value >= high if open_high else value > high)
-        if below or above:
-            if high is None:
-                refuse(name, value, "a positive number" if open_low else "a number of at least 0")
-            refuse(name, value, f"a number in {'(' if open_low else '['}{low}, {high}{')' if open_high else ']'}")
+def _two_shares(value: Any) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(share, int | float) and 0 <= share < 1 for share in value)

@@ -1,7 +1,7 @@
 """Measures over a whole split."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,6 @@ class Wired(nn.Module):
         return self.task.measure(self.model, batch)
 
 
-def _uncompiled(wired: Wired) -> AbstractContextManager[None]:
-    """Evaluate without compilation: to compile for another mode and batch would take longer than the evaluation."""
-    compiled = wired._compiled_call_impl is not None
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
 @torch.no_grad()
 def evaluate(
     wired: Wired,
@@ -52,7 +46,9 @@ def evaluate(
         for made, counts in in_order(source, batch, examples, ranks):
             if ranks.largest(float(stop()))[0]:
                 return None
-            with precision.autocast(), _uncompiled(wired):
+            # to compile for another mode and batch would take longer than the evaluation
+            compiled = wired._compiled_call_impl is not None
+            with precision.autocast(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 measures = wired(made, measure=True)
             for name, parts in measures.items():
                 both = torch.stack([part.detach().double() for part in parts]) * counts

@@ -33,9 +33,8 @@ class Feed:
     def _make(self, step: int) -> list[Batch]:
         indices, epoch = self.order.indices(step)
         mine = Order.shard(indices, self.ranks.rank, self.ranks.world)
-        return [
-            to_device(self.source.batch(part, epoch), self.ranks.device) for part in np.array_split(mine, self.pieces)
-        ]
+        parts = np.array_split(mine, self.pieces)
+        return [to_device(self.source.batch(part, epoch), self.ranks.device) for part in parts]
 
 
 def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:

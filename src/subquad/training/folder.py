@@ -8,7 +8,7 @@ All but tensorboard/ are protected by checksums, of their own or in a checkpoint
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,19 @@ class Folder:
             return
         if not resume:
             raise ValueError(f"{self.path} holds a run: --resume continues it, --out chooses another folder")
-        for before in (read_config(self.path), _config_of_checkpoint(self.path)):
-            if before is None:
-                continue
+        for before in filter(None, (read_config(self.path), _config_of_checkpoint(self.path))):
             before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
-            changed = _changes(config, before)
+            changed = "; ".join(differences(_fixed(config), _fixed(before)))
             if changed:
-                differ = "; ".join(changed)
-                raise ValueError(f"{self.path} was begun with other settings: {differ}; --out chooses another folder")
+                raise ValueError(f"{self.path} was begun with other settings: {changed}; --out chooses another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
         """Begin or resume; rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        written = self.path / CONFIG
         self.lock.enter_context(lock_folder(self.path, "another process is training there"))
         if not self.begun:
             notes = [f"{self.path} holds no run yet: starting from the beginning"] if resume else []
-            write_sealed(written, {**config.to_dict(), **origin(device)})
+            self._write_config(config, device)
             return Opened(None, notes)
         notes = self._repair_config(config, device)
         if (self.path / RESULT).exists():
@@ -90,21 +86,22 @@ class Folder:
             (self.path / RESULT).unlink()
         checkpoint, damaged = checkpoints.newest(self.checkpoints)
         if checkpoint is None and damaged:
-            sentences = "; ".join(damaged.values())
-            raise ValueError(f"{sentences}: no checkpoint is left to resume from; --out starts again in another folder")
+            damage = "; ".join(damaged.values())
+            raise ValueError(f"{damage}: no checkpoint is left to resume from; --out starts again in another folder")
         notes += [f"{sentence}; the checkpoint before it is used" for sentence in damaged.values()]
         for path in damaged:
             set_aside(path)
         if checkpoint is None:
-            notes.append("no checkpoint yet: starting from the beginning")
-            return Opened(None, notes)
+            return Opened(None, [*notes, "no checkpoint yet: starting from the beginning"])
         checkpoint, damage = self._before_damaged_best(checkpoint)
         notes += damage
         if not checkpoint.sealed:
-            notes.append(
-                f"{checkpoint.path} is from a version without digests: its {checkpoints.STATE} cannot be checked"
-            )
+            unchecked = f"its {checkpoints.STATE} cannot be checked"
+            notes.append(f"{checkpoint.path} is from a version without digests: {unchecked}")
         return Opened(checkpoint, notes)
+
+    def _write_config(self, config: RunConfig, device: str) -> None:
+        write_sealed(self.path / CONFIG, {**config.to_dict(), **origin(device)})
 
     def _before_damaged_best(self, newest: Checkpoint) -> tuple[Checkpoint, list[str]]:
         """The newest checkpoint whose best weights are intact: training from there makes the damaged ones again.
@@ -137,7 +134,7 @@ class Folder:
             return []
         except ValueError as error:
             aside = f", and is now {set_aside(file).name}" if file.exists() else ""
-            write_sealed(file, {**config.to_dict(), **origin(device)})
+            self._write_config(config, device)
             return [f"{error}{aside}; it was written again from the settings in the checkpoints"]
 
     def _damage(self, result: Mapping[str, Any]) -> list[str]:
@@ -145,16 +142,15 @@ class Folder:
         file = self.path / history.METRICS
         metrics = history.read(file).damage
         sentences = [f"{file} is damaged: {metrics}"] if metrics else []
-        digest = result.get("weights_sha256")
-        if digest is None:
-            return sentences
-        model = damage_of(self.model, digest)
-        if not model and (self.model / saving.CONFIG).is_file():
-            try:
-                saving.verify(self.model)
-            except ValueError as error:
-                model = str(error)
-        return [*sentences, model] if model else sentences
+        if (digest := result.get("weights_sha256")) is not None:
+            model = damage_of(self.model, digest)
+            if not model and (self.model / saving.CONFIG).is_file():
+                try:
+                    saving.verify(self.model)
+                except ValueError as error:
+                    model = str(error)
+            sentences += [model] if model else []
+        return sentences
 
     def prune(self, keep: int, best: int | None) -> None:
         """Delete old checkpoints, and best weights that neither the kept ones nor the run refer to."""
@@ -167,16 +163,6 @@ class Folder:
         for path in self.path.glob("best/step_*"):
             if path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
-
-    def forget(self) -> None:
-        """Let a new run begin here."""
-        (self.path / CONFIG).unlink(missing_ok=True)
-
-    def finish(self, result: dict[str, Any]) -> None:
-        write_sealed(self.path / RESULT, result)
-
-    def close(self) -> None:
-        self.lock.close()
 
 
 def read_config(path: Path) -> RunConfig:
@@ -201,10 +187,10 @@ def _config_of_checkpoint(path: Path) -> RunConfig | None:
 def _config_in(file: Path) -> RunConfig:
     try:
         data, _ = read_sealed(file)
-        parts = {key: data[key] for key in ("task", "data", "model", "training")}
-        return RunConfig.from_dict(parts)
+        return RunConfig.from_dict({key: data[key] for key in ("task", "data", "model", "training")})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the config of a run ({_reason(error)})") from error
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{file} is not the config of a run ({why})") from error
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -221,15 +207,9 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return parse_json(config.to_json(), "config")
 
 
-def _changes(ours: RunConfig, theirs: RunConfig) -> list[str]:
-    before, now = (_without(plain(config), FREE_ON_RESUME) for config in (theirs, ours))
-    return differences(now, before)
-
-
-def _reason(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _without(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    training = {key: value for key, value in config["training"].items() if key not in names}
-    return {**config, "training": training}
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """The settings that a resumed run must share."""
+    settings = plain(config)
+    for name in FREE_ON_RESUME:
+        del settings["training"][name]
+    return settings

@@ -60,11 +60,8 @@ def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
     """Delete the lines after `step` and all of the test. `copy`, from a checkpoint of that step, replaces a file that
     differs from it. Returns the checksum of the last line, and a sentence if the file was damaged and renamed."""
     history = read(path)
-    kept = [
-        text
-        for text, line in zip(history.texts, history.lines, strict=True)
-        if line["step"] <= step and line["split"] != "test"
-    ]
+    both = zip(history.texts, history.lines, strict=True)
+    kept = [text for text, line in both if line["step"] <= step and line["split"] != "test"]
     damaged = bool(history.damage) or copy not in (None, "".join(kept))
     sentence = ""
     if damaged and step > 0:

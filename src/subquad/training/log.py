@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress
 
 from subquad.training import history
 from subquad.training.history import METRICS
@@ -44,10 +43,13 @@ class Log:
         self.file = self.path.open("a")
         self.board = _board(path / "tensorboard", step, console)
         if console.is_terminal:
-            columns = [
-                TextColumn(text) for text in ("{task.description}", "step {task.fields[step]:,}", "{task.fields[info]}")
-            ]
-            self.bar = Progress(columns[0], BarColumn(bar_width=20), *columns[1:], console=console, transient=True)
+            columns = (
+                "{task.description}",
+                BarColumn(bar_width=20),
+                "step {task.fields[step]:,}",
+                "{task.fields[info]}",
+            )
+            self.bar = Progress(*columns, console=console, transient=True)
             self.task = self.bar.add_task(title, total=1.0, step=step, info="starting")
 
     def __enter__(self) -> Self:
@@ -55,9 +57,7 @@ class Log:
             self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             with contextlib.suppress(OSError, SystemExit):  # the terminal is gone
                 self.bar.stop()
@@ -70,7 +70,7 @@ class Log:
         """One line of metrics.jsonl; NaN and infinity become null."""
         if self.file is None:
             return
-        plain = {key: _finite(value) for key, value in values.items()}
+        plain = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
         text, self.check = history.text_of({"step": step, "split": split, **plain}, self.check)
         self.file.write(text)
         self.file.flush()
@@ -170,18 +170,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def _finite(value: float | int | None) -> float | int | None:
-    return value if value is None or math.isfinite(value) else None
-
-
 def _board(path: Path, step: int, console: Console) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         if "tensorboard" not in _MISSED:  # once in a process that trains many models
-            console.print(
-                "tensorboard is not installed (pip install tensorboard): metrics.jsonl has the curves", highlight=False
-            )
+            instead = "metrics.jsonl has the curves"
+            console.print(f"tensorboard is not installed (pip install tensorboard): {instead}", highlight=False)
         _MISSED.add("tensorboard")
         return None
     return SummaryWriter(str(path), purge_step=step + 1)
@@ -199,8 +194,7 @@ def curve(lines: Iterable[Mapping[str, Any]], metric: str) -> list[list[float]]:
     """[step, value] in the unit of the metric: of the training loss if it has that unit, else of validation."""
     bits = metric.startswith("bits/")
     split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
-    points = [
-        [line["step"], line[key] / unit] for line in lines if line["split"] == split and line.get(key) is not None
-    ]
+    lines = [line for line in lines if line["split"] == split and line.get(key) is not None]
+    points = [[line["step"], line[key] / unit] for line in lines]
     every = -(-len(points) // CURVE) or 1
     return points[every - 1 :: every]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.data.order import Order
+from subquad.disk import write_sealed
 from subquad.models.saving import tensors_of
 from subquad.training import checkpoints
 from subquad.training.capture import Captured
@@ -27,14 +28,14 @@ from subquad.training.distributed import Ranks, blocks_of, whole
 from subquad.training.ema import Ema
 from subquad.training.evaluate import Wired, evaluate
 from subquad.training.feed import Feed, pieces_of
-from subquad.training.folder import Folder, plain
+from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
 from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
 from subquad.training.optimisers import Optimiser, scale_and_clip
 from subquad.training.precision import Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
-from subquad.training.task import Batch, Loss, Source, Split, Task
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Task
 
 TENTHS = 10  # a run has so many evaluations and checkpoints by default
 
@@ -171,7 +172,7 @@ class Run:
             return self.step % every == 0
         if self.training.minutes is not None:
             return new_tenth
-        return self.step % self.training.evaluation_interval == 0
+        return self.step % (self.training.evaluate_every or max(1, self.training.steps // TENTHS)) == 0
 
     def _update(self, feed: Feed, seconds: float) -> None:
         training, precision, ranks = self.training, self.precision, self.ranks
@@ -213,29 +214,22 @@ class Run:
         return loss
 
     def _capture(self) -> Captured:
-        accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
-        for what, wrong in (
-            (f"on {self.ranks.device}", self.ranks.device.type != "cuda"),
-            (f"over {self.ranks.world} ranks", self.ranks.world > 1),
-            ("in fp16, whose scale changes", self.precision.scaled),
-        ):
-            if wrong:
-                raise ValueError(f"training.capture=true cannot work {what}: {accepted}")
+        ranks, name = self.ranks, self.precision.name
+        if ranks.device.type != "cuda" or ranks.world > 1 or self.precision.scaled:  # fp16's scale changes
+            run = f"on {ranks.device} in {name} with {ranks.world} process" + "es" * (ranks.world > 1)
+            accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
+            raise ValueError(f"training.capture=true cannot work {run}: {accepted}")
         return Captured(self._gradients, self.model)
 
     def _read_window(self) -> list[float]:
         """Waits for the device; raises if the loss or the gradient is not a number."""
         loss, _, norm, updates = window = self.window.tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            kept = [] if self.folder is None else checkpoints.names(self.folder.checkpoints)
-            last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+            last = "" if self.folder is None else f"{checkpoints.last(self.folder.checkpoints)}; "
             what = "the loss" if not math.isfinite(loss) else "the gradient"
-            first = self.step - int(updates) + 1
-            raise Stopped(
-                f"{what} is no longer a number between steps {first:,} and {self.step:,}: {last}; "
-                "a new run (--out) with a lower training.lr, a longer training.warmup or a tighter training.clip "
-                "usually helps"
-            )
+            steps = f"steps {self.step - int(updates) + 1:,} and {self.step:,}"
+            advice = "a lower training.lr, a longer training.warmup or a tighter training.clip usually helps"
+            raise Stopped(f"{what} is no longer a number between {steps}: {last}in a new run (--out) {advice}")
         return window
 
     def _report(self, log: Log, meter: Meter, progress: float, seconds: float) -> None:
@@ -252,11 +246,8 @@ class Run:
         logged = {**values, "seconds": seconds, "memory_bytes": used}
         log.write(self.step, "train", logged if meter.counts else {**logged, **dict.fromkeys(rates)})
         left = seconds * max(0.0, 1 / max(1e-9, progress) - 1)
-        log.show(
-            self.step,
-            f"loss {values['loss']:.4f}, {rates['tokens_per_second']:,.0f} tokens/s, "
-            f"{used / 2**30:.1f} GiB, {duration(left)} left",
-        )
+        speed = f"{rates['tokens_per_second']:,.0f} tokens/s, {used / 2**30:.1f} GiB"
+        log.show(self.step, f"loss {values['loss']:.4f}, {speed}, {duration(left)} left")
 
     def _evaluate(self, log: Log, signals: Signals) -> None:
         """Measure validation, and keep the weights if they are the best so far."""
@@ -273,12 +264,11 @@ class Run:
         value = measures[self.task.metric]
         log.write(self.step, "validation", {**measures, "seconds": self.seconds})
         sign = -1.0 if self.task.higher_is_better else 1.0
-        best = self.best
+        best, mark = self.best, ""
         if math.isfinite(value) and (best is None or sign * value < sign * best["measures"][self.task.metric]):
             with self._averaged():
                 digest = self._save_model(self.folder.best(self.step))
-            self.best = {"step": self.step, "measures": measures, "sha256": digest}
-        mark = ", the best so far" if self.best is not None and self.best["step"] == self.step else ""
+            self.best, mark = {"step": self.step, "measures": measures, "sha256": digest}, ", the best so far"
         log.say(f"step {self.step:,}: validation {value:.4f} {self.task.metric}{mark}")
         if self.schedule.evaluated(value):
             log.say(f"step {self.step:,}: lr falls to {self.training.lr * self.schedule.scale:.3g}")
@@ -330,8 +320,6 @@ class Run:
         facts = {
             "config": plain(self.config),
             "seconds": self.seconds,
-            "position": {"examples": self.step * self.training.batch, "epoch": self.order.indices(self.step)[1]},
-            "random": {"seed": self.training.seed, "drawn_for": "seed, step, rank"},
             "evaluated": self.evaluated_step,
             "best": self.best,
             "schedule": self.schedule.state(),
@@ -394,13 +382,11 @@ class Run:
             digest = self._save_model(folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
-            log.say(
-                f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}: "
-                "the learning rate did not reach training.lr; shorten it with --set training.warmup=..."
-            )
+            short = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}"
+            log.say(f"{short}: the learning rate did not reach training.lr; --set training.warmup=... shortens it")
         result = dataclasses.replace(self._result(ended, measures, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
-            folder.finish(dataclasses.asdict(result))
+            write_sealed(folder.path / RESULT, dataclasses.asdict(result))
         log.say(f"test {measures[self.task.metric]:.4f} {self.task.metric}, weights of step {result.best_step:,}")
         return result
 
@@ -426,7 +412,6 @@ class Run:
 
 def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
     """All splits at once, so that a missing test set is noticed before the training. Rank 0 downloads."""
-    splits: tuple[Split, ...] = ("train", "validation", "test")
     sources: dict[Split, Source] = {}
-    ranks.decide(lambda: sources.update({split: task.source(split) for split in splits}))
-    return sources or {split: task.source(split) for split in splits}
+    ranks.decide(lambda: sources.update({split: task.source(split) for split in SPLITS}))
+    return sources or {split: task.source(split) for split in SPLITS}

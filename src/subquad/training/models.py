@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.models.model import Model
-from subquad.models.saving import WEIGHTS, digest_tensors, tensors_of
+from subquad.models.saving import WEIGHTS, Model, digest_tensors, tensors_of
 from subquad.training import checkpoints
 from subquad.training.task import Task
 

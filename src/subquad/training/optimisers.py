@@ -4,7 +4,7 @@ Weight decay is decoupled and applies to matrices only: not to biases, norms and
 the matrices inside the model and AdamW the rest: vectors, and the first and the last layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
-from subquad.models.embedding import Embedding
-from subquad.models.positions import Grid
+from subquad.models.embedding import Embedding, Grid
 from subquad.models.taps import Taps
 from subquad.training.config import TrainingConfig
 
@@ -47,8 +46,9 @@ class Optimiser:
         return {
             f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
             for part in self.parts
-            for name, state in self._states(part)
-            for key, value in state.items()
+            for name, parameter in self.named.items()
+            if parameter in part.state
+            for key, value in part.state[parameter].items()
         }
 
     def empty_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
@@ -70,11 +70,6 @@ class Optimiser:
                 if name in names:
                     state.setdefault(names[name], {})[what] = value
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
-
-    def _states(self, part: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-        for name, parameter in self.named.items():
-            if parameter in part.state:
-                yield name, part.state[parameter]
 
 
 def scale_and_clip(
@@ -110,7 +105,8 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in lookups}
     hidden = set()
     if config.optimiser == "muon":
-        hidden = {name for name in decayed if named[name].ndim == 2 and not _at_an_end(name)}
+        inner = {name for name in decayed if {"embedding", "head"}.isdisjoint(name.split("."))}
+        hidden = {name for name in inner if named[name].ndim == 2}
     rest = [name for name in named if name not in hidden]
     groups = [
         {"params": [named[name] for name in rest if name in decayed], "weight_decay": config.weight_decay},
@@ -129,16 +125,9 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
         parts.append(AdamW(groups, **adam, **fused))
     if hidden:
         matrices = [named[name] for name in named if name in hidden]
-        # updates as large as AdamW's, so that one lr fits both
-        parts.append(
-            Muon(
-                matrices,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        like_adamw: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        like_adamw["adjust_lr_fn"] = "match_rms_adamw"  # updates as large as AdamW's, so that one lr fits both
+        parts.append(Muon(matrices, momentum=config.momentum, **like_adamw))
     return parts
 
 
@@ -150,8 +139,3 @@ def _lookups(model: nn.Module) -> set[str]:
         if own or isinstance(module, Embedding):
             names |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
     return names
-
-
-def _at_an_end(name: str) -> bool:
-    """Whether a parameter belongs to the first or the last layer."""
-    return not {"embedding", "head"}.isdisjoint(name.split("."))

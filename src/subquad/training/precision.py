@@ -16,13 +16,9 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device):
         if name == "auto":
-            name = (
-                "fp32"
-                if device.type != "cuda"
-                else "bf16"
-                if torch.cuda.is_bf16_supported(including_emulation=False)
-                else "fp16"
-            )
+            name = "fp32"
+            if device.type == "cuda":
+                name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         self.name, self.device, self.dtype = name, device, DTYPES[name]
         self.scaled = name == "fp16"
         # of the loss; a power of two, so that it changes no rounding

@@ -2,6 +2,7 @@
 them. The index is a pickle: load only checkpoints you trust."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Every rank calls it; OSError if one of them cannot write."""
-    with _Quiet():
+    with _quiet():
         try:
             save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
         except CheckpointException as error:
@@ -26,7 +27,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def load(folder: Path, targets: dict[str, Tensor]) -> None:
     """Fill the targets in place; every rank calls it, or one process alone."""
-    with _Quiet():
+    with _quiet():
         load_state(targets, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
 
 
@@ -39,9 +40,5 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     }
 
 
-class _Quiet(warnings.catch_warnings):
-    """torch warns about its own internals (TypedStorage, one process alone), which a user cannot change."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
+# torch warns about its own internals (TypedStorage, one process alone), which a user cannot change
+_quiet = partial(warnings.catch_warnings, action="ignore")

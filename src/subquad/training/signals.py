@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from subquad.training.log import Log
@@ -31,9 +31,7 @@ class Signals:
                     self.before[number] = signal.signal(number, self._asked)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

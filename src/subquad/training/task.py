@@ -2,6 +2,7 @@
 write."""
 
 import dataclasses
+import math
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from subquad.models.sampling import Sampling
 from subquad.training.config import TrainingConfig
 
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = typing.get_args(Split)
 Batch = dict[str, Tensor]  # made on the CPU; the loop moves it to the device
 Sums = dict[str, tuple[Tensor, Tensor]]  # a numerator and a denominator for each measure; both add up over batches
 
@@ -116,9 +118,9 @@ class Task(ABC):
         """What a batch adds to each measure; called without gradients, in eval mode."""
         return {"nats": self.loss(model, batch)}
 
-    @abstractmethod
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """The measures as people read them; holds `metric`."""
+        """The measures as people read them; holds `metric`, which is the loss in bits unless a task says otherwise."""
+        return {self.metric: means(sums)["nats"] / math.log(2)}
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:

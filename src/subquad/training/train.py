@@ -17,7 +17,7 @@ from subquad.machine import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
 from subquad.training.distributed import Ranks, join
-from subquad.training.folder import RESULT, Folder
+from subquad.training.folder import CONFIG, RESULT, Folder
 from subquad.training.log import Log, LossCurve
 from subquad.training.loop import Result, Run, Stopped
 from subquad.training.memory_check import check_batch, check_model
@@ -57,36 +57,34 @@ def train(
             check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
         ranks.mark_begun()
-        if ranks.first:
-            for note in opened.notes:
-                console.print(note, highlight=False, markup=False, soft_wrap=True)
+        notes = [*opened.notes, f"{folder.path} is finished already"] if opened.result else opened.notes
+        for note in notes if ranks.first else ():
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
             with blaming(str(folder.path / RESULT), ValueError):
                 result = Result(**opened.result)
                 for name, hint in typing.get_type_hints(Result).items():
                     check_plain(name, getattr(result, name), hint)
-            if ranks.first:
-                console.print(f"{folder.path} is finished already", highlight=False, markup=False, soft_wrap=True)
             return result
+        copy = None
         if opened.checkpoint is not None:
             run.load(opened.checkpoint)
-        copy = None if opened.checkpoint is None else opened.checkpoint.history
+            copy = opened.checkpoint.history
         path = folder.path if ranks.first else None
         with Log(path, console, task.name, run.step, copy) as log, Signals(log) as signals:
             try:
                 return run.go(log, signals, leg)
             except Exception:
                 if ranks.first and run.step == 0:  # the first step failed: there is nothing to resume
-                    folder.forget()
+                    (folder.path / CONFIG).unlink(missing_ok=True)
                 raise
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        kept = checkpoints.names(folder.checkpoints)
-        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        last = checkpoints.last(folder.checkpoints)
         raise Stopped(f"the disk is full ({error}): {last}; free some space and continue with --resume") from error
     finally:
-        folder.close()
+        folder.lock.close()
         ranks.close()
 
 
@@ -112,9 +110,8 @@ def learn(
     examples  of the test part that are measured; None: all
     watch     called with each point of the curve
     """
-    run = Run(
-        task, RunConfig(task=task.name, model=fields, training=training), None, Ranks(torch.device(available(device)))
-    )
+    config = RunConfig(task=task.name, model=fields, training=training)
+    run = Run(task, config, None, Ranks(torch.device(available(device))))
     log = LossCurve(watch)
     result = run.go(log, Signals(log))
     measures = run.measure("test", examples)

@@ -349,7 +349,7 @@ def test_tiles_alive_at_once_are_bounded() -> None:
         ({"q": (1, 0, 2, 3), "k": (1, 0, 2, 3), "v": (1, 0, 2, 3)}, "no empty dimension"),
         ({"pattern": [Local(2)]}, "one for each of the 2 query heads"),
         ({"pattern": "local"}, "pattern"),
-        ({"lengths": torch.tensor([1, 2])}, "accepted are integers"),
+        ({"lengths": torch.tensor([1, 2])}, "one integer a row"),
         ({"lengths": torch.tensor([1.0])}, "accepted are integers"),
         ({"key_lengths": torch.tensor([3])}, "cross-attention"),
         ({"impl": "cuda"}, "impl='cuda'"),

@@ -47,7 +47,7 @@ def begun(table: str, row: str, place: Path, budget: Budget = BUDGET) -> Path:
     _, config = configure(TABLES[table].task, settings_of(TABLES[table], found, budget))
     folder = Folder(place)
     folder.open(config, False, "cpu")
-    folder.close()
+    folder.lock.close()
     return place
 
 

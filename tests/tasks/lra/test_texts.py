@@ -13,9 +13,9 @@ from subquad.tasks.lra.listops import ListOps
 from subquad.tasks.lra.pack import pack
 from subquad.tasks.lra.pathfinder import Pathfinder
 from subquad.tasks.lra.retrieval import STAND_IN, Retrieval, pairs, read_tsv
-from subquad.tasks.lra.task import Classification
+from subquad.tasks.lra.task import Classification, cut
 from subquad.tasks.lra.text import Text
-from subquad.training.task import Split
+from subquad.training.task import SPLITS, Split
 
 REVIEWS = 40  # of each part and kind
 
@@ -40,8 +40,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         records = random.integers(0, 256, (4, 3073)).astype(np.uint8)
         records[:, 0] %= 10
         (batches / f"{name}.bin").write_bytes(records.tobytes())
-    splits = {"train": slice(0, 16), "validation": slice(16, 20), "test": slice(20, 24)}
-    monkeypatch.setattr(image, "SPLITS", splits)
+    monkeypatch.setattr(image, "SIZES", (16, 4, 4))
     monkeypatch.setenv("SUBQUAD_DATA", str(folder))
     return folder
 
@@ -75,7 +74,8 @@ def test_validation_is_held_out_of_training(data: Path) -> None:
 def test_sizes_are_the_arena_s() -> None:
     assert (ListOps().train, ListOps().held_out) == (96_000, 2_000)
     assert (ListOps().train, Pathfinder().train, Pathfinder().held_out) == (96_000, 160_000, 20_000)
-    rows = [np.arange(60_000)[part] for part in image.SPLITS.values()]
+    photographs = {"tokens": np.arange(60_000), "labels": np.arange(60_000)}
+    rows = [cut(photographs, split, *image.SIZES).tokens for split in SPLITS]
     assert [len(part) for part in rows] == [45_000, 5_000, 10_000]
     assert np.concatenate(rows).tolist() == list(range(60_000))
 

@@ -19,10 +19,11 @@ from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import check_op_lengths, readable
+from subquad.ops.lengths import check_op_lengths, readable, shape_of, zero_padding
 from subquad.ops.linear import chunked
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
+from subquad.ops.precision import wide, wide_type
 
 Map = str | Callable[[Tensor], Tensor]
 
@@ -59,12 +60,6 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState]: ...
 
 
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[_Options]
-) -> Tensor | tuple[Tensor, LinearState]: ...
-
-
 @checked
 def linear_attention(
     q: Tensor,
@@ -98,23 +93,20 @@ def linear_attention(
     """
     phi = find_map(feature_map)
     _check_inputs(q, k, v, causal, eps)
-    _check_masks(q, k, causal, lengths, key_lengths, cu_seqlens, log_gate)
+    _check_masks(Inputs(q, k, v, log_gate, lengths, cu_seqlens), causal, key_lengths)
     spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
         # the kernels would take lengths for queries and keys alike, so these keys are emptied here
-        padded = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]  # [B, S]
-        padded = padded[:, :, None, None]
-        q, k, v = phi.apply(q), phi.apply(k).masked_fill(padded, 0), v.masked_fill(padded, 0)
+        q, k, v = phi.apply(q), zero_padding(phi.apply(k), key_lengths), zero_padding(v, key_lengths)
         spec = spec._replace(feature_map="identity")
-    elif key_lengths is not None:
-        lengths = key_lengths
-    elif phi.fused is None:
-        q, k = phi.apply(q), phi.apply(k)
+    else:
+        lengths = lengths if key_lengths is None else key_lengths
+        q, k = (q, k) if phi.fused is not None else (phi.apply(q), phi.apply(k))
     if phi.fused is None:
         _check_features(q, k, v, shape)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    s0, z0 = _check_state("initial_state", initial_state, rows, q, v)
+    s0, z0 = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
     impl = choose(impl, "linear_attention", q, _unsupported(q, v))
     o, s, z = attend(Inputs(q, k, v, log_gate, lengths, cu_seqlens, s0, z0), spec, impl)
     return (o, LinearState(s, z)) if return_state else o
@@ -144,9 +136,7 @@ def linear_attention_step(
         shape = q_t.shape
         q_t, k_t = phi.apply(q_t), phi.apply(k_t)
         _check_features(q_t, k_t, v_t, shape)
-    s, z = _check_state("state", state, q_t.shape[0], q_t[:, None], v_t[:, None])
-    assert s is not None
-    assert z is not None
+    s, z = _check_state("state", state, q_t.shape[0], q_t, v_t)
     spec = Spec(True, _name_of(phi, feature_map), phi.signed, normalize, eps)
     triton = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton"
     o, s, z = (fused_step if triton else chunked.step)(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
@@ -160,12 +150,9 @@ def linear_attention_sums(
 
     `linear_attention_read` then equals linear_attention(q, k, v, causal=False, key_lengths=lengths), in O(M·V) a query.
     """
-    phi, v = _wide_features(k, feature_map), v.to(torch.promote_types(v.dtype, torch.float32))
-    if lengths is not None:
-        padded = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]  # [B, S]
-        phi = phi.masked_fill(padded[..., None, None], 0)
+    phi = zero_padding(_wide_features(k, feature_map), lengths)
     with uncast(k):
-        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, v), phi.sum(1))
+        return LinearState(torch.einsum("bshm,bshv->bhmv", phi, wide(v)), phi.sum(1))
 
 
 def linear_attention_read(
@@ -183,8 +170,8 @@ def linear_attention_read(
 
 def _wide_features(x: Tensor, feature_map: Map) -> Tensor:
     """φ(x) in at least float32; a caller's own map sees x in its own type."""
-    phi, wide = find_map(feature_map), torch.promote_types(x.dtype, torch.float32)
-    return phi.apply(x).to(wide) if phi.fused is None else phi.apply(x.to(wide))
+    phi = find_map(feature_map)
+    return phi.apply(x).to(wide_type(x)) if phi.fused is None else phi.apply(wide(x))
 
 
 def _name_of(phi: FeatureMap, feature_map: Map) -> str:
@@ -203,53 +190,33 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
     check_heads("[B, T, H, D]", q=q, k=k, v=v)
     if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}: accepted is the same batch, heads and width"
-        )
+        raise ValueError(f"k has shape {shape_of(k)}, q {shape_of(q)}: accepted is the same batch, heads and width")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}: accepted is the same batch, length and heads"
-        )
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"causal=True with {q.shape[1]} queries and {k.shape[1]} keys: accepted is as many keys as queries"
-        )
+        raise ValueError(f"v has shape {shape_of(v)}, k {shape_of(k)}: accepted is the same batch, length and heads")
+    if causal and (queries := q.shape[1]) != k.shape[1]:
+        raise ValueError(f"causal=True with {queries} queries and {k.shape[1]} keys: accepted is as many of both")
     check_eps(eps)
 
 
-def _check_masks(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    log_gate: Tensor | None,
-) -> None:
-    batch, length, heads, _ = q.shape
-    keys = k.shape[1]
+def _check_masks(x: Inputs, causal: bool, key_lengths: Tensor | None) -> None:
+    q, k, _, log_gate, lengths, cu_seqlens, *_ = x
+    batch, length, keys = *q.shape[:2], k.shape[1]
     if lengths is not None:
         check_op_lengths("lengths", lengths, batch, keys, q.device)
     if key_lengths is not None:
         if causal or lengths is not None:
-            raise ValueError(
-                "key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False"
-            )
+            raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths and causal=False alone")
         check_op_lengths("key_lengths", key_lengths, batch, keys, q.device)
     if cu_seqlens is not None:
         if lengths is not None or key_lengths is not None:
             raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
         if batch != 1 or length != keys:
-            raise ValueError(
-                f"cu_seqlens with q {tuple(q.shape)} and k {tuple(k.shape)}:"
-                " accepted is a batch of one with as many keys as queries"
-            )
+            accepted = "a batch of one with as many keys as queries"
+            raise ValueError(f"cu_seqlens with q {shape_of(q)} and k {shape_of(k)}: accepted is {accepted}")
         whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
         if not whole or cu_seqlens.device != q.device:
-            raise ValueError(
-                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}:"
-                f" accepted are int32 or int64 of shape [N+1] on {q.device}"
-            )
+            accepted = f"int32 or int64 of shape [N+1] on {q.device}"
+            raise ValueError(f"cu_seqlens is {shown(cu_seqlens)}: accepted are {accepted}")
         check_strided("cu_seqlens", cu_seqlens)
         if readable(cu_seqlens):
             ends = cu_seqlens.tolist()
@@ -257,18 +224,15 @@ def _check_masks(
                 raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
     if log_gate is not None:
         if not causal:
-            raise ValueError(
-                "log_gate with causal=False: accepted is a gate with causal=True, since a decay needs an order"
-            )
-        if log_gate.shape != (batch, length, heads) or not log_gate.is_floating_point() or log_gate.device != q.device:
-            raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
-                f" accepted are floating point numbers of shape [B, T, H] = {(batch, length, heads)} on {q.device}"
-            )
-        _check_gate(log_gate)
+            raise ValueError("log_gate with causal=False: accepted is causal=True, since a decay needs an order")
+        _check_gate(log_gate, q, "[B, T, H]")
 
 
-def _check_gate(log_gate: Tensor) -> None:
+def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
+    shape = tuple(q.shape[:-1])
+    if log_gate.shape != shape or not log_gate.is_floating_point() or log_gate.device != q.device:
+        accepted = f"floating point numbers of shape {letters} = {shape} on {q.device}"
+        raise ValueError(f"log_gate is {shown(log_gate)}: accepted are {accepted}")
     check_strided("log_gate", log_gate)
     if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
@@ -276,24 +240,15 @@ def _check_gate(log_gate: Tensor) -> None:
 
 def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:
     """Refuse what a caller's map made of q, which was of that shape, and k, if it is no map [..., K] -> [..., M]."""
-    for x in (q, k):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.device != v.device:
-            raise ValueError(f"feature_map gave {shown(x)}: accepted is a map of tensors [..., K] -> [..., M]")
-    if q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
-        raise ValueError(
-            f"feature_map gave shapes {tuple(q.shape)} and {tuple(k.shape)}: accepted is a map [..., K] -> [..., M]"
-        )
+    fits = all(isinstance(x, Tensor) and x.is_floating_point() and x.device == v.device for x in (q, k))
+    if not fits or q.shape[:-1] != shape[:-1] or k.shape != (*v.shape[:-1], *q.shape[-1:]) or 0 in q.shape:
+        raise ValueError(f"feature_map gave {shown(q)} and {shown(k)}: accepted is a map [..., K] -> [..., M]")
 
 
-def _check_state(
-    which: str, state: LinearState | None, rows: int, q: Tensor, v: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """s and z, in at least float32; q [R, T, H, M] and v [R, T, H, V] give the widths."""
-    if state is None:
-        return None, None
+def _check_state(which: str, state: LinearState, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """s and z, in at least float32; q [..., H, M] and v [..., H, V] give the widths."""
     s, z = state
-    shape = (rows, q.shape[2] if q.dim() == 4 else q.shape[1], q.shape[-1], v.shape[-1])
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    shape, dtype = (rows, *q.shape[-2:], v.shape[-1]), wide_type(v)
     for name, x, accepted in ((f"{which}.s", s, shape), (f"{which}.z", z, shape[:-1])):
         check_tensor(name, x)
         if x.shape != accepted or x.device != q.device:
@@ -311,9 +266,4 @@ def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, 
         raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
     check_eps(eps)
     if log_gate is not None:
-        if log_gate.shape != q_t.shape[:2] or not log_gate.is_floating_point() or log_gate.device != q_t.device:
-            raise ValueError(
-                f"log_gate is {log_gate.dtype} of shape {tuple(log_gate.shape)} on {log_gate.device}:"
-                f" accepted are floating point numbers [B, H] = {tuple(q_t.shape[:2])} on {q_t.device}"
-            )
-        _check_gate(log_gate)
+        _check_gate(log_gate, q_t, "[B, H]")

@@ -20,6 +20,7 @@ from torch import Tensor
 from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED, Fused
 from subquad.ops.linear.spec import Inputs, Spec
+from subquad.ops.precision import wide_type
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
@@ -54,7 +55,7 @@ def outputs(x: Inputs, spec: Spec, save: bool) -> Outputs:  # noqa: ARG001 (the 
     """What `forward` fills, from shapes alone; the states between segments are [segments - 1, R, H, F]."""
     batch, length, heads, features = x.q.shape
     v, rows, width = x.v, x.sequences, x.v.shape[-1]
-    dtype = torch.promote_types(v.dtype, torch.float32)
+    dtype = wide_type(v)
     cuts = 0 if x.cu_seqlens is not None or not spec.causal else (length - 1) // _segment(x.q)
     return (
         v.new_empty(batch, length, heads, width),
@@ -161,12 +162,8 @@ def _each_slab(work: Callable[[slice, slice], None], x: Inputs, spec: Spec) -> N
         with torch.no_grad(), uncast(q):
             work(*slab)
 
-    if threads == 1 or len(slabs) == 1:
-        for slab in slabs:
-            run(slab)
-    else:
-        workers = min(threads, len(slabs))
-        list(_pool(os.getpid(), workers, threads // workers).map(run, slabs))
+    workers = min(threads, len(slabs))
+    list(map(run, slabs) if workers == 1 else _pool(os.getpid(), workers, threads // workers).map(run, slabs))
 
 
 @functools.lru_cache(maxsize=4)
@@ -190,8 +187,7 @@ def _pool(process: int, workers: int, threads: int) -> ThreadPoolExecutor:  # no
 
 def _join(s: Tensor | None, z: Tensor | None, s_like: Tensor, z_like: Tensor) -> Tensor:
     """s [R, H, M, V] and z [R, H, M] as one row of numbers [R, H, M*V + M]; zeros if there are none."""
-    s = torch.zeros_like(s_like) if s is None else s
-    z = torch.zeros_like(z_like) if z is None else z
+    s, z = torch.zeros_like(s_like) if s is None else s, torch.zeros_like(z_like) if z is None else z
     return torch.cat((s.flatten(2), z), -1)
 
 
@@ -250,9 +246,9 @@ class _Layout:
 
     def split(self, *tokens: Tensor, phi: Fused = FUSED["identity"]) -> Tensor:
         """Some [B, T, H, D] of one width -> φ of each as [P, C, D], at least float32, zeros where no token is."""
-        dtype, width = torch.promote_types(tokens[0].dtype, torch.float32), tokens[0].shape[-1]
-        padded = self.chunks * self.size
-        chunks = tokens[0].new_empty(len(tokens), self.batch, self.heads, padded, width, dtype=dtype)
+        padded, width = self.chunks * self.size, tokens[0].shape[-1]
+        shape = len(tokens), self.batch, self.heads, padded, width
+        chunks = tokens[0].new_empty(shape, dtype=wide_type(tokens[0]))
         for out, x in zip(chunks, tokens, strict=True):
             if self.packed:
                 out.copy_(x.index_select(1, self.source).transpose(1, 2))
@@ -264,7 +260,7 @@ class _Layout:
         if self.empty is not None:
             chunks.masked_fill_(self.empty, 0)
         elif padded > self.length and phi.zero != 0:  # φ(0) is not zero
-            chunks.view(len(tokens), self.batch, self.heads, padded, width)[:, :, :, self.length :] = 0
+            chunks.view(shape)[:, :, :, self.length :] = 0
         return chunks
 
     def merge(self, x: Tensor, out: Tensor) -> None:
@@ -274,13 +270,6 @@ class _Layout:
         x = x.view(self.batch, self.heads, self.chunks * self.size, -1)
         x = x.index_select(2, self.target) if self.packed else x[:, :, : self.length]
         out.copy_(saturate(x.transpose(1, 2), out.dtype))
-
-    def split_state(self, state: Tensor) -> Tensor:
-        """[R, H, F] -> [G, 1, F], or [G, R, F] for a pack, whose sequences stand behind each other."""
-        return state.transpose(0, 1) if self.packed else state.flatten(0, 1)[:, None]
-
-    def merge_state(self, state: Tensor) -> Tensor:
-        return state.transpose(0, 1) if self.packed else state[:, 0].unflatten(0, (self.batch, self.heads))
 
 
 class _Chunks:
@@ -299,12 +288,11 @@ class _Chunks:
         length, most = k.shape[1], max(q.shape[-1], v.shape[-1])
         size = length if not causal and cu_seqlens is None else min(length, 32 if most <= 32 else 64)
         self.k_layout = _Layout((k.shape[0], length, k.shape[2]), size, lengths, cu_seqlens)
-        self.q_layout = self.k_layout
         if cross:
             self.q_layout = _Layout((q.shape[0], q.shape[1], q.shape[2]), q.shape[1], None, None)
-        if cross:
             (self.q,), (self.k,) = self.q_layout.split(q, phi=self.map), self.k_layout.split(k, phi=self.map)
         else:
+            self.q_layout = self.k_layout
             self.q, self.k = self.k_layout.split(q, k, phi=self.map)
         (self.v,) = self.k_layout.split(v)
         self.q_in, self.k_out = self.q, self.k
@@ -320,10 +308,9 @@ class _Chunks:
             self.rest = (cumulated[:, -1:] - cumulated).exp().to(self.q.dtype)[..., None]
             self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
             self.within = _decay(cumulated, self.q.dtype, strict=False)
-        self.u = self._gather(self.k_out, self.v, self.k_out.sum(1))
-        self.enter, final = self._travel(self.u, self.k_layout.split_state(start))
+        self.u = _outer(self.k_out, self.v, self.k_out.sum(1))
+        self.enter, self.final = self._travel(self.u, start)
         self.enter_s, self.enter_z = _divide(self.enter, v.shape[-1])
-        self.final = self.k_layout.merge_state(final)
 
     def scores(self) -> Tensor | None:
         """φ(q)·φ(k) inside the chunks, decayed and masked [P, C, C]."""
@@ -345,8 +332,7 @@ class _Chunks:
         The gradient of the start is left in `dstart`.
         """
         q_in_dd = torch.zeros_like(self.enter_z) if dd is None else torch.bmm(self.q_in.mT, dd)[..., 0]
-        du, dstart = self._travel(self._gather(self.q_in, dn, q_in_dd), self.k_layout.split_state(dfinal), reverse=True)
-        self.dstart = self.k_layout.merge_state(dstart)
+        du, self.dstart = self._travel(_outer(self.q_in, dn, q_in_dd), dfinal, reverse=True)
         du_s, du_z = _divide(du, dn.shape[-1])
         dq = torch.bmm(dn, self.enter_s.mT)
         if dd is not None:
@@ -373,17 +359,21 @@ class _Chunks:
         dcumulated[:, -1] += torch.linalg.vecdot(du, leave)
         return dq, dk, dv, dcumulated.flip(-1).cumsum(-1).flip(-1)[..., None]
 
-    def _gather(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        """What each chunk adds to the state: Σ x yᵀ, and z, as one row of numbers [P, F]."""
-        return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
-
     def _travel(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """The states each chunk reads [P, F] and the final ones [G, 1 or R, F], or their gradients in reverse."""
+        """The states each chunk reads [P, F] and the final ones [R, H, F], or their gradients in reverse."""
         layout = self.k_layout
+        # [R, H, F] -> [G, 1, F], or [G, R, F] for a pack, whose sequences stand behind each other
+        start = start.transpose(0, 1) if layout.packed else start.flatten(0, 1)[:, None]
         enter, final = _states(u.unflatten(0, (-1, layout.chunks)), self.log_decay, start, layout, reverse)
         if not self.causal:  # every chunk sees the whole of its sequence
             enter = final[:, layout.row] if layout.packed else final
+        final = final.transpose(0, 1) if layout.packed else final[:, 0].unflatten(0, (layout.batch, layout.heads))
         return enter.flatten(0, 1), final
+
+
+def _outer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """What each chunk adds to the state: Σ x yᵀ, and z, as one row of numbers [P, F]."""
+    return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
 
 
 def _states(

@@ -1,5 +1,6 @@
 """Starts the kernels of linear attention: with which launch parameters, in which order, on which scratch memory."""
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -80,18 +81,13 @@ _DOT = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-_KINDS: dict[tuple[Any, ...], int] = {}
 _numbers = itertools.count()
 
 
+@functools.lru_cache(maxsize=1024)
 def _number_of(kind: tuple[Any, ...]) -> int:
     """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
-    if len(_KINDS) > 1024:
-        _KINDS.clear()
-    number = _KINDS.get(kind)
-    if number is None:
-        number = _KINDS[kind] = next(_numbers)
-    return number
+    return next(_numbers)
 
 
 class Call:

@@ -131,16 +131,13 @@ torch.library.register_autograd("subquad::linear_attention", _gradient, setup_co
 class _Eager(torch.autograd.Function):
     """The same operator without the dispatcher, whose layers would take longer than the kernels."""
 
+    backward = staticmethod(once_differentiable(_gradient))  # type: ignore[assignment]
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = _forward(*inputs)
         _setup(ctx, inputs, output)
         return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _gradient(ctx, *grads)
 
 
 def _eager(x: Tensor) -> bool:
@@ -161,11 +158,8 @@ def fused_step(
         return torch.ops.subquad.linear_attention_step_(q_t, k_t, v_t, log_gate, s, z, *spec), s, z
     tensors = (q_t, k_t, v_t, log_gate, s, z)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        q, k, v, gate = (None if t is None else t[:, None] for t in tensors[:4])
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        o, s, z = attend(Inputs(q, k, v, gate, s0=s, z0=z), spec, "triton")
+        gate = None if log_gate is None else log_gate[:, None]
+        o, s, z = attend(Inputs(q_t[:, None], k_t[:, None], v_t[:, None], gate, s0=s, z0=z), spec, "triton")
         return o[:, 0], s, z
     o, s, z = torch.ops.subquad.linear_attention_step(q_t, k_t, v_t, log_gate, s.contiguous(), z.contiguous(), *spec)
     return o, s, z

@@ -1,4 +1,4 @@
-"""The public function: checks its arguments, and computes heads whose patterns are alike together."""
+"""The public function: checks its arguments and groups the heads whose patterns can be computed together."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ from subquad.checks import check_heads, checked
 from subquad.ops.impl import choose
 from subquad.ops.lengths import check_op_lengths
 from subquad.ops.sparse.operator import attend
-from subquad.ops.sparse.patterns import Pattern, Random, Summary, changed, from_json, without_head
+from subquad.ops.sparse.patterns import Pattern, Random, Summary
 from subquad.ops.sparse.spec import Inputs, Spec
 
 Fn = TypeVar("Fn")
@@ -50,19 +50,33 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ) v over the pairs of `pattern`: q [B, T, H, D], k and v [B, S, Hkv, D] -> [B, T, H, D].
 
-    `pattern` is one pattern, or one per query head. H is a multiple of Hkv, and neighbouring query heads share a key
-    head. `causal` keeps j <= i and needs S = T; otherwise S may differ, with rows and columns counted from 0.
-    `lengths` [B] is right padding: keys from `lengths` on (or from `key_lengths`, if they have their own) are
-    invisible, and outputs from `lengths` on are zero. A query with no visible key gives zeros.
-    `return_lse` adds log Σ exp(scale·q·k) [B, T, H], -inf where nothing is visible; it has a gradient too.
+    `pattern` is one pattern, or one per query head. H is a multiple of Hkv: neighbouring query heads share a key head.
+    `causal` keeps j <= i and needs S = T; otherwise S may differ, and positions count from 0 on both sides.
+    `lengths` [B] is right padding: keys from there on are hidden, and outputs from there on are zero. `key_lengths`
+    [B], for cross-attention, hides keys instead. A query that sees no key gives zeros.
+    `return_lse` also returns log Σ exp(scale·q·k) [B, T, H], with gradients, and -inf where no key is visible.
     """
-    _check(q, k, v, causal, lengths, key_lengths)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
+    (B, T, H, D), S = q.shape, k.shape[1]
+    if v.shape != k.shape or (k.shape[0], k.shape[3]) != (B, D):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}: q must be [B, T, H, D], and k and v [B, S, Hkv, D]")
+    if H % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: H must be a multiple of Hkv")
+    if causal and T != S:
+        raise ValueError(f"causal=True needs as many keys as queries, got T={T}, S={S}")
+    if causal and key_lengths is not None:
+        raise ValueError("key_lengths is for cross-attention; with causal=True use lengths")
+    if lengths is not None:
+        check_op_lengths("lengths", lengths, B, T if key_lengths is not None else max(T, S), q.device)
+    if key_lengths is not None:
+        check_op_lengths("key_lengths", key_lengths, B, S, q.device)
+    scale = D**-0.5 if scale is None else float(scale)
     impl = choose(impl, "sparse_attention", q, _unsupported(q))
     if key_lengths is None:
         key_lengths = lengths
-    texts = (_text(pattern),) * q.shape[2] if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
-    groups = _groups(texts, q.shape[2], k.shape[2], impl == "triton")
+    texts = (_text(pattern),) * H if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
+    groups = _groups(texts, H, k.shape[2], impl == "triton")
     parts: list[tuple[Tensor, Tensor]] = []
     for text, draws, shifts, heads, kv in groups:
         inputs = Inputs(_heads(q, heads), _heads(k, kv), _heads(v, kv), lengths, key_lengths)
@@ -70,27 +84,9 @@ def sparse_attention(
     o, lse = parts[0]
     if len(parts) > 1:
         order = [h for group in groups for h in group.heads]
-        back = tuple(order.index(h) for h in range(len(order)))
+        back = tuple(map(order.index, range(H)))
         o, lse = (_heads(torch.cat(same, 2), back) for same in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, key_lengths: Tensor | None) -> None:
-    check_heads("[B, T, H, D]", q=q, k=k, v=v)
-    if v.shape != k.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"{shapes}: q must be [B, T, H, D], and k and v [B, S, Hkv, D]")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: H must be a multiple of Hkv")
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(f"causal=True needs as many keys as queries, got T={q.shape[1]}, S={k.shape[1]}")
-    if causal and key_lengths is not None:
-        raise ValueError("key_lengths is for cross-attention; with causal=True use lengths")
-    if lengths is not None:
-        most = q.shape[1] if key_lengths is not None else max(q.shape[1], k.shape[1])
-        check_op_lengths("lengths", lengths, q.shape[0], most, q.device)
-    if key_lengths is not None:
-        check_op_lengths("key_lengths", key_lengths, q.shape[0], k.shape[1], q.device)
 
 
 def _unsupported(q: Tensor) -> str | None:
@@ -103,14 +99,14 @@ def _unsupported(q: Tensor) -> str | None:
 
 
 def _constant(function: Fn) -> Fn:
-    """torch.compiler.assume_constant_result without its import of the whole compiler, Triton included."""
+    """torch.compiler.assume_constant_result, which would import the whole compiler and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @_constant
 def _text(pattern: Pattern) -> str:
-    """A pattern as JSON: torch.compile takes a tuple of strings as a constant, but not a tuple of patterns."""
+    """A pattern as JSON: torch.compile accepts strings as constants, but not patterns."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: one Pattern, or one for each query head; got {pattern!r}")
     return _json(pattern)
@@ -120,7 +116,7 @@ _json = lru_cache(maxsize=1024)(Pattern.to_json)
 
 
 class Group(NamedTuple):
-    """Heads that are computed together: their patterns differ at most in the draws and the shifts."""
+    """Heads that are computed together: their patterns differ only in draws and shifts."""
 
     pattern: str  # as JSON
     draws: tuple[int, ...]  # as in Spec
@@ -131,7 +127,7 @@ class Group(NamedTuple):
 
 @_constant
 def _groups(patterns: tuple[str, ...], H: int, Hkv: int, triton: bool) -> tuple[Group, ...]:
-    """Which heads are computed together, from the pattern of each as JSON."""
+    """Groups the heads, given the pattern of each as JSON."""
     if len(patterns) != H:
         raise ValueError(f"pattern: one Pattern, or one for each of the {H} query heads; got {len(patterns)}")
     return _grouped(patterns, H // Hkv, triton)
@@ -139,45 +135,41 @@ def _groups(patterns: tuple[str, ...], H: int, Hkv: int, triton: bool) -> tuple[
 
 @lru_cache(maxsize=256)
 def _grouped(patterns: tuple[str, ...], share: int, triton: bool) -> tuple[Group, ...]:
-    alike: dict[str, list[int]] = {}
-    draw_of, shift_of = {}, {}
-    for h, text in enumerate(patterns):
-        family, draw_of[h], shift_of[h] = _family(text, triton)
-        alike.setdefault(family, []).append(h)
+    families = [_family(text, triton) for text in patterns]
     groups = []
-    for family, members in alike.items():
-        heads = tuple(members)
-        draws = tuple(draw for h in heads if (draw := draw_of[h]) is not None)
-        shifts = tuple(shift for h in heads if (shift := shift_of[h]) is not None)
+    for family in dict.fromkeys(family for family, _, _ in families):
+        heads = tuple(h for h, (own, _, _) in enumerate(families) if own == family)
+        draws = tuple(draw for h in heads if (draw := families[h][1]) is not None)
+        shifts = tuple(shift for h in heads if (shift := families[h][2]) is not None)
         kv = tuple(h // share for h in heads)
-        # Query heads keep sharing their key head if the group has all of them, with one shift.
+        # Query heads can share a key head if all of them are in this group, with one shift.
         # Otherwise each query head gets a copy of its key head.
         shared = kv[::share]
         whole = heads == tuple(h for g in shared for h in range(g * share, (g + 1) * share))
         whole = whole and all(len(set(shifts[n : n + share])) <= 1 for n in range(0, len(shifts), share))
         if len(set(shifts)) == 1:
-            family, shifts = changed(from_json(family), Summary, shift=shifts[0]).to_json(), ()
+            family, shifts = Pattern.from_json(family)._with(Summary, shift=shifts[0]).to_json(), ()
         groups.append(Group(family, draws, shifts, heads, shared if whole else kv))
     return tuple(groups)
 
 
 def _family(text: str, triton: bool) -> tuple[str, int | None, int | None]:
-    """A pattern without the head it draws for and the shift of its summary, in which heads of a group may differ.
+    """What the heads of a group have in common: the pattern without its draw and without the shift of its summary.
 
-    Then these two; None where there is none, or where it stays in the pattern.
+    Also returns the draw and the shift; None if there is none, or if it stays in the pattern.
     """
-    pattern, draw = without_head(from_json(text))
-    random = any(isinstance(atom, Random) for atom in pattern.atoms)
-    if not triton:  # all heads of a tile of random blocks read the same keys, less the columns of a summary
-        pattern, draw = from_json(text), None
+    whole = Pattern.from_json(text)
+    if not triton and any(isinstance(atom, Random) for atom in whole.atoms):
+        return text, None, None  # in the torch path all heads of a random tile read the same keys
+    pattern, draw = whole._without_head() if triton else (whole, None)
     shifts = [atom.shift for atom in pattern.atoms if isinstance(atom, Summary)]
-    if len(shifts) != 1 or (random and not triton):
+    if len(shifts) != 1:
         return pattern.to_json(), draw, None
-    return changed(pattern, Summary, shift=0).to_json(), draw, shifts[0]
+    return pattern._with(Summary, shift=0).to_json(), draw, shifts[0]
 
 
 def _heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """These heads of x, by slices: an index would have to be copied to a GPU, which waits and cannot be captured."""
+    """These heads of x, by slices: copying an index to a GPU would wait, and cannot be captured in a CUDA graph."""
     ends = [n for n in range(1, len(heads)) if heads[n] != heads[n - 1] + 1]
     runs = [heads[a:b] for a, b in zip([0, *ends], [*ends, len(heads)], strict=True)]
     if len(runs) == 1 and len(heads) == x.shape[2]:

@@ -1,13 +1,13 @@
-"""Decoding over a pattern: exact softmax token by token, with a cache that holds only what can still be read.
+"""Decoding over a pattern: exact softmax token by token, with a cache of only the keys that can still be read.
 
-The cache of a row is one list of slots, [pinned | ring | log]:
+The slots of a row have three parts, [pinned | ring | log]:
 
     pinned  the first keys, for Global
-    ring    the last keys, for Local, Dilated and Block; position j is in slot j mod its size
-    log     what is kept for ever, so it grows: the summary columns, or every key (for Strided, Random and Dense)
+    ring    the last keys, for Local, Dilated and Block; position j is in slot j mod size
+    log     keys that are kept for ever: the summary columns, or every key (for Strided, Random and Dense); it grows
 
-The number of tokens that a row has seen tells which position each slot holds, so nothing else is stored but keys and
-values. A key that could be in two of the parts is in the first of: pinned, log, ring.
+The number of tokens so far tells which position each slot holds, so only keys and values are stored. A key that belongs
+to several parts is stored in the first of: pinned, log, ring.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,8 @@ from torch import Tensor
 from subquad.checks import check_count, check_heads, check_methods, check_tensor, refuse
 from subquad.ops.cache import append, with_room
 from subquad.ops.lengths import check_op_lengths
-from subquad.ops.sparse.patterns import (
-    Block,
-    Dense,
-    Dilated,
-    Global,
-    Local,
-    Pattern,
-    Random,
-    Strided,
-    Summary,
-    without_head,
-)
+from subquad.ops.precision import wide
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 
 ROWS = 256  # queries that attend to the cache at once
 GATHERED = 1 << 24  # elements of keys that are gathered at once
@@ -45,7 +35,7 @@ class SparseState(NamedTuple):
 
 @check_methods
 class SparseCache:
-    """How a pattern, or one for each head, is decoded; the tensors are in the `SparseState` that goes in and comes out.
+    """Decodes one pattern, or one per head. It holds no tensors: those are in the `SparseState` passed in and returned.
 
     cache = SparseCache(Local(256, 0) | Global(4))
     state = cache.empty(batch, heads, width, capacity, like=k)
@@ -58,8 +48,8 @@ class SparseCache:
             refuse("patterns", patterns, "a Pattern, or one for each head")
         atoms = {atom for pattern in self.patterns for atom in pattern.atoms}
         shapes = {(atom.l, atom.c) for atom in atoms if isinstance(atom, Summary)}
-        # A stride comes back to every key, and a later block may draw any earlier one. The log holds one summary for
-        # each head, all of one shape; patterns with more keep every key too.
+        # Strides read every key again, and a random block may be any earlier one. The log has room for one summary per
+        # head, all of one shape; other patterns keep every key too.
         self.everything = (
             any(isinstance(atom, Strided | Random | Dense) for atom in atoms)
             or len(shapes) > 1
@@ -72,19 +62,19 @@ class SparseCache:
             self.ring = max(map(_newest, atoms))
             self.block, self.columns = shapes.pop() if shapes else (1, 0)
         self.growing = self.columns > 0
-        # patterns that differ only in the head they draw for are looked up together
+        # the keys of patterns that differ only in the head of their draws are looked up together
         self.families: dict[Pattern, list[tuple[int, Pattern]]] = {}
         for pattern in dict.fromkeys(self.patterns):
-            family, head = without_head(pattern)
+            family, head = pattern._without_head()
             self.families.setdefault(family, []).append((head or 0, pattern))
 
     def size(self, length: int) -> int:
-        """Slots for a row of that many tokens."""
+        """The number of slots for a row of that many tokens."""
         check_count("length", length, 0)
         return self.pinned + self.ring + self.columns * -(-length // self.block)
 
     def empty(self, batch: int, heads: int, width: int, capacity: int, like: Tensor) -> SparseState:
-        """The state before the first token, with room for `capacity` of them and the type and device of `like`."""
+        """The state before the first token, with room for `capacity` tokens; type and device are those of `like`."""
         for name, value in (("batch", batch), ("heads", heads), ("width", width)):
             check_count(name, value)
         check_count("capacity", capacity, 0)
@@ -92,7 +82,7 @@ class SparseCache:
         return SparseState(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=like.device))
 
     def extend(self, state: SparseState, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> SparseState:
-        """The state after tokens with keys and values [B, T, H, ·], lengths[b] of them in row b; the old one stays."""
+        """A new state with the tokens of these keys and values [B, T, H, ·]; row b has lengths[b] of them."""
         self._check(state, lengths, k=k, v=v)
         return self._extend(state, k, v, lengths)
 
@@ -106,7 +96,7 @@ class SparseCache:
             used = self.pinned + self.ring + (after + self.block - 1) // self.block * self.columns
             caches = [with_room(cache, used, 0) for cache in caches]
         held = self._per_head(lambda p: self._held(p, caches[0].shape[1], after))  # [B, C, H or 1]
-        source = held - state.position[:, None, None]  # where among the new tokens, if not negative
+        source = held - state.position[:, None, None]  # the index among the new tokens; negative: an old token
         index = source.clamp(0, k.shape[1] - 1)[..., None]
         caches = [
             torch.where(source[..., None] >= 0, new.gather(1, index.expand_as(old)).to(old.dtype), old)
@@ -123,7 +113,7 @@ class SparseCache:
         lengths: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, SparseState]:
-        """Causal attention of new tokens [B, T, H, ·] to the state and to themselves, and the state after them."""
+        """Causal attention of new tokens [B, T, H, ·] to the state and to themselves, and the new state."""
         self._check(state, lengths, q=q, k=k, v=v)
         return self._attend(q, k, v, state, lengths, scale)
 
@@ -140,7 +130,7 @@ class SparseCache:
             at = state.position[:, None] + torch.arange(qs.shape[1], device=q.device)  # [B, T]
             keys = torch.cat((state.k.to(k.dtype), ks), 1)
             values = torch.cat((state.v.to(v.dtype), vs), 1)
-            scores = torch.einsum("bthk,bshk->bhts", _wide(qs), _wide(keys)) * scale
+            scores = torch.einsum("bthk,bshk->bhts", wide(qs), wide(keys)) * scale
             weights = _softmax_over(scores, self._visible(state, at))
             outputs.append(torch.einsum("bhts,bshv->bthv", weights.to(values.dtype), values))
             seen = None if lengths is None else (lengths - start).clamp(0, qs.shape[1])
@@ -148,7 +138,7 @@ class SparseCache:
         return torch.cat(outputs, 1), state
 
     def _check(self, state: SparseState, lengths: Tensor | None, **tokens: Tensor) -> None:
-        """Refuse tokens [B, T, H, ·] and a state that do not go together."""
+        """Refuse tokens [B, T, H, ·] and a state that do not fit together."""
         check_heads("[B, T, H, D]", **tokens)
         k = tokens["k"]
         batch, size, heads, _ = k.shape
@@ -157,31 +147,23 @@ class SparseCache:
         for name, x in tokens.items():
             if x.shape[:3] != k.shape[:3] or (name == "q" and x.shape != k.shape):
                 raise ValueError(f"{name} has shape {tuple(x.shape)}, k {tuple(k.shape)}: accepted is the same")
-        for name, cache, width in (("k", state.k, k.shape[3]), ("v", state.v, tokens["v"].shape[3])):
-            check_tensor(f"state.{name}", cache)
-            if cache.ndim != 4 or cache.shape[::2] != (batch, heads) or cache.shape[3] != width:
-                wanted = f"[{batch}, C, {heads}, {width}]"
-                raise ValueError(
-                    f"state.{name} has shape {tuple(cache.shape)}: accepted is {wanted}, as `empty` makes it"
-                )
-            if not cache.is_floating_point() or cache.device != k.device or cache.shape[1] < self.pinned + self.ring:
-                raise ValueError(
-                    f"state.{name} is {cache.dtype} {tuple(cache.shape)} on {cache.device}: accepted are at least"
-                    f" {self.pinned + self.ring} places of numbers on {k.device}, as `empty` makes them"
-                )
-        if state.v.shape[1] != state.k.shape[1]:
-            raise ValueError(f"state.v holds {state.v.shape[1]} places: state.k holds {state.k.shape[1]}")
-        check_tensor("state.position", state.position)
-        if state.position.shape != (batch,) or state.position.dtype != torch.int64 or state.position.device != k.device:
-            raise ValueError(
-                f"state.position is {state.position.dtype} of shape {tuple(state.position.shape)} on"
-                f" {state.position.device}: accepted is int64 of shape ({batch},) on {k.device}"
-            )
+        for name, x in state._asdict().items():
+            check_tensor(f"state.{name}", x)
+            if name == "position":
+                fits, wanted = x.shape == (batch,) and x.dtype == torch.int64, f"int64 of shape ({batch},)"
+            else:
+                width, least = tokens[name].shape[3], self.pinned + self.ring
+                fits = x.ndim == 4 and x.shape[::2] == (batch, heads) and x.shape[3] == width and x.is_floating_point()
+                fits = fits and least <= x.shape[1] == state.k.shape[1]
+                wanted = f"floating point [{batch}, C, {heads}, {width}] with C >= {least}, the same for k and v,"
+            if not fits or x.device != k.device:
+                what = f"state.{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+                raise ValueError(f"{what}: accepted is {wanted} on {k.device}, as `empty` makes it")
         if lengths is not None:
             check_op_lengths("lengths", lengths, batch, size, k.device)
 
     def _held(self, pattern: Pattern, size: int, position: Tensor) -> Tensor:
-        """The position whose key each slot holds for heads of that pattern, [B, C]; -1 for none."""
+        """The position of the key in each slot, for heads of that pattern: [B, C]; -1 if the slot is empty."""
         device, seen = position.device, position[:, None]
         log = torch.arange(size - self.pinned - self.ring, device=device)
         summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
@@ -198,10 +180,11 @@ class SparseCache:
         elsewhere = ring < self.pinned
         if summary is not None:
             elsewhere = elsewhere | summary._allowed(ring, ring)
-        return torch.cat((pinned, torch.where(elsewhere, -1, ring), log), 1)
+        ring = torch.where(elsewhere, -1, ring)
+        return torch.cat((pinned, ring, log), 1)
 
     def _visible(self, state: SparseState, at: Tensor) -> Tensor:
-        """Whether queries at positions `at` [B, T] read held keys and those of `at` itself: [B, H or 1, T, C + T]."""
+        """Whether queries at positions `at` [B, T] read the cached keys and their own: [B, H or 1, T, C + T]."""
 
         def visible(pattern: Pattern) -> Tensor:
             j = torch.cat((self._held(pattern, state.k.shape[1], state.position), at), 1)[:, None]
@@ -210,7 +193,7 @@ class SparseCache:
         return self._per_head(visible).movedim(-1, 1)
 
     def _gathered(self, q: Tensor, state: SparseState, position: Tensor, scale: float) -> Tensor:
-        """Queries from `position` on against a cache of every key, of which only the pattern's are read."""
+        """Attention of queries from `position` on. The cache holds every key; only the pattern's keys are read."""
         batch, length, heads, width = q.shape
         size = state.k.shape[1]
         rows = 1
@@ -227,33 +210,32 @@ class SparseCache:
                 t.gather(1, index.expand(-1, -1, *t.shape[2:])).unflatten(1, j.shape[1:3]).to(q.dtype)
                 for t in (state.k, state.v)
             )  # [B, T, M, H, K]
-            scores = torch.einsum("bthk,btmhk->bhtm", _wide(qs), _wide(ks)) * scale
+            scores = torch.einsum("bthk,btmhk->bhtm", wide(qs), wide(ks)) * scale
             weights = _softmax_over(scores, (j >= 0).movedim(-1, 1))
             outputs.append(torch.einsum("bhtm,btmhv->bthv", weights.to(vs.dtype), vs))
         return torch.cat(outputs, 1)
 
     def _keys(self, at: Tensor, size: int) -> Tensor:
-        """The keys that each head reads at positions `at` [B, T], and -1 to fill up: [B, T, M, H or 1]."""
-        found: dict[Pattern, Tensor] = {}
+        """The keys that each head reads at positions `at` [B, T], filled up with -1: [B, T, M, H or 1]."""
+        keys: dict[Pattern, Tensor] = {}
         for members in self.families.values():
             heads = torch.stack([torch.full_like(at, head) for head, _ in members], -1)  # [B, T, members]
             i = at[..., None].expand_as(heads).flatten()
             j = members[0][1].keys(i, size, causal=True, head=heads.flatten() if len(members) > 1 else None)
             j = j.unflatten(0, heads.shape).unbind(2)
-            found.update(zip((pattern for _, pattern in members), j, strict=True))
-        most = max(j.shape[-1] for j in found.values())
-        padded = {pattern: F.pad(j, (0, most - j.shape[-1]), value=-1) for pattern, j in found.items()}
-        return self._per_head(padded.__getitem__)
+            keys.update(zip((pattern for _, pattern in members), j, strict=True))
+        most = max(j.shape[-1] for j in keys.values())
+        return self._per_head(lambda pattern: F.pad(keys[pattern], (0, most - keys[pattern].shape[-1]), value=-1))
 
     def _per_head(self, compute: Callable[[Pattern], Tensor]) -> Tensor:
-        """The result for each head's pattern, computed once for heads that share one, with heads last; one for all."""
+        """The result for each head's pattern, [..., H]; [..., 1] if all heads have the same pattern."""
         results = {pattern: compute(pattern) for pattern in dict.fromkeys(self.patterns)}
         heads = self.patterns if len(results) > 1 else self.patterns[:1]
         return torch.stack([results[pattern] for pattern in heads], -1)
 
 
-def _newest(atom: Pattern) -> int:
-    """How many of the newest keys a causal query of that atom may read, its own counted."""
+def _newest(atom: Atom) -> int:
+    """How many of the newest keys, its own included, a causal query of that atom may read."""
     match atom:
         case Local(before):
             return before + 1
@@ -264,11 +246,7 @@ def _newest(atom: Pattern) -> int:
     return 0
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _softmax_over(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax of the last dimension over allowed entries; zeros where nothing is allowed."""
+    """Softmax over the allowed entries of the last dimension; zeros where nothing is allowed."""
     some = allowed.any(-1, keepdim=True)
     return scores.masked_fill(~allowed & some, -torch.inf).softmax(-1) * some

@@ -1,12 +1,12 @@
-"""The Triton kernels of sparse attention: flash attention over tiles of re-addressed tokens.
+"""The Triton kernels of sparse attention: flash attention over tiles whose tokens need not be consecutive.
 
-A program holds a tile of queries (forward, dq) or of keys (dkv) and walks the tiles of the other side that an atom of
-the pattern can reach, between bounds that it computes itself. Inside a tile the atom's own rule and the exclusion of
-earlier atoms are evaluated on positions, unless a test on the corners of the tile shows that every pair is visible.
+A program holds a tile of queries (forward, dq) or of keys (dkv) and loops over the tiles of the other side that an atom
+of the pattern can reach. Inside a tile it evaluates the rule of the atom, and leaves out pairs of earlier atoms. Both
+are skipped if the corners of the tile show that every pair is visible.
 
 No compile-time constant depends on the length of the sequence.
 """
-# ruff: noqa: RET505 (a compile-time test keeps all its branches)
+# ruff: noqa: RET505 (Triton needs every branch of a compile-time test)
 
 import triton
 import triton.language as tl
@@ -15,17 +15,17 @@ import triton.language as tl
 GLOBAL = tl.constexpr(0)  # tokens
 LOCAL = tl.constexpr(1)  # before, after
 BLOCK = tl.constexpr(2)  # l, before, after
-DILATED = tl.constexpr(3)  # gap, window
+DILATED = tl.constexpr(3)  # window, gap
 STRIDED = tl.constexpr(4)  # l
-SUMMARY = tl.constexpr(5)  # l, c, first column of a block; -1: each head has its own, which a kernel looks up
+SUMMARY = tl.constexpr(5)  # l, c, first column of a block; -1: each head has its own, in `firsts`
 RANDOM = tl.constexpr(6)  # block size, blocks of a row
 DENSE = tl.constexpr(7)
-ROWS = tl.constexpr(8)  # tokens: the queries that read everything, seen from the keys
-STRIP = tl.constexpr(9)  # as SUMMARY: what the far part of a summary leaves, see `far_backward`
+ROWS = tl.constexpr(8)  # tokens: the queries that read everything, for passes over keys
+STRIP = tl.constexpr(9)  # as SUMMARY: a summary without its far part, see `far_backward`
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# arguments that change with the length: a value that is 1, or a multiple of 16, must not make another kernel
+# Arguments that change with the length. Triton must not compile another kernel if they are 1 or a multiple of 16.
 CHANGING = [
     "T", "S", "tiles", "row0", "rows", "col0", "cols", "pad", "shift", "low", "split", "table_rows",
     "lse_piece", "lse_head", "table_batch", "table_head", "far_batch",
@@ -35,7 +35,7 @@ CHANGING = [
 
 @triton.jit
 def _held(i, j, first, A: tl.constexpr, n: tl.constexpr):
-    """Whether atom n holds the pairs (i, j), elementwise; `first`: the first column of a block, if heads differ."""
+    """Whether atom n holds the pairs (i, j), elementwise; `first`: the first column of a block if heads differ."""
     d = i - j
     if A[4 * n] == GLOBAL:
         return (i < A[4 * n + 1]) | (j < A[4 * n + 1])
@@ -46,7 +46,7 @@ def _held(i, j, first, A: tl.constexpr, n: tl.constexpr):
         return (apart <= A[4 * n + 2]) & (apart >= -A[4 * n + 3])
     elif A[4 * n] == DILATED:
         span: tl.constexpr = A[4 * n + 1] * A[4 * n + 2]
-        return (d <= span) & (d >= -span) & (d % A[4 * n + 1] == 0)
+        return (d <= span) & (d >= -span) & (d % A[4 * n + 2] == 0)
     elif A[4 * n] == STRIDED:
         return d % A[4 * n + 1] == 0
     elif A[4 * n] == SUMMARY:
@@ -66,8 +66,13 @@ def _held(i, j, first, A: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def _whole(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
-    """Whether atom n surely holds all pairs between the corners."""
-    if A[4 * n] == LOCAL:
+    """Whether atom n surely holds all pairs between the corners.
+
+    With the corners swapped (i1, i0, j1, j0): whether it may hold any of them.
+    """
+    if A[4 * n] == GLOBAL:
+        return (i1 < A[4 * n + 1]) | (j1 < A[4 * n + 1])
+    elif A[4 * n] == LOCAL:
         return (i1 - j0 <= A[4 * n + 1]) & (j1 - i0 <= A[4 * n + 2])
     elif A[4 * n] == BLOCK:
         l: tl.constexpr = A[4 * n + 1]  # noqa: E741
@@ -82,23 +87,6 @@ def _whole(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
 
 
 @triton.jit
-def _apart(i0, i1, j0, j1, A: tl.constexpr, n: tl.constexpr):
-    """Whether atom n surely holds no pair between the corners."""
-    if A[4 * n] == GLOBAL:
-        return (i0 >= A[4 * n + 1]) & (j0 >= A[4 * n + 1])
-    elif A[4 * n] == LOCAL:
-        return (i0 - j1 > A[4 * n + 1]) | (j0 - i1 > A[4 * n + 2])
-    elif A[4 * n] == BLOCK:
-        l: tl.constexpr = A[4 * n + 1]  # noqa: E741
-        return (i0 // l - j1 // l > A[4 * n + 2]) | (j0 // l - i1 // l > A[4 * n + 3])
-    elif A[4 * n] == DILATED:
-        span: tl.constexpr = A[4 * n + 1] * A[4 * n + 2]
-        return (i0 - j1 > span) | (j0 - i1 > span)
-    else:
-        return i0 != i0
-
-
-@triton.jit
 def _free(i0, i1, j0, j1, lattice, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
     """Whether every pair between the corners is visible through atom n and belongs to no earlier one."""
     free = _whole(i0, i1, j0, j1, A, n)
@@ -106,7 +94,7 @@ def _free(i0, i1, j0, j1, lattice, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.
         free = free & (lattice[2] < 0)  # one residue
     if A[4 * n] != ROWS:
         for e in tl.static_range(0, n):
-            free = free & _apart(i0, i1, j0, j1, A, e)
+            free = free & (_whole(i1, i0, j1, j0, A, e) == 0)
     if CAUSAL:
         free = free & (j1 <= i0)
     return free
@@ -114,11 +102,11 @@ def _free(i0, i1, j0, j1, lattice, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def _seen(i, j, x, own, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which pairs are visible through atom n and belong to no earlier one; `x`: the side whose random block is own."""
+    """Which pairs are visible through atom n and belong to no earlier one; `x`: the side with random block `own`."""
     if A[4 * n] == RANDOM:
         seen = (x // A[4 * n + 1] == own) & (i == i) & (j == j)
     elif A[4 * n] == SUMMARY:
-        seen = (i == i) & (j == j)  # the walk only meets its columns
+        seen = (i == i) & (j == j)  # all keys of the loop are its columns
     else:
         seen = _held(i, j, first, A, n)
     if A[4 * n] != ROWS:
@@ -131,7 +119,7 @@ def _seen(i, j, x, own, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.cons
 
 @triton.jit
 def _place(f, a, lattice, STEP: tl.constexpr):
-    """The positions of the entries a after index f: consecutive, or residue by residue of a lattice."""
+    """The positions of the entries a after index f: consecutive, or in the order of a lattice, residue by residue."""
     if STEP == 1:
         return f + a
     else:
@@ -155,9 +143,21 @@ def _column(s, first, A: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def _columns_below(x, first, A: tl.constexpr, n: tl.constexpr):
-    """How many keys of a summary lie before position x."""
+    """How many columns of a summary lie before position x."""
     start = first if A[4 * n + 3] < 0 else A[4 * n + 3]
     return x // A[4 * n + 1] * A[4 * n + 2] + tl.minimum(tl.maximum(x % A[4 * n + 1] - start, 0), A[4 * n + 2])
+
+
+@triton.jit
+def _lattice_range(f, lattice, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr):
+    """The indices that the B entries from index f on can reach, or be reached from, in a lattice."""
+    pad = lattice[0]
+    lo = f // pad * pad
+    hi = ((f + B - 1) // pad + 1) * pad
+    if A[4 * n] == DILATED:
+        lo = tl.maximum(lo, f - A[4 * n + 1])
+        hi = tl.minimum(hi, f + B + A[4 * n + 1])
+    return lo, tl.minimum(hi, STEP * pad)
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def _key_range(
     f, i0, i1, end, lattice, first, table_rows, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr,
     STEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Which of atom n's keys the queries i0 .. i1 (from index f on) can reach; `end`: how many keys there are.
+    """Which of atom n's keys the queries i0 .. i1 (from index f on) can reach; `end` is the number of keys.
 
-    RANDOM: from 0 to the number of tiles in all blocks that they drew, see `_drawn`.
+    RANDOM: which of the tiles that they drew, see `_drawn`.
     """
     lo = 0
     hi = end
@@ -185,16 +185,10 @@ def _key_range(
     elif A[4 * n] == RANDOM:
         draws = tl.minimum(i1 // A[4 * n + 1], table_rows - 1) - i0 // A[4 * n + 1] + 1
         return 0, draws * A[4 * n + 2] * ((A[4 * n + 1] + BN - 1) // BN)
-    pad = lattice[0]
     if STEP != 1:
-        lo = f // pad * pad
-        hi = ((f + BM - 1) // pad + 1) * pad
-        if A[4 * n] == DILATED:
-            lo = tl.maximum(lo, f - A[4 * n + 2])
-            hi = tl.minimum(hi, f + BM + A[4 * n + 2])
+        lo, hi = _lattice_range(f, lattice, A, n, STEP, BM)
         if CAUSAL:
             hi = tl.minimum(hi, f + BM)
-        hi = tl.minimum(hi, STEP * pad)
     else:
         if CAUSAL and A[4 * n] != STRIP:
             hi = tl.minimum(hi, i1 + 1)
@@ -230,43 +224,41 @@ def _query_range(
         hi = tl.minimum(hi, (j1 // A[4 * n + 1] + 2) * A[4 * n + 1])
         if _columns_below(j0, first, A, n) == _columns_below(j1 + 1, first, A, n):
             hi = lo
-    pad = lattice[0]
     if STEP != 1:
-        lo = f // pad * pad
-        hi = ((f + BN - 1) // pad + 1) * pad
-        if A[4 * n] == DILATED:
-            lo = tl.maximum(lo, f - A[4 * n + 2])
-            hi = tl.minimum(hi, f + BN + A[4 * n + 2])
+        lo, hi = _lattice_range(f, lattice, A, n, STEP, BN)
         if CAUSAL:
             lo = tl.maximum(lo, f)
-        hi = tl.minimum(hi, STEP * pad)
     elif CAUSAL:
         lo = tl.maximum(lo, j0)
     return lo, hi
 
 
 @triton.jit
-def _rows(x, at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of a head at positions `at`, zeros where not ok."""
+def _places(at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Offsets of the elements of rows, and which of them exist."""
     d = tl.arange(0, BD)
     ok = ok[:, None]
     if D != BD:
         ok = ok & (d[None, :] < D)
-    return tl.load(x + at.to(tl.int64)[:, None] * stride + d[None, :], mask=ok, other=0.0)
+    return at.to(tl.int64)[:, None] * stride + d[None, :], ok
+
+
+@triton.jit
+def _rows(x, at, ok, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a head at positions `at`, zeros where not ok."""
+    place, ok = _places(at, ok, stride, D, BD)
+    return tl.load(x + place, mask=ok, other=0.0)
 
 
 @triton.jit
 def _store(x, at, ok, rows, stride: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    d = tl.arange(0, BD)
-    ok = ok[:, None]
-    if D != BD:
-        ok = ok & (d[None, :] < D)
-    tl.store(x + at.to(tl.int64)[:, None] * stride + d[None, :], rows.to(x.dtype.element_ty), mask=ok)
+    place, ok = _places(at, ok, stride, D, BD)
+    tl.store(x + place, rows.to(x.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _keys(s0, hi, klen, lattice, first, A: tl.constexpr, n: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr):
-    """Positions of the keys from index s0 on, which of them exist, the corners, and whether all exist."""
+    """The keys from index s0 on: their positions, which of them exist, the corners, and whether all exist."""
     a = tl.arange(0, BN)
     if A[4 * n] == SUMMARY or A[4 * n] == STRIP:
         j = _column(s0 + a, first, A, n)
@@ -280,7 +272,7 @@ def _keys(s0, hi, klen, lattice, first, A: tl.constexpr, n: tl.constexpr, STEP: 
 
 @triton.jit
 def _drawn(t, i0, klen, table, A: tl.constexpr, n: tl.constexpr, BN: tl.constexpr):
-    """The t-th tile of the blocks that queries from i0 on drew: its first key, the end of its keys, and who drew it."""
+    """Tile t of the blocks that the queries from i0 on drew: its first key, the end of its keys, and who drew it."""
     per = (A[4 * n + 1] + BN - 1) // BN
     entry = i0 // A[4 * n + 1] * A[4 * n + 2] + t // per
     block = tl.load(table + entry)
@@ -294,8 +286,8 @@ def _query_tile(
     lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS: tl.constexpr, STEP: tl.constexpr, H: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """The tile of queries of this program: sequence and head; first index, positions, corners and which of them exist;
-    how many queries and keys the sequence has."""
+    """The tile of queries of this program: sequence and head; first index, positions, corners and which queries exist;
+    the lengths of the queries and keys of the sequence."""
     tile = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % H
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
@@ -321,7 +313,7 @@ def _forward_part(
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Continues the softmax of a tile of queries over the keys of atom n."""
+    """Continues the softmax of a tile of queries with the keys of atom n."""
     lo, end = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, lattice, first, table_rows, A, n, CAUSAL, STEP, BM, BN)
     if SPLITS:
         lo = piece * split
@@ -363,7 +355,7 @@ def _forward(
     SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries row0 .. rows - 1: starts or continues their softmax over the atoms PARTS."""
+    """One tile of the queries row0 .. rows - 1: starts or continues their softmax with the keys of the atoms PARTS."""
     lattice = (pad, shift, low)
     b, h, f, i, i0, i1, here, end, klen = _query_tile(
         lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS, STEP, H, BM
@@ -404,7 +396,7 @@ def _dq_part(
     STEP: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq what comes through the keys of atom n."""
+    """Adds to dq the part of the keys of atom n."""
     lo, end = _key_range(f, i0, tl.minimum(i1, rows - 1), klen, lattice, first, table_rows, A, n, CAUSAL, STEP, BM, BN)
     if SPLITS:
         lo = piece * split
@@ -443,9 +435,9 @@ def _dq(
     H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries. The first pass leaves in `stats` what all other passes need of a query, side by side:
-    norm, the log-sum-exp in base 2, and delta = Σ do·o, less the gradient of the log-sum-exp.
-    FAR: the atom whose far part has been computed apart, its gradients in `far`."""
+    """dq of one tile of queries. The first pass writes to `stats` what all other passes need: for each query its norm,
+    the log-sum-exp in base 2, and delta = Σ do·o, minus the gradient of the log-sum-exp.
+    FAR: the atom whose far part has been computed separately; its gradients are in `far`."""
     lattice = (pad, shift, low)
     b, h, f, i, i0, i1, here, end, klen = _query_tile(
         lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS, STEP, H, BM
@@ -497,7 +489,7 @@ def _dkv_tile(
     CAUSAL: tl.constexpr, STEP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk and dv of a tile of keys what comes from one tile of queries."""
+    """Adds to dk and dv of a tile of keys the part of one tile of queries."""
     a = tl.arange(0, BM)
     i = _place(s0, a, lattice, STEP)
     i0, i1 = _corners(s0, lattice, STEP, BM)
@@ -532,7 +524,7 @@ def _dkv(
     CONTINUE: tl.constexpr, SPLITS: tl.constexpr, LENGTHS: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr,
     SHARE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of the keys col0 .. cols - 1, in index; KEYS is the atom whose columns they are."""
+    """dk and dv of one tile of keys, with indices col0 .. cols - 1 among the columns of the atom KEYS."""
     HKV: tl.constexpr = H // SHARE
     lattice = (pad, shift, low)
     tile = tl.program_id(0) % tiles
@@ -603,11 +595,11 @@ def _far(
     tiles, rows, A: tl.constexpr, n: tl.constexpr, BACK: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the first `rows` columns of a summary, spread over the queries that stand for heads.
+    """Copies one tile of the first `rows` columns of a summary, once for each query that acts as a head.
 
-    BACK: the gradients of those, added to the gradients of k and v.
+    BACK: adds the gradients of the copies to the gradients of k and v.
     """
-    # heads lie side by side in memory, so neighbouring programs take them
+    # neighbouring programs take neighbouring heads, which are adjacent in memory
     h = tl.program_id(0) % H
     tile = tl.program_id(0) // H % tiles
     b = (tl.program_id(0) // H // tiles).to(tl.int64)

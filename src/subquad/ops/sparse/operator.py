@@ -1,6 +1,6 @@
-"""The operator subquad::sparse and its gradient, so that programs compile and export.
+"""The operators subquad::sparse and subquad::sparse_backward, so that programs compile and export.
 
-An operator takes tensors and plain types, so a Spec is taken apart on the way in and put together again here.
+An operator accepts only tensors and plain types, so it gets the fields of a Spec one by one.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops.precision import wide_type
 from subquad.ops.sparse import torch_path
 from subquad.ops.sparse.spec import Inputs, Spec
 
@@ -21,8 +22,10 @@ def attend(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     return torch.ops.subquad.sparse(*x, *spec)
 
 
-def _spec(pattern: str, draws: Sequence[int], shifts: Sequence[int], *rest: Any) -> Spec:
-    return Spec(pattern, tuple(draws), tuple(shifts), *rest)
+def _arguments(plain: Sequence[Any]) -> tuple[Inputs, Spec]:
+    """The arguments of the operator as Inputs and Spec."""
+    pattern, draws, shifts, *rest = plain[5:]
+    return Inputs(*plain[:5]), Spec(pattern, tuple(draws), tuple(shifts), *rest)
 
 
 def _path(spec: Spec) -> Any:
@@ -33,34 +36,21 @@ def _path(spec: Spec) -> Any:
     return triton_path
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:
-    spec = _spec(*options)
-    return _path(spec).forward(Inputs(q, k, v, lengths, key_lengths), spec)
+def _forward(*plain: Any) -> tuple[Tensor, Tensor]:
+    x, spec = _arguments(plain)
+    return _path(spec).forward(x, spec)
 
 
 def _forward_shapes(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
-    if others[-1] == "triton":  # a head's log-sum-exp stands together
-        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch_path.wide(q)).transpose(1, 2)
-    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=torch_path.wide(q))
+    if others[-1] == "triton":  # which writes [B, H, T]
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=wide_type(q)).transpose(1, 2)
+    return q.new_empty(q.shape), q.new_empty((B, T, H), dtype=wide_type(q))
 
 
-def _gradients(
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec = _spec(*options)
-    return _path(spec).backward(Inputs(q, k, v, lengths, key_lengths), spec, o, lse, do, dlse)
+def _gradients(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *plain: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, spec = _arguments(plain)
+    return _path(spec).backward(x, spec, o, lse, do, dlse)
 
 
 def _gradient_shapes(do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:  # noqa: ARG001

@@ -2,21 +2,21 @@
 
 Query i and key j are positions from 0. Atoms combine with `|` into their union, `causal=True` keeps j <= i:
 
-    Local(before, after)   j in i - before .. i + after, both ends included; Local(w) is Local(w, w)
+    Local(before, after)   i - before <= j <= i + after; Local(w) is Local(w, w)
     Dilated(window, gap)   j = i + gap·m for |m| <= window: 2·window + 1 keys that span gap·window on each side
     Strided(l)             (i - j) mod l = 0
     Block(l)               i and j in the same block of l; Block(l, before, after) adds neighbouring blocks
-    Summary(l, c)          j among the last c of its block of l; `shift` moves to the c columns before those, so that
-                           heads may summarise different sub-blocks
-    Global(tokens)         the first `tokens` positions are read by all and read all
+    Summary(l, c, shift)   j among the last c of its block of l; each `shift` takes the c before those, so that heads
+                           can summarise different parts of a block
+    Global(tokens)         all positions read the first `tokens`, and the first `tokens` read all
     Random(blocks, block_size, seed)
-                           each block of queries reads `blocks` distinct blocks of keys, drawn by a counter-based hash
+                           each block of queries reads `blocks` different blocks of keys, drawn by a hash of counters
     Dense()                every pair
 
 The sets of the Sparse Transformer (arXiv:1904.10509) are Local(l, 0) with Strided(l), and Block(l) with Summary(l, c).
-A pattern never looks at T, except Random without `causal`, which draws among the blocks that exist: hence `length`.
+Only Random without `causal` depends on the length, because it draws among the blocks that exist.
 """
-# ruff: noqa: ARG002 (every atom is asked with the same arguments, whether it needs them or not)
+# ruff: noqa: ARG002 (all atoms have the same methods, and most of them need only some of the arguments)
 
 import json
 from abc import ABC, abstractmethod
@@ -29,21 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.checks import (
-    INTEGERS,
-    at_least,
-    check_count,
-    check_device,
-    check_methods,
-    check_strided,
-    checked,
-    refuse,
-    shown,
-)
+from subquad.checks import INTEGERS, at_least, check_count, check_device, check_methods, check_strided, refuse, shown
 from subquad.disk import parse_json
 
 COUNTED = 2**22  # keys that `pairs` looks up at once
-DENSEST = 2**36  # pairs of a matrix that is written out
+DENSEST = 2**36  # most elements of a matrix that `dense` makes
+POSITIVE = ("l", "c", "gap", "tokens", "blocks", "block_size")  # fields that are at least 1; the others may be 0
 Length = int | Tensor | None
 Head = int | Tensor | None
 
@@ -57,75 +48,70 @@ class Pattern(ABC):
         check_methods(cls)
 
     @property
-    def atoms(self) -> "tuple[Pattern, ...]":
-        return (self,)
+    @abstractmethod
+    def atoms(self) -> "tuple[Atom, ...]":
+        """The parts of a union, or the pattern itself."""
 
     @abstractmethod
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
-        """Membership of the pair, before `causal` removes j > i."""
-
-    @abstractmethod
-    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
-        """Candidate keys of queries i [n] -> [n, m]; `keys` drops those outside 0 .. S - 1 and, causal, after i."""
+        """Whether the pattern holds the pairs; `_allowed` then removes j > i if causal."""
 
     def mask(self, i: Tensor, j: Tensor, *, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
         """Whether query i may read key j, elementwise on indices that broadcast.
 
-        `length`: how many keys exist; `head`: draw for that head, or those, instead of the one that a Random names.
+        `length` is the number of keys. `head` replaces the head of every Random.
         """
         _check_indices(i=i, j=j, length=length, head=head)
         return self._allowed(i, j, causal, length, head)
 
     def _allowed(self, i: Tensor, j: Tensor, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
-        """`mask` of indices that are known to be right."""
+        """`mask` without the checks."""
         inside = self._mask(i, j, causal, length, head)
         return inside & (j <= i) if causal else inside
 
     def keys(self, i: Tensor, S: int, *, causal: bool = False, head: Head = None) -> Tensor:
-        """The keys of queries i [n], each once and in no promised order: [n, m], with -1 where a row has fewer.
+        """The keys of queries i [n], each once, in any order: [n, m], filled up with -1.
 
-        `head`: as for mask; one, or one for each query [n].
+        `head` replaces the head of every Random: an integer, or one for each query [n].
         """
         if i.ndim != 1:
             raise ValueError(f"i has shape {tuple(i.shape)}: accepted are the positions of n queries, [n]")
         check_count("S", S, 0)
         _check_indices(i=i, head=head)
         if isinstance(head, Tensor) and head.shape not in ((), i.shape):
-            raise ValueError(
-                f"head has shape {tuple(head.shape)}: accepted is one, or one for each query, {tuple(i.shape)}"
-            )
-        rows, found = i[:, None], []
-        for at, atom in enumerate(self.atoms):
+            what = f"head has shape {tuple(head.shape)}"
+            raise ValueError(f"{what}: accepted is one, or one for each query, {tuple(i.shape)}")
+        queries, parts = i[:, None], []
+        heads = head.expand(i.shape)[:, None] if isinstance(head, Tensor) else head
+        for n, atom in enumerate(self.atoms):
             j = atom._keys(i, S, causal, head)
             new = (j >= 0) & (j < S)
             if causal:
-                new = new & (j <= rows)
-            for earlier in self.atoms[:at]:
-                heads = head[:, None] if isinstance(head, Tensor) else head
-                new = new & ~earlier._allowed(rows, j, causal, S, heads)
-            found.append(torch.where(new, j, -1))
-        return torch.cat(found, 1)
+                new = new & (j <= queries)
+            for earlier in self.atoms[:n]:
+                new = new & ~earlier._allowed(queries, j, causal, S, heads)
+            parts.append(torch.where(new, j, -1))
+        return torch.cat(parts, 1)
 
     def dense(
         self, T: int, S: int | None = None, *, causal: bool = False, device: torch.device | str | None = None
     ) -> Tensor:
-        """The 0/1 matrix, bool [T, S], of T queries and S keys (S = T unless said)."""
-        _check_sizes(T, S)
+        """The 0/1 matrix of T queries and S keys (by default S = T): bool [T, S]."""
+        S = _keys_of(T, S)
         if device is not None:
             check_device("device", device)
-        if T * (T if S is None else S) > DENSEST:
+        if T * S > DENSEST:
             refuse("T", T, f"T·S of at most 2**{DENSEST.bit_length() - 1}: count larger ones with pairs")
-        i, j = torch.arange(T, device=device), torch.arange(T if S is None else S, device=device)
-        return self._allowed(i[:, None], j[None], causal, len(j)).expand(len(i), len(j)).contiguous()
+        i, j = torch.arange(T, device=device), torch.arange(S, device=device)
+        return self._allowed(i[:, None], j[None], causal, S).expand(T, S).contiguous()
 
     def pairs(self, T: int, S: int | None = None, *, causal: bool = False) -> int:
-        """How many pairs `dense` would hold, counted at the cost of the pattern and without that matrix."""
-        _check_sizes(T, S)
-        S = T if S is None else S
+        """The number of pairs in `dense`, counted without making that matrix."""
+        S = _keys_of(T, S)
         if any(isinstance(atom, Dense) for atom in self.atoms):
             corner = min(T, S)
             return corner * (corner + 1) // 2 + (T - corner) * S if causal else T * S
-        # a row of a global token is full, whatever else is in the union
+        # a global token reads every key, so the rows of global tokens are full
         full = 0 if causal else min(T, max((a.tokens for a in self.atoms if isinstance(a, Global)), default=0))
         width = self.keys(torch.tensor([T]), S, causal=causal).shape[1]
         rows = max(1, COUNTED // max(1, width))
@@ -148,7 +134,25 @@ class Pattern(ABC):
 
     @staticmethod
     def from_json(text: str) -> "Pattern":
-        return from_json(text)
+        """The pattern that `to_json` wrote."""
+        entries = parse_json(text, "text")
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            refuse("text", text, "the JSON that to_json writes, a list of atoms")
+        if not entries:
+            raise ValueError("text is an empty list: a pattern needs at least one atom")
+        return reduce(or_, map(_atom, entries))
+
+    def _with(self, kind: "type[Atom]", **values: int) -> "Pattern":
+        """The pattern with other values in its atoms of one kind."""
+        return reduce(or_, (replace(a, **values) if isinstance(a, kind) else a for a in self.atoms))  # type: ignore[type-var]
+
+    def _without_head(self) -> "tuple[Pattern, int | None]":
+        """The pattern with head 0 in its random blocks, and the head they had.
+
+        A pattern without random blocks, or with those of several heads, is returned as it is, with None.
+        """
+        heads = {atom.head for atom in self.atoms if isinstance(atom, Random)}
+        return (self._with(Random, head=0), heads.pop()) if len(heads) == 1 else (self, None)
 
     def __or__(self, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
@@ -156,26 +160,20 @@ class Pattern(ABC):
         atoms = tuple(dict.fromkeys(self.atoms + other.atoms))
         return atoms[0] if len(atoms) == 1 else Union(atoms)
 
-    def __repr__(self) -> str:
-        values = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
-        defaults = [f.default for f in fields(self)]  # type: ignore[arg-type]
-        while values and defaults[-1] is not MISSING and values[-1] == defaults[-1]:
-            values.pop(), defaults.pop()
-        return f"{type(self).__name__}({', '.join(map(repr, values))})"
 
-
-def _check_sizes(T: int, S: int | None) -> None:
+def _keys_of(T: int, S: int | None) -> int:
+    """S, or T where it is None; refuses what is not a size."""
     check_count("T", T, 0)
     if S is not None:
         check_count("S", S, 0)
+    return T if S is None else S
 
 
 def _check_indices(**indices: int | Tensor | None) -> None:
-    """Refuse what are no integers, or tensors of them on one device whose shapes broadcast."""
+    """Refuse tensors that are not integers, not on one device, or of shapes that do not broadcast."""
     tensors = {name: x for name, x in indices.items() if isinstance(x, Tensor)}
-    first = next(iter(tensors.values()), None)
     for name, x in tensors.items():
-        if x.dtype not in INTEGERS or (first is not None and x.device != first.device):
+        if x.dtype not in INTEGERS or x.device != next(iter(tensors.values())).device:
             raise ValueError(f"{name}={shown(x)} cannot work: accepted are integers, on one device with the others")
         check_strided(name, x)
     if len({x.shape for x in tensors.values()}) > 1:
@@ -186,9 +184,31 @@ def _check_indices(**indices: int | Tensor | None) -> None:
             raise ValueError(f"{shapes}: accepted are shapes that broadcast") from error
 
 
+class Atom(Pattern):
+    """A pattern that is not a union: a dataclass of integers."""
+
+    def __post_init__(self) -> None:
+        at_least(self, **{f.name: int(f.name in POSITIVE) for f in fields(self)})  # type: ignore[arg-type]
+
+    @property
+    def atoms(self) -> "tuple[Atom, ...]":
+        return (self,)
+
+    @abstractmethod
+    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
+        """Candidates for `keys`: [n] -> [n, m]. It drops those outside 0 .. S - 1 and, if causal, those after i."""
+
+    def __repr__(self) -> str:
+        values = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        defaults = [f.default for f in fields(self)]  # type: ignore[arg-type]
+        while values and defaults[-1] is not MISSING and values[-1] == defaults[-1]:
+            values.pop(), defaults.pop()
+        return f"{type(self).__name__}({', '.join(map(repr, values))})"
+
+
 @dataclass(frozen=True, repr=False, init=False)
-class Local(Pattern):
-    """The keys i - before .. i + after: before + 1 + after of them."""
+class Local(Atom):
+    """The keys from i - before to i + after."""
 
     before: int
     after: int
@@ -196,7 +216,7 @@ class Local(Pattern):
     def __init__(self, before: int, after: int | None = None) -> None:
         object.__setattr__(self, "before", before)
         object.__setattr__(self, "after", before if after is None else after)
-        at_least(self, before=0, after=0)
+        self.__post_init__()
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (j >= i - self.before) & (j <= i + self.after)
@@ -209,14 +229,11 @@ class Local(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Dilated(Pattern):
+class Dilated(Atom):
     """The keys i + gap·m for |m| <= window."""
 
     window: int
     gap: int
-
-    def __post_init__(self) -> None:
-        at_least(self, window=0, gap=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         span = self.gap * self.window
@@ -230,13 +247,10 @@ class Dilated(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Strided(Pattern):
-    """The keys a multiple of l away."""
+class Strided(Atom):
+    """The keys whose distance is a multiple of l."""
 
     l: int  # noqa: E741, the paper's letter
-
-    def __post_init__(self) -> None:
-        at_least(self, l=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i - j) % self.l == 0
@@ -246,15 +260,12 @@ class Strided(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Block(Pattern):
-    """The keys of the query's own block of l, and of `before` blocks before and `after` blocks after it."""
+class Block(Atom):
+    """The keys of the query's own block of l, of the `before` blocks before it and of the `after` blocks after it."""
 
     l: int  # noqa: E741
     before: int = 0
     after: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(self, l=1, before=0, after=0)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         row, column = i // self.l, j // self.l
@@ -266,20 +277,20 @@ class Block(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Summary(Pattern):
-    """The last c columns of every block of l; shifted: those with l - c·(shift + 1) <= j mod l < l - c·shift."""
+class Summary(Atom):
+    """The last c keys of every block of l; with a shift, those where l - c·(shift + 1) <= j mod l < l - c·shift."""
 
     l: int  # noqa: E741
     c: int
     shift: int = 0
 
     def __post_init__(self) -> None:
-        at_least(self, l=1, c=1, shift=0)
+        super().__post_init__()
         if self.c * (self.shift + 1) > self.l:
             raise ValueError(f"{self!r}: c·(shift + 1) must be at most l, got {self.c * (self.shift + 1)} > {self.l}")
 
     def columns(self, S: int, device: torch.device | None = None) -> Tensor:
-        """The columns below S, ascending: int64 [about S·c/l]."""
+        """The keys below S that it holds, in ascending order: int64 [n]."""
         check_count("S", S, 0)
         first = self.l - self.c * (self.shift + 1)
         j = torch.arange(-(-S // self.l), device=device)[:, None] * self.l + first
@@ -295,13 +306,10 @@ class Summary(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Global(Pattern):
-    """The first `tokens` positions: columns that all read, rows that read all. Causal leaves the columns."""
+class Global(Atom):
+    """All queries read the first `tokens` keys, and, if not causal, the first `tokens` queries read all keys."""
 
     tokens: int
-
-    def __post_init__(self) -> None:
-        at_least(self, tokens=1)
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         return (i < self.tokens) | (j < self.tokens)
@@ -313,13 +321,13 @@ class Global(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Random(Pattern):
-    """Each block of queries reads `blocks` distinct blocks of keys, or all there are to draw from if those are fewer.
+class Random(Atom):
+    """Each block of queries reads `blocks` different blocks of keys, or all candidates if there are fewer.
 
-    The draw depends on (seed, head, block of queries) and on nothing drawn before it. Causal: from the blocks before
-    the query's own, whatever T is. Otherwise: from all blocks of the sequence, so it follows the number of keys.
-    Nothing is drawn fewer than `apart` blocks away (apart=2 leaves out the own block and its neighbours), nor among
-    the `first` blocks, nor, without `causal`, among the `last`: what a window and global tokens read already.
+    The draw depends only on (seed, head, block of queries). Causal: it is among the blocks before the query's own, for
+    any T. Otherwise it is among all blocks, so it depends on the number of keys.
+    Blocks that a window or global tokens read already can be left out: those less than `apart` blocks away (apart=2
+    leaves out the own block and its neighbours), the `first` blocks, and, without `causal`, the `last`.
     """
 
     blocks: int
@@ -330,13 +338,10 @@ class Random(Pattern):
     first: int = 0
     last: int = 0
 
-    def __post_init__(self) -> None:
-        at_least(self, blocks=1, block_size=1, seed=0, head=0, apart=0, first=0, last=0)
-
     def table(self, row: Tensor, *, causal: bool = False, length: Length = None, head: Head = None) -> Tensor:
-        """The key blocks of query blocks `row` [...] -> [..., blocks], -1 where there are fewer.
+        """The key blocks of query blocks `row` [...] -> [..., blocks], filled up with -1.
 
-        `length` (keys, not blocks) is needed without `causal`; it and `head` are integers or broadcast with row.
+        Without `causal`, `length` is needed: the number of keys. It and `head` are integers or broadcast with row.
         """
         _check_indices(row=row, length=length, head=head)
         row = row.to(torch.int64)
@@ -353,13 +358,11 @@ class Random(Pattern):
         choices = (stop - self.first - gap).clamp(min=0)
         wanted = choices.clamp(max=self.blocks)
         ranks: list[Tensor] = []
-        # Floyd's sampling: the n-th draw falls on 0 .. top, and a repeat becomes top, which no earlier draw could reach
+        # Floyd's sampling: draw n is from 0 .. top, and a repeat becomes top, which no earlier draw could be
         for n in range(self.blocks):
             top = choices - wanted + n
             rank = _hash(self.seed, n, self.head if head is None else head, row) * (top + 1) >> 32
-            repeated = torch.zeros_like(rank, dtype=torch.bool)
-            for other in ranks:
-                repeated = repeated | (other == rank)
+            repeated = reduce(or_, (other == rank for other in ranks), torch.zeros_like(rank, dtype=torch.bool))
             ranks.append(torch.where(n < wanted, torch.where(repeated, top, rank), -1))
         drawn = torch.stack(ranks, -1)
         block = drawn + self.first
@@ -369,10 +372,7 @@ class Random(Pattern):
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
         table = self.table(i // self.block_size, causal=causal, length=length, head=head)
         column = j // self.block_size
-        inside = table[..., 0] == column
-        for n in range(1, self.blocks):
-            inside = inside | (table[..., n] == column)
-        return inside
+        return reduce(or_, (block == column for block in table.unbind(-1)))
 
     def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
         table = self.table(i // self.block_size, causal=causal, length=S, head=head)[..., None]  # [n, blocks, 1]
@@ -381,7 +381,7 @@ class Random(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Dense(Pattern):
+class Dense(Atom):
     """Every pair."""
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
@@ -393,22 +393,16 @@ class Dense(Pattern):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Union(Pattern):
-    """What any of the parts allows: made by `|`, flat, each atom once, equal in whatever order it was written."""
+    """The pairs of all its parts. `|` makes it, without nesting and with each atom once; the order does not matter."""
 
-    parts: tuple[Pattern, ...]
+    parts: tuple[Atom, ...]
 
     @property
-    def atoms(self) -> tuple[Pattern, ...]:
+    def atoms(self) -> tuple[Atom, ...]:
         return self.parts
 
     def _mask(self, i: Tensor, j: Tensor, causal: bool, length: Length, head: Head) -> Tensor:
-        inside = self.parts[0]._mask(i, j, causal, length, head)
-        for part in self.parts[1:]:
-            inside = inside | part._mask(i, j, causal, length, head)
-        return inside
-
-    def _keys(self, i: Tensor, S: int, causal: bool, head: Head) -> Tensor:
-        return self.keys(i, S, causal=causal, head=head)
+        return reduce(or_, (part._mask(i, j, causal, length, head) for part in self.parts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Union) and frozenset(self.parts) == frozenset(other.parts)
@@ -420,27 +414,14 @@ class Union(Pattern):
         return " | ".join(map(repr, self.parts))
 
 
-ATOMS: dict[str, type[Pattern]] = {
-    kind.__name__: kind for kind in (Local, Dilated, Strided, Block, Summary, Global, Random, Dense)
-}
+ATOMS = {kind.__name__: kind for kind in (Local, Dilated, Strided, Block, Summary, Global, Random, Dense)}
 
 
-@checked
-def from_json(text: str) -> Pattern:
-    """The pattern that `Pattern.to_json` wrote."""
-    entries = parse_json(text, "text")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        refuse("text", text, "the JSON that to_json writes, a list of atoms")
-    if not entries:
-        raise ValueError("text is an empty list: a pattern needs at least one atom")
-    return reduce(or_, map(_atom, entries))
-
-
-def _atom(entry: dict[str, Any]) -> Pattern:
+def _atom(entry: dict[str, Any]) -> Atom:
     name = entry.pop("atom", None)
     if not isinstance(name, str) or name not in ATOMS:
         raise ValueError(f"text has an atom {shown(name)}, which is not one of {', '.join(ATOMS)}")
-    known = [field.name for field in fields(ATOMS[name])]  # type: ignore[arg-type]
+    known = [field.name for field in fields(ATOMS[name])]
     if not entry.keys() <= set(known):
         raise ValueError(f"text has {name} with {', '.join(entry)}: accepted are {', '.join(known)}")
     try:
@@ -449,32 +430,13 @@ def _atom(entry: dict[str, Any]) -> Pattern:
         raise ValueError(f"text has {name} with {', '.join(entry) or 'nothing'}: {error}") from error
 
 
-def changed(pattern: Pattern, kind: type[Pattern], **values: int) -> Pattern:
-    """The pattern with other values in its atoms of one kind."""
-    atoms = (replace(a, **values) if isinstance(a, kind) else a for a in pattern.atoms)  # type: ignore[type-var]
-    return reduce(or_, atoms)
-
-
-def without_head(pattern: Pattern) -> tuple[Pattern, int | None]:
-    """The pattern with head 0 in place of the one that it draws random blocks for, and that head.
-
-    A pattern that draws for several heads, or for none, stays as it is, with None.
-    """
-    heads = {atom.head for atom in pattern.atoms if isinstance(atom, Random)}
-    return (changed(pattern, Random, head=0), heads.pop()) if len(heads) == 1 else (pattern, None)
-
-
 def _hash(seed: int, draw: int, head: int | Tensor, row: Tensor) -> Tensor:
-    """32 well-mixed bits of the counters, held in int64: the same on every device, and for a row by itself."""
+    """32 random bits from the counters, as int64: the same on every device, and for each row alone."""
     h: Any = 0
-    for counter in (seed, seed >> 32, draw, head, row):  # numbers first: they are mixed once for all rows
-        h = _mix(h ^ (counter & 0xFFFFFFFF))
+    for counter in (seed, seed >> 32, draw, head, row):  # numbers first: each is mixed once for all rows
+        # a multiply-xorshift permutation of 32 bits (Wellons' lowbias32), offset so that zero does not map to itself
+        h = ((h ^ (counter & 0xFFFFFFFF)) + 0x9E3779B9) & 0xFFFFFFFF
+        h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+        h = h ^ (h >> 16)
     return h
-
-
-def _mix(h: Any) -> Any:
-    # a multiply-xorshift permutation of 32 bits (Wellons' lowbias32), offset so that zero does not map to itself
-    h = (h + 0x9E3779B9) & 0xFFFFFFFF
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return h ^ (h >> 16)

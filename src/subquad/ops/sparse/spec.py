@@ -1,22 +1,11 @@
-"""What one call computes: its tensors, and all else in plain types."""
+"""The arguments of one call inside this folder: its tensors, and everything else in plain types."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
-from subquad.ops.sparse.patterns import (
-    Block,
-    Dense,
-    Dilated,
-    Global,
-    Local,
-    Pattern,
-    Random,
-    Strided,
-    Summary,
-    from_json,
-)
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 
 
 class Inputs(NamedTuple):
@@ -28,18 +17,18 @@ class Inputs(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Everything but the tensors. The operator takes these fields one by one, since torch gives it plain types only."""
+    """Everything but the tensors. The operator takes these fields one by one, because it accepts only plain types."""
 
     pattern: str  # as JSON
-    draws: tuple[int, ...]  # which head's random blocks each head reads; empty: those that the pattern names
-    shifts: tuple[int, ...]  # of each head's summary; empty: as the pattern says
+    draws: tuple[int, ...]  # the head that each head draws random blocks for; empty: as the pattern says
+    shifts: tuple[int, ...]  # the shift of each head's summary; empty: as the pattern says
     causal: bool
     scale: float
     return_lse: bool
     impl: str  # "torch" or "triton"
 
     @property
-    def atoms(self) -> tuple[Pattern, ...]:
+    def atoms(self) -> tuple[Atom, ...]:
         return ordered_atoms(self.pattern, self.causal)
 
     def first_columns(self, atom: Summary) -> list[int]:
@@ -48,14 +37,14 @@ class Spec(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def ordered_atoms(pattern: str, causal: bool) -> tuple[Pattern, ...]:
-    """The atoms of a pattern (as JSON), merged where one covers another, the cheapest to evaluate first.
+def ordered_atoms(pattern: str, causal: bool) -> tuple[Atom, ...]:
+    """The atoms of a pattern (as JSON), simplified, with the cheapest rule first.
 
-    A pair that several atoms hold belongs to the first of them, so the rules of earlier atoms are evaluated most often.
+    A pair in several atoms counts for the first of them only, so the rules of the first atoms are evaluated most often.
     """
     windows: list[Local] = []
-    others: list[Pattern] = []
-    for atom in from_json(pattern).atoms:
+    others: list[Atom] = []
+    for atom in Pattern.from_json(pattern).atoms:
         match atom:
             case Dense() | Strided(l=1):
                 return (Dense(),)
@@ -69,7 +58,7 @@ def ordered_atoms(pattern: str, causal: bool) -> tuple[Pattern, ...]:
                 windows.append(Local(atom.before, atom.after))
             case _:
                 others.append(atom)
-    if windows:  # every window holds j = i, so a union of windows is a window
+    if windows:  # all windows contain j = i, so their union is a window
         others.append(Local(max(w.before for w in windows), 0 if causal else max(w.after for w in windows)))
     columns = [a for a in others if isinstance(a, Global)]
     if columns:

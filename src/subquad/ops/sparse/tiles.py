@@ -1,10 +1,10 @@
 """Cuts a pattern into dense tiles for the torch path: every visible pair is in exactly one tile.
 
-Local, Block          consecutive queries against the run of keys that they can reach
-Global                its columns are one more run of keys; its rows, if not causal, are tiles that read every key
-Strided, Dilated      tokens r, r + l, r + 2l, ... stand side by side: a stride becomes dense, a dilation a band
-Summary               consecutive queries against the columns, which are gathered once (each head has its own)
-Random                one block of queries against the blocks that it drew
+Local, Block          consecutive queries and the range of keys that they can reach
+Global                its columns are one more range of keys; its rows, if not causal, are tiles that read every key
+Strided, Dilated      the tokens r, r + l, r + 2l, ... make a tile: a stride becomes dense, a dilation a band
+Summary               consecutive queries and the columns, which are gathered once (each head has its own)
+Random                one block of queries and the blocks that it drew
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
 from subquad.ops.sparse.spec import Inputs, Spec
 
 Position = TypeVar("Position", int, Tensor)
 
 TILE = 128  # queries of a tile
-STRAIGHT = (Global, Local, Block, Dense)  # atoms of which consecutive queries read a run of keys
-BUDGET = 2**22  # elements of gathered keys, and of scores of one head, that are alive at once
+STRAIGHT = (Global, Local, Block, Dense)  # atoms in which consecutive queries read a range of keys
+BUDGET = 2**22  # elements of gathered keys, and of scores of one head, in memory at once
 
 
 class Tiles(NamedTuple):
@@ -28,21 +28,21 @@ class Tiles(NamedTuple):
 
     queries: Tensor  # [N, m]
     keys: Tensor  # [N, n], or [B, N, n] where rows of the batch drew different random blocks
-    mask: Tensor | None  # bool [1 or B, 1 or N, 1 or H, 1 or m, n]; None where all is visible
-    start: int | None = None  # where all these queries are consecutive, the first of them
-    key_start: int | None = None  # and of the keys
+    mask: Tensor | None  # bool [1 or B, 1 or N, 1 or H, 1 or m, n]; None if all is visible
+    start: int | None = None  # the first query, if all queries are consecutive
+    key_start: int | None = None  # the first key, if all keys are consecutive
 
 
 class Job(NamedTuple):
-    """What is cut into tiles. The columns of summaries stand behind the keys, from S on."""
+    """What to cut into tiles. The columns of summaries have the positions behind the keys, from S on."""
 
-    atoms: tuple[Pattern, ...]
+    atoms: tuple[Atom, ...]
     first_columns: dict[Summary, list[int]]  # where a summary's columns start in a block: for all heads, or for each
     T: int
     S: int
     causal: bool
-    lengths: Tensor | None  # [B], of the keys; None where the causal limit hides the padding anyway
-    per_key: int  # elements that one gathered key takes of the budget
+    lengths: Tensor | None  # [B], of the keys; None if causal, which hides the padding too
+    per_key: int  # elements of one gathered key
     device: torch.device
 
     @classmethod
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Leading queries that read everything: they have tiles of their own, and no part in any other."""
+        """The number of leading queries that read everything: they have their own tiles and are in no other."""
         first = self.atoms[0]
         return min(first.tokens, self.T) if isinstance(first, Global) and not self.causal else 0
 
@@ -62,19 +62,19 @@ class Job(NamedTuple):
         return torch.arange(*bounds, device=self.device, dtype=torch.int32)
 
     def used(self, queries: Tensor) -> Tensor:
-        """The positions of `queries`, with T for leading rows and for what is beyond the end."""
+        """The positions of `queries`, with T for leading rows and for positions beyond the end."""
         return torch.where((queries >= self.rows) & (queries < self.T), queries, self.T)
 
-    def earlier(self, atom: Pattern) -> tuple[Pattern, ...]:
+    def earlier(self, atom: Atom) -> tuple[Atom, ...]:
         return self.atoms[: self.atoms.index(atom)]
 
-    def seen(self, atom: Pattern, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which pairs of a tile are this atom's and no earlier atom's: bool [1 or B, N, 1, m, n]."""
+    def seen(self, atom: Atom, queries: Tensor, keys: Tensor) -> Tensor:
+        """Which pairs of a tile belong to this atom and to no earlier one: bool [1 or B, N, 1, m, n]."""
         i, j = queries[..., None, :, None], (keys if keys.ndim == 3 else keys[None])[..., None, None, :]
         return atom._allowed(i, j, self.causal, self.length) & self.left(atom, i, j)
 
-    def left(self, atom: Pattern, i: Tensor, j: Tensor) -> Tensor:
-        """Which pairs exist and are no earlier atom's."""
+    def left(self, atom: Atom, i: Tensor, j: Tensor) -> Tensor:
+        """Which pairs exist and belong to no earlier atom."""
         left = (j >= 0) & (j < self.length)
         for earlier in self.earlier(atom):
             left = left & ~earlier._allowed(i, j, self.causal, self.length)
@@ -85,13 +85,13 @@ class Job(NamedTuple):
         return self.S if self.lengths is None else self.lengths[:, None, None, None, None]
 
     def columns(self, atom: Summary) -> Tensor:
-        """Where the columns of a summary are, whole blocks of them: [1 or H, n], from S on those that do not exist."""
+        """The positions of a summary's columns, of whole blocks: [1 or H, n]; those from S on do not exist."""
         block = self.arange(0, -(-self.S // atom.l) * atom.l, atom.l)[:, None]
         return torch.stack([(block + self.arange(at, at + atom.c)).flatten() for at in self.first_columns[atom]])
 
 
 def cut(job: Job) -> Iterator[Tiles]:
-    """Every visible pair of the pattern in exactly one tile."""
+    """Tiles that contain every visible pair of the pattern exactly once."""
     if job.rows:
         yield from _straight(job._replace(atoms=(Dense(),), T=job.rows), job.T)
     if job.rows == job.T:
@@ -111,13 +111,13 @@ def cut(job: Job) -> Iterator[Tiles]:
 
 
 def _straight(job: Job, unused: int) -> Iterator[Tiles]:
-    """Tiles of consecutive queries: each atom gives a run of columns, and the runs stand side by side."""
+    """Tiles of consecutive queries: each atom gives a range of keys, and the ranges are concatenated."""
     atoms = [a for a in job.atoms if isinstance(a, STRAIGHT)]
     sizes = [a.l for a in atoms if isinstance(a, Block) and _makes_a_tile(a.l)]
     m = min(sizes[0] if sizes else TILE, max(job.T - job.rows, 1))
-    first = job.rows // m * m  # a tile that is a block of the pattern reaches one block less
+    first = job.rows // m * m  # a tile that is one block of the pattern reaches fewer blocks
     tiles = -(-(job.T - first) // m)
-    # a causal prefix grows from tile to tile: a chunk holds at most an eighth of the tiles, all as wide as its last
+    # a causal prefix grows from tile to tile, and all tiles of a chunk are as wide as the last: use at least 8 chunks
     most = max(1, tiles // 8) if job.causal and any(isinstance(a, Dense) for a in atoms) else tiles
     inner = _interior(job, atoms, first, m)
     for tile_range in (range(inner.start), inner, range(inner.stop, tiles)):
@@ -144,8 +144,8 @@ def _straight(job: Job, unused: int) -> Iterator[Tiles]:
             at += count
 
 
-def _interior(job: Job, atoms: Sequence[Pattern], first: int, m: int) -> range:
-    """Which tiles see the same mask: far enough from both ends, if no atom's rule changes from tile to tile."""
+def _interior(job: Job, atoms: Sequence[Atom], first: int, m: int) -> range:
+    """The tiles that have the same mask: those far from both ends, if no atom's rule changes from tile to tile."""
     none = range(0)
     before = after = tokens = 0
     if job.lengths is not None:
@@ -164,8 +164,8 @@ def _interior(job: Job, atoms: Sequence[Pattern], first: int, m: int) -> range:
     return range(low, high) if low < high else none
 
 
-def _run(job: Job, atom: Pattern, a: Tensor, m: int) -> Tensor:
-    """The columns that queries a .. a + m - 1 may reach through `atom`: [N, n], S where a tile has fewer."""
+def _run(job: Job, atom: Atom, a: Tensor, m: int) -> Tensor:
+    """The keys that queries a .. a + m - 1 can reach through `atom`: [N, n], filled up with S."""
     end = a + m
     if isinstance(atom, Local | Block):
         lo, hi = _reach(atom, a, end)
@@ -192,15 +192,15 @@ def _reach(atom: Local | Block, a: Position, end: Position) -> tuple[Position, P
 
 
 def _holds(atom: Block, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-    """Whether every one of the keys is in the blocks that every one of the queries reads; ends are not included."""
+    """Whether all of the queries read all of the keys; both ranges exclude their end."""
     rows, columns = ((x // atom.l, (end - 1) // atom.l) for x, end in (queries, keys))
     return rows[1] - columns[0] <= atom.before and columns[1] - rows[0] <= atom.after
 
 
 def _summary(job: Job, atom: Summary, columns: Tensor, at: int) -> Iterator[Tiles]:
-    """Tiles of consecutive queries against the columns [1 or H, n] of a summary, which stand from index `at` on.
+    """Tiles of consecutive queries and the columns [1 or H, n] of a summary, which have the indices from `at` on.
 
-    Far blocks, which no earlier atom reaches from the tile, are visible as a whole: their columns need no mask.
+    The columns of far blocks, which no earlier atom reaches from the tile, are all visible and need no mask.
     """
     m = atom.l if _makes_a_tile(atom.l) else TILE
     blocks = -(-job.S // atom.l)
@@ -230,7 +230,7 @@ def _summary(job: Job, atom: Summary, columns: Tensor, at: int) -> Iterator[Tile
 
 
 def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
-    """Tiles of queries r, r + l, r + 2l, ...: in these coordinates a stride is dense and a dilation a band."""
+    """Tiles of queries r, r + l, r + 2l, ...: among these a stride is dense and a dilation is a band."""
     step = atom.l if isinstance(atom, Strided) else atom.gap
     points, key_points = -(-job.T // step), -(-job.S // step)
     m = min(TILE, points)
@@ -245,8 +245,8 @@ def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
             continue
         queries, keys = job.used(residues + step * job.arange(a, a + m)), residues + step * job.arange(lo, hi)
         chunk = max(1, BUDGET // ((hi - lo) * max(job.per_key, m)))
-        # Where only distances count and no key is missing, all residues have the same mask.
-        # If causal, keys beyond the end are read by unused queries only.
+        # If the rules only depend on distances and no key is missing, all residues have the same mask.
+        # If causal, only unused queries read keys beyond the end.
         alike = all(isinstance(e, Local | Dilated | Strided) for e in job.earlier(atom)) and job.lengths is None
         alike = alike and (job.causal or job.S % step == 0)
         for i, j in zip(queries.split(chunk), keys.split(chunk), strict=True):
@@ -254,7 +254,7 @@ def _lattice(job: Job, atom: Strided | Dilated) -> Iterator[Tiles]:
 
 
 def _random(job: Job, atom: Random) -> Iterator[Tiles]:
-    """Tiles of one block of queries against the blocks that it drew."""
+    """Tiles of one block of queries and the key blocks that it drew."""
     m = atom.block_size
     chunk = max(1, BUDGET // (atom.blocks * m * max(job.per_key, m)))
     for row in job.arange(job.rows // m, -(-job.T // m)).split(chunk):

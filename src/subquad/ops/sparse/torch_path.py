@@ -1,6 +1,6 @@
-"""Sparse attention in plain torch: dense attention of each tile, and the tiles' softmaxes joined by their log-sum-exp.
+"""Sparse attention in plain torch: dense attention in each tile; the results of tiles are joined by their log-sum-exp.
 
-The backward recomputes each tile from the log-sum-exp of the whole union. Nothing of size [T, T] is made.
+The backward computes each tile again from the log-sum-exp of the whole union. Nothing of size [T, T] is made.
 """
 
 from math import inf
@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.ops.lengths import keep, zero_padding
+from subquad.ops.precision import wide, wide_type
 from subquad.ops.sparse.patterns import Summary
 from subquad.ops.sparse.spec import Inputs, Spec
 from subquad.ops.sparse.tiles import Job, cut
@@ -17,9 +19,9 @@ from subquad.ops.sparse.tiles import Job, cut
 def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     B, T, H, D = x.q.shape
     job, q, k, v = _prepare(x, spec)
-    # one row more than there are queries takes what the unused rows of tiles compute
-    o = q.new_zeros(B, T + 1, H, D, dtype=wide(q))
-    lse = q.new_full((B, T + 1, H), -inf, dtype=wide(q))
+    # the unused rows of tiles write to row T
+    o = q.new_zeros(B, T + 1, H, D, dtype=wide_type(q))
+    lse = q.new_full((B, T + 1, H), -inf, dtype=wide_type(q))
     for at, keys, mask, start, key_start in cut(job):
         qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
         part, part_lse = attend_tiles(qt, kt, vt, _bias(mask, B, q.dtype), spec.scale)
@@ -36,10 +38,10 @@ def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
         part += o[:, rows] * torch.exp(old - safe)[..., None]
         o[:, rows] = part
         lse[:, rows] = both
-    o, lse = o[:, :T], lse[:, :T]
-    if x.lengths is not None:
-        o = _clear(o, x.lengths)
-        lse = lse.masked_fill((torch.arange(T, device=q.device) >= x.lengths[:, None])[..., None], -inf)
+    o, lse = zero_padding(o[:, :T], x.lengths), lse[:, :T]
+    present = keep(x.lengths, T)
+    if present is not None:
+        lse = lse.masked_fill(~present[..., None], -inf)
     return o.to(q.dtype).contiguous(), lse.contiguous()
 
 
@@ -48,15 +50,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, D = x.q.shape
     job, q, k, v = _prepare(x, spec)
-    do = _clear(do, x.lengths)
-    # a row that sees nothing, padding included, must not exponentiate -inf - -inf
+    do = zero_padding(do, x.lengths)
+    # a row that sees nothing, such as padding, must not compute exp(-inf - -inf)
     lse = lse.masked_fill(lse == -inf, inf)
     if dlse is not None:
-        # d lse/d s = p, as if v had one more column, of ones, whose output has gradient dlse and value 0
+        # d lse/d s = p: the same as one more column of v, of ones, whose output is 0 and has gradient dlse
         q, k, o = (F.pad(t, (0, 1)) for t in (q, k, o))
         v = F.pad(v, (0, 1), value=1.0)
         do = torch.cat([do, dlse.masked_fill(lse == inf, 0).to(do.dtype)[..., None]], -1)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (q, k, v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=wide_type(t), device=t.device) for t in (q, k, v))
     for at, keys, mask, start, key_start in cut(job):
         qt, kt, vt = _gather(q, at, H, start), _gather(k, keys, H, key_start), _gather(v, keys, H, key_start)
         unused = (at >= T).expand(B, -1, -1).flatten(0, 1)[:, None]  # [B·N, 1, m]
@@ -71,27 +73,15 @@ def backward(
     return dq, dk, dv
 
 
-def wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _prepare(x: Inputs, spec: Spec) -> tuple[Job, Tensor, Tensor, Tensor]:
-    """q, k and v with zeros in the padding, and behind the keys the columns of every summary."""
+    """q, k and v with zeros in the padding (0·inf is not 0), and with the columns of every summary behind the keys."""
     job = Job.of(x, spec)
-    k, v = (_with_columns(job, _clear(t, x.key_lengths)) for t in (x.k, x.v))
-    return job, _clear(x.q, x.lengths), k, v
-
-
-def _clear(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Zeros in the padding, whose content may be anything: 0·inf is not 0."""
-    if lengths is None:
-        return x
-    padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]  # [B, T]
-    return x.masked_fill(padding[..., None, None], 0)
+    k, v = (_with_columns(job, zero_padding(t, x.key_lengths)) for t in (x.k, x.v))
+    return job, zero_padding(x.q, x.lengths), k, v
 
 
 def _summary_index(job: Job, atom: Summary, x: Tensor) -> Tensor:
-    """The columns of a summary, for each head of x [B, S, Hkv, D], as an index for its tokens: [B, n, Hkv, D]."""
+    """The columns of a summary as an index to gather from x [B, S, Hkv, D]: [B, n, Hkv, D]."""
     columns = job.columns(atom)
     columns = columns[:: max(1, len(columns) // x.shape[2])]  # query heads that share a key head share the columns
     return columns.clamp(max=job.S - 1).long().mT[:, :, None].expand(len(x), -1, x.shape[2], x.shape[3])
@@ -104,7 +94,7 @@ def _with_columns(job: Job, x: Tensor) -> Tensor:
 
 
 def _from_columns(job: Job, grad: Tensor) -> Tensor:
-    """The gradient of the input of `_with_columns` from the gradient of its result."""
+    """The backward of `_with_columns`."""
     keys, columns = grad.tensor_split([job.S], 1)
     for atom in job.first_columns:
         index = _summary_index(job, atom, keys)
@@ -114,12 +104,12 @@ def _from_columns(job: Job, grad: Tensor) -> Tensor:
 
 
 def _flat(at: Tensor, B: int, S: int) -> Tensor:
-    """Positions [N, n] or [B, N, n] as rows of a tensor [B·S, ...]; unused positions become any row."""
+    """Positions [N, n] or [B, N, n] as rows of [B·S, ...]; unused positions become some row."""
     return (at.clamp(0, S - 1) + torch.arange(B, device=at.device)[:, None, None] * S).flatten()
 
 
 def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tensor:
-    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read any row."""
+    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read some row."""
     B, S, H, D = x.shape
     if start is not None:
         rows = x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D)
@@ -131,7 +121,7 @@ def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tens
 
 
 def _scatter(into: Tensor, at: Tensor, rows: Tensor, start: int | None = None) -> None:
-    """Adds rows [B·N, H, n, D] to `into` [B, S, Hkv, D] at positions `at`; rows at unused positions are zero."""
+    """Adds rows [B·N, H, n, D] to `into` [B, S, Hkv, D] at positions `at`; the rows of unused positions are zero."""
     B, S, H, D = into.shape
     rows = rows.transpose(1, 2)  # [B·N, n, H, D]
     if rows.shape[2] != H:
@@ -145,19 +135,19 @@ def _scatter(into: Tensor, at: Tensor, rows: Tensor, start: int | None = None) -
 def _bias(mask: Tensor | None, B: int, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
-    if mask.shape[1] > 1 or mask.shape[0] > 1:
+    if max(mask.shape[:2]) > 1:
         mask = mask.expand(B, -1, -1, -1, -1)
     mask = mask.flatten(0, 1)  # [1 or B·N, 1 or H, 1 or m, n]
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -inf)
 
 
 def attend_tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Dense attention of tiles [B·N, H, m, D], and its log-sum-exp; a row that sees nothing gives 0 and any lse."""
+    """Dense attention of tiles [B·N, H, m, D], and its log-sum-exp; a row that sees nothing gives 0 and some lse."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
-    s = torch.matmul(q.to(wide(q)) * scale, k.to(wide(q)).mT)
+    s = torch.matmul(wide(q) * scale, wide(k).mT)
     s = s if bias is None else s + bias
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse.clamp(min=torch.finfo(s.dtype).min)[..., None])
@@ -167,12 +157,12 @@ def attend_tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
 def _attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through tiles whose softmax, o and lse are those of the whole union."""
+    """Gradients of tiles, given o and lse of the whole union."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, False, attn_mask=bias, scale=scale
         )
-    do, q, k, v, o = (x.to(wide(x)) for x in (do, q, k, v, o))
+    do, q, k, v, o = (wide(x) for x in (do, q, k, v, o))
     s = torch.matmul(q * scale, k.mT)
     p = torch.exp((s if bias is None else s + bias) - lse[..., None])
     ds = p * (torch.matmul(do, v.mT) - (do * o).sum(-1, keepdim=True)) * scale

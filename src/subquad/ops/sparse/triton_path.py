@@ -1,15 +1,15 @@
 """Sparse attention in Triton: which passes a pattern needs, and how each is launched.
 
-Tiles hold consecutive positions, or points of a lattice: residue by residue, r, r + l, r + 2l, ..., each residue padded
-to `pad` points. In that order a stride is block-diagonal. If a residue has fewer points than a tile has rows, a tile
-holds several residues.
+The tokens of a tile are consecutive, or in the order of a lattice: residue by residue, r, r + l, r + 2l, ..., each
+padded to `pad` points. In that order a stride is block-diagonal. If residues are shorter than a tile, a tile holds
+several of them.
 
-Several passes over the same queries continue one softmax: a later pass starts from the output and the log-sum-exp of
-the earlier one. The backward of each pass only needs the final log-sum-exp, so the gradients of all passes add up.
+Several passes over the same queries compute one softmax: each continues from the output and the log-sum-exp of the
+pass before. The backward of a pass only needs the final log-sum-exp, so the gradients of all passes add up.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple
 from functools import lru_cache
 from math import gcd, inf
 from typing import Any, NamedTuple
@@ -20,27 +20,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from subquad.ops.launch import blocks_of, tile_of
-from subquad.ops.sparse.kernels import (
-    BLOCK,
-    DENSE,
-    DILATED,
-    GLOBAL,
-    LOCAL,
-    LOG2E,
-    RANDOM,
-    ROWS,
-    STRIDED,
-    STRIP,
-    SUMMARY,
-    _dkv,
-    _dq,
-    _far,
-    _forward,
-)
-from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse import kernels
+from subquad.ops.sparse.kernels import DENSE, LOG2E, RANDOM, ROWS, STRIP, _dkv, _dq, _far, _forward
+from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
 from subquad.ops.sparse.spec import Inputs, Spec, ordered_atoms
 
-SPLIT = 2048  # keys (or queries) of one program where few rows read, or are read by, the whole sequence
+STRIDES = ("batch", "stride", "head")  # how kernels call the first three strides of a tensor
+SPLIT = 2048  # keys (or queries) of one program in a pass of few rows over the whole sequence
 
 
 class Config(NamedTuple):
@@ -50,7 +36,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# by pass and by the bytes of a row (a head in its type, at least 128); a pass without its own takes the one before "_"
+# By the kind of pass and the bytes of a row (one head, at least 128). A kind without an entry uses the part before "_".
 CONFIGS: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(64, 64, 4, 3),
     ("forward", 256): Config(128, 64, 8, 2),
@@ -68,22 +54,22 @@ CONFIGS: dict[tuple[str, int], Config] = {
 
 
 class Passes(NamedTuple):
-    """How a pattern is computed: its atoms as integers, and which of them each kind of pass walks."""
+    """How a pattern is computed: its atoms as integers, and which of them each kind of pass handles."""
 
     atoms: tuple[int, ...]
-    far: int  # the summary whose far part is computed apart, or -1
+    far: int  # the summary whose far part is computed separately, or -1
     random: tuple[Random, ...]
-    rows: int  # leading queries that read everything
-    columns: int  # leading keys that are read by everything
-    queries: tuple[int, ...]  # atoms that a tile of consecutive queries walks
-    keys: tuple[int, ...]  # atoms that a tile of consecutive keys walks
+    rows: int  # the first queries, which read everything
+    columns: int  # the first keys, which everything reads
+    queries: tuple[int, ...]  # atoms for tiles of consecutive queries
+    keys: tuple[int, ...]  # atoms for tiles of consecutive keys
     summaries: tuple[int, ...]
     lattices: tuple[tuple[int, int], ...]  # atom, step
 
 
 @lru_cache(maxsize=256)
 def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
-    """`split_off`: whether the far part of a summary may be computed apart; `shifted`: whether heads shift it."""
+    """`split_off`: compute the far part of a summary separately; `shifted`: each head has its own shift."""
     atoms = ordered_atoms(pattern, causal)
     random = tuple(a for a in atoms if isinstance(a, Random))
     fixed = [a for a in atoms if not isinstance(a, Random)]
@@ -101,7 +87,7 @@ def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -
     queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
     keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
     summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
-    if random:  # several draws become one, over blocks that divide all of theirs
+    if random:  # several draws become one, with blocks whose size divides all of theirs
         size = gcd(*(a.block_size for a in random))
         queries.append(len(coded))
         keys.append(len(coded))
@@ -113,29 +99,19 @@ def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -
     return Passes(flat, far, random, rows, columns, tuple(queries), tuple(keys), summaries, lattices)
 
 
-def _code(atom: Pattern, shifted: bool) -> tuple[int, int, int, int]:
-    match atom:
-        case Global(tokens):
-            return GLOBAL.value, tokens, 0, 0
-        case Local(before, after):
-            return LOCAL.value, before, after, 0
-        case Block(l, before, after):
-            return BLOCK.value, l, before, after
-        case Dilated(window, gap):
-            return DILATED.value, gap, window, 0
-        case Strided(l):
-            return STRIDED.value, l, 0, 0
-        case Summary(l, c, shift):
-            return SUMMARY.value, l, c, -1 if shifted else l - c * (shift + 1)
-        case Dense():
-            return DENSE.value, 0, 0, 0
-    raise NotImplementedError(f"{atom!r} in Triton")
+def _code(atom: Atom, shifted: bool) -> tuple[int, ...]:
+    """An atom as the four integers that the kernels read."""
+    values = astuple(atom)  # type: ignore[call-overload]
+    if isinstance(atom, Summary):
+        values = (atom.l, atom.c, -1 if shifted else atom.l - atom.c * (atom.shift + 1))
+    kind = getattr(kernels, type(atom).__name__.upper())  # the constants of the kernels have the names of the atoms
+    return (kind.value, *values, 0, 0, 0)[:4]
 
 
 class RandomTables(NamedTuple):
-    """Which blocks of keys each block of queries drew, and the same the other way round; [1 or B, 1 or H, ...]."""
+    """The key blocks that each block of queries drew, and the readers of each key block: [1 or B, 1 or H, ...]."""
 
-    table: Tensor  # [.., rows, blocks]: each block once, -1 for none
+    table: Tensor  # [.., rows, blocks]: each block once, filled up with -1
     starts: Tensor  # [.., key blocks + 1]: where the readers of each block of keys start
     readers: Tensor  # [.., rows·blocks]: blocks of queries
 
@@ -174,49 +150,44 @@ _cached_tables = lru_cache(maxsize=32)(_tables)
 
 @lru_cache(maxsize=64)
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copied there once: a copy in the middle of a call waits, and cannot be captured."""
+    """Copied there only once: a copy during a call waits, and cannot be captured in a CUDA graph."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 class Pass(NamedTuple):
-    """One launch: which atoms a tile of consecutive (or of every step-th) queries or keys walks."""
+    """One launch: some atoms, for tiles of consecutive (or of every step-th) queries or keys."""
 
     kind: str  # of CONFIGS
-    parts: tuple[int, ...]
-    start: int  # first query or key, in index
+    parts: tuple[int, ...]  # the atoms
+    start: int  # the first index of the queries or keys
     stop: int
     step: int = 1
-    go_on: bool = False  # from what an earlier pass left
-    pieces: int = 0  # few rows against the whole sequence: it is cut into pieces, which leave float32 sums to be added
+    go_on: bool = False  # continue from the result of an earlier pass
+    pieces: int = 0  # a few rows over a whole sequence, in so many pieces, whose float32 results are then added up
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the operator: what every launch needs."""
+class Kind(NamedTuple):
+    """All of a call but its tensors: calls of one kind have the same launches, with the same numbers."""
 
-    x: Inputs
+    sizes: tuple[int, int, int, int, int, int]  # B, T, S, H, Hkv, D
+    strides: tuple[tuple[int, ...], ...]  # of q, k, v
+    dtype: torch.dtype
     spec: Spec
     work: Passes
-    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
-    random: RandomTables | None
-    firsts: Tensor | None  # [H], where heads shift the summary: its first column in a block
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """B, T, S, H, Hkv, D"""
-        B, T, H, D = self.x.q.shape
-        return B, T, self.x.k.shape[1], H, self.x.k.shape[2], D
+    lengths: bool
+    firsts: bool
+    table: tuple[int, int, int]  # strides of batch and head, blocks drawn; of the tables of random blocks
 
     @property
     def width(self) -> int:
-        return tile_of(self.x.q.shape[3])
+        return tile_of(self.sizes[5])
 
     def config(self, kind: str) -> Config:
-        size = max(128, self.width * self.x.q.dtype.itemsize)
+        size = max(128, self.width * self.dtype.itemsize)
         return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
 
     def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
-        """pad, shift, low: how tiles are cut from the residues."""
+        """pad, shift, low: how the kernels find the residues of a tile."""
         tile = max(config.queries, config.keys)
         points = blocks_of(max(self.sizes[1:3]), step)
         if step == 1 or points > tile:
@@ -252,49 +223,64 @@ class Call:
         if work.columns:
             yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=blocks_of(T, SPLIT))
 
-    def sums(self, run: Pass, heads: int) -> Tensor:
-        """Room for what the pieces of a pass leave."""
-        B, *_, D = self.sizes
-        return torch.empty(run.pieces, B, run.stop, heads, D, device=self.x.q.device, dtype=torch.float32)
 
-    def arguments(self, run: Pass, config: Config) -> dict[str, Any]:
-        """What the kernels of all passes take."""
+@lru_cache(maxsize=1024)
+def _numbers(kind: Kind, run: Pass, config: Config, split: int) -> dict[str, Any]:
+    """The arguments that the kernels of all passes have, but for tensors. Made once for a kind: it takes a while."""
+    _, T, S, H, Hkv, D = kind.sizes
+    pad, shift, low = kind.lattice(run.step, config)
+    names = (f"{tensor}_{name}" for tensor in "qkv" for name in STRIDES)
+    return {
+        **dict(zip(names, (n for strides in kind.strides for n in strides), strict=True)),
+        "scale_log2": kind.spec.scale * LOG2E.value, "T": T, "S": S, "pad": pad, "shift": shift, "low": low,
+        "split": split, "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else kind.work.atoms,
+        "PARTS": run.parts, "CAUSAL": kind.spec.causal, "STEP": run.step, "CONTINUE": run.go_on,
+        "SPLITS": run.pieces > 0, "LENGTHS": kind.lengths, "FIRSTS": kind.firsts, "H": H, "SHARE": H // Hkv,
+        "D": D, "BD": kind.width, "BM": config.queries, "BN": config.keys,
+        # three tensor core products make a full float32 product
+        "PRECISION": "tf32x3" if kind.dtype == torch.float32 else "tf32",
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _query_numbers(kind: Kind, run: Pass, config: Config, split: int) -> tuple[dict[str, Any], int]:
+    """The same for kernels over tiles of queries, and the number of programs."""
+    common, (B, _, _, H, *_) = _numbers(kind, run, config, split), kind.sizes
+    tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
+    table = dict(zip(("table_batch", "table_head", "table_rows"), kind.table, strict=True))
+    return {**common, **table, "tiles": tiles, "row0": run.start, "rows": run.stop}, tiles * B * H
+
+
+class Call(NamedTuple):
+    """One call of the operator: what all its launches need."""
+
+    x: Inputs
+    kind: Kind
+    lengths: tuple[Tensor, Tensor] | None  # of queries, of keys
+    random: RandomTables | None
+    firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the kernels of all passes read; one that is not there is replaced by q, and never read."""
         q, k, v, *_ = self.x
-        _, T, S, H, Hkv, D = self.sizes
         lengths, key_lengths = self.lengths or (q, q)
-        pad, shift, low = self.lattice(run.step, config)
-        return {
-            "q": q, "k": k, "v": v, **_strides(q=q, k=k, v=v), "lengths": lengths, "key_lengths": key_lengths,
-            "firsts": q if self.firsts is None else self.firsts, "scale_log2": self.spec.scale * LOG2E.value,
-            "T": T, "S": S, "pad": pad, "shift": shift, "low": low, "split": SPLIT,
-            "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else self.work.atoms, "PARTS": run.parts,
-            "CAUSAL": self.spec.causal, "STEP": run.step, "CONTINUE": run.go_on, "SPLITS": run.pieces > 0,
-            "LENGTHS": self.lengths is not None, "FIRSTS": self.firsts is not None, "H": H, "SHARE": H // Hkv,
-            "D": D, "BD": self.width, "BM": config.queries, "BN": config.keys,
-            # full float32 products from three of the tensor cores' short ones
-            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-            "num_warps": config.warps, "num_stages": config.stages,
-        }  # fmt: skip
+        firsts = q if self.firsts is None else self.firsts
+        return {"q": q, "k": k, "v": v, "lengths": lengths, "key_lengths": key_lengths, "firsts": firsts}
 
     def query_arguments(self, run: Pass) -> tuple[dict[str, Any], int]:
-        """What kernels over tiles of queries take, and how many programs there are."""
-        config = self.config(run.kind)
-        common, (B, _, _, H, *_) = self.arguments(run, config), self.sizes
-        tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
-        table = self.random.table if self.random else self.x.q[:1, :1]
-        own = {"tiles": tiles, "row0": run.start, "rows": run.stop, "table": table}
-        own["table_batch"], own["table_head"] = _shared_strides(table)
-        own["table_rows"] = table.shape[2] if self.random else 0
-        return common | own, tiles * B * H
+        """The arguments of kernels over tiles of queries, and the number of programs."""
+        numbers, programs = _query_numbers(self.kind, run, self.kind.config(run.kind), SPLIT)
+        table = self.random.table if self.random else self.x.q
+        return {**self.tensors(), "table": table, **numbers}, programs
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    names = ("batch", "stride", "head")
-    return {f"{key}_{name}": x.stride(n) for key, x in tensors.items() for n, name in enumerate(names)}
+    return {f"{key}_{name}": x.stride(n) for key, x in tensors.items() for n, name in enumerate(STRIDES)}
 
 
 def _shared_strides(table: Tensor) -> tuple[int, int]:
-    """Of batch and head, 0 where all share one."""
+    """The strides of batch and head, 0 if all share one."""
     batch, head = (0 if table.shape[n] == 1 else table.stride(n) for n in range(2))
     return batch, head
 
@@ -302,7 +288,7 @@ def _shared_strides(table: Tensor) -> tuple[int, int]:
 def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
     (B, T, H, _), (S, Hkv), device = x.q.shape, x.k.shape[1:3], x.q.device
     lengths, key_lengths = x.lengths, x.key_lengths
-    # padding may hold anything, and the fused attention of torch would multiply it by 0
+    # padding may hold infinities, which the fused attention of torch would multiply by 0
     split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(x.q) is not None
     work = passes(spec.pattern, spec.causal, split_off, bool(spec.shifts))
     random = firsts = both = None
@@ -318,7 +304,10 @@ def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
         key_lengths = torch.full((B,), S, device=device) if key_lengths is None else key_lengths
         both = lengths.clamp(max=T), key_lengths.clamp(max=S)
     q, k, v = (_dense_rows(t) for t in x[:3])
-    return Call(x._replace(q=q, k=k, v=v), spec, work, both, random, firsts)
+    drawn = (0, 0, 0) if random is None else (*_shared_strides(random.table), random.table.shape[2])
+    sizes, strides = (B, T, S, H, Hkv, x.q.shape[3]), tuple(t.stride()[:3] for t in (q, k, v))
+    kind = Kind(sizes, strides, q.dtype, spec, work, both is not None, firsts is not None, drawn)
+    return Call(x._replace(q=q, k=k, v=v), kind, both, random, firsts)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -327,15 +316,14 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     call = _call(x, spec)
-    B, T, _, H, _, D = call.sizes
+    B, T, _, H, _, D = call.kind.sizes
     o = torch.empty(B, T, H, D, device=x.q.device, dtype=x.q.dtype)
     lse = torch.empty(B, H, T, device=x.q.device, dtype=torch.float32)
-    for run in call.over_queries("forward"):
+    for run in call.kind.over_queries("forward"):
         if not run.pieces:
             _run_forward(call, run, o[None], lse[None])
             continue
-        part = call.sums(run, H)
-        part_lse = torch.empty(run.pieces, B, H, run.stop, device=x.q.device, dtype=torch.float32)
+        (part,), part_lse = _room(run, o), lse.new_empty(run.pieces, B, H, run.stop)
         _run_forward(call, run, part, part_lse)
         total = torch.logsumexp(part_lse, 0)
         weight = torch.exp(part_lse - total.masked_fill(total == -inf, 0))
@@ -356,36 +344,43 @@ def _run_forward(call: Call, run: Pass, o: Tensor, lse: Tensor) -> None:
 def backward(
     x: Inputs, spec: Spec, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # the backward of torch's attention knows no gradient of the log-sum-exp
+    # the backward of torch's attention takes no gradient of the log-sum-exp
     call = _call(x, spec, split_off=dlse is None)
-    q, (B, T, S, H, Hkv, D) = call.x.q, call.sizes
+    q, (B, T, S, H, Hkv, D) = call.x.q, call.kind.sizes
     do = _dense_rows(do)
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     given = Given(o, lse, do, dlse, torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype))
     dq = torch.empty(B, T, H, D, device=q.device, dtype=q.dtype)
     far = far_backward(call, given)
-    for run in call.over_queries("dq"):
-        if run.pieces:
-            part = call.sums(run, H)
-            _run_dq(call, run, given, part)
-            dq[:, : run.stop] = part.sum(0)
-        else:
-            _run_dq(call, run, given, dq[None], far if run.step == 1 else None)
-    runs = tuple(call.over_keys())
-    # a pass that does not go on from another writes every key
+    for run in call.kind.over_queries("dq"):
+        (into,) = _room(run, dq)
+        _run_dq(call, run, given, into, far if run.step == 1 and not run.pieces else None)
+        _add_up(run, (dq, into))
+    runs = tuple(call.kind.over_keys())
+    # a pass that does not continue from another writes every key
     make = torch.zeros if all(run.go_on or run.pieces for run in runs) else torch.empty
     dk, dv = (make(B, S, Hkv, D, device=q.device, dtype=q.dtype) for _ in range(2))
     for run in runs:
-        if run.pieces:
-            parts = call.sums(run, Hkv), call.sums(run, Hkv)
-            _run_dkv(call, run, given, *parts)
-            dk[:, : run.stop], dv[:, : run.stop] = (part.sum(0) for part in parts)
-        else:
-            _run_dkv(call, run, given, dk[None], dv[None])
+        into_k, into_v = _room(run, dk, dv)
+        _run_dkv(call, run, given, into_k, into_v)
+        _add_up(run, (dk, into_k), (dv, into_v))
     if far is not None:
         _run_far(call, dk, dv, *far[1:], back=True)
     return dq, dk, dv
+
+
+def _room(run: Pass, *results: Tensor) -> list[Tensor]:
+    """Where a pass writes to: the results [B, T, H, D] themselves, or float32 room for its pieces: [pieces, B, ...]."""
+    if not run.pieces:
+        return [x[None] for x in results]
+    return [x.new_empty(run.pieces, x.shape[0], run.stop, *x.shape[2:], dtype=torch.float32) for x in results]
+
+
+def _add_up(run: Pass, *results: tuple[Tensor, Tensor]) -> None:
+    """Writes the sums of the pieces of a pass into the results."""
+    for x, pieces in results if run.pieces else ():
+        x[:, : run.stop] = pieces.sum(0)
 
 
 class Given(NamedTuple):
@@ -405,15 +400,15 @@ def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: tuple[Tensor, 
     _dq[(programs, len(dq))](
         o=o, do=do, lse=lse, dlse=lse if dlse is None else dlse, stats=stats, dq=dq, far=dq if far is None else far[0],
         **_strides(do=do), dq_piece=dq.stride(0), dq_batch=dq.stride(1),
-        far_batch=0 if far is None else far[0].stride(0), scale=call.spec.scale,
-        FAR=-1 if far is None else call.work.far, DLSE=dlse is not None, **arguments,
+        far_batch=0 if far is None else far[0].stride(0), scale=call.kind.spec.scale,
+        FAR=-1 if far is None else call.kind.work.far, DLSE=dlse is not None, **arguments,
     )  # fmt: skip
 
 
 def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> None:
     """dk and dv [pieces, B, columns, Hkv, D]"""
-    config, (B, *_, Hkv, _) = call.config(run.kind), call.sizes
-    arguments = call.arguments(run, config)
+    config, (B, *_, Hkv, _) = call.kind.config(run.kind), call.kind.sizes
+    arguments = {**call.tensors(), **_numbers(call.kind, run, config, SPLIT)}
     stop = run.stop if run.step == 1 else run.step * arguments["pad"]
     tiles = blocks_of(stop - run.start, config.keys)
     q = call.x.q
@@ -423,7 +418,7 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
         do=given.do, stats=given.stats, dk=dk, dv=dv, **_strides(do=given.do),
         dk_piece=dk.stride(0), dk_batch=dk.stride(1), starts=starts, starts_batch=starts_batch,
         starts_head=starts_head, readers=readers, readers_batch=readers_batch, readers_head=readers_head,
-        scale=call.spec.scale, tiles=tiles, row0=call.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
+        scale=call.kind.spec.scale, tiles=tiles, row0=call.kind.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
         **arguments,
     )  # fmt: skip
 
@@ -431,17 +426,17 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
 def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | None:
     """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
 
-    It is plain causal attention, whose backward the fused kernels of torch do best. Of g = l/c neighbouring queries
-    take one, number u = i // g, and number the columns s. Query u may read the columns of all earlier blocks,
-    s < c·(u // c), so s <= u - c always holds: that is a causal square without its first c queries. What is left,
-    u - c < s < c·(u // c), lies in the block before the query's (STRIP). The g queries of one u stand side by side in
-    memory, so they pass for heads: dq comes for n·g queries from number l on, [B, n, g·H, D], dk and dv for n columns,
-    g times.
+    The far part is plain causal attention, and the fused kernels of torch are fastest at that. Put g = l/c neighbouring
+    queries into one group u = i // g, and number the columns s. A query of group u reads the columns of all earlier
+    blocks, s < c·(u // c). All s <= u - c are among them, and they form a causal square without its first c rows. The
+    rest, u - c < s < c·(u // c), is in the block before the query's: the kernels compute it as STRIP. The g queries of
+    a group are adjacent in memory, so they act as heads: dq is for the n·g queries from l on, [B, n, g·H, D], and dk
+    and dv are for n columns, g times.
     """
-    if call.work.far < 0:
+    if call.kind.work.far < 0:
         return None
-    T = call.sizes[1]
-    size, c = call.work.atoms[4 * call.work.far + 1 : 4 * call.work.far + 3]
+    T = call.kind.sizes[1]
+    size, c = call.kind.work.atoms[4 * call.kind.work.far + 1 : 4 * call.kind.work.far + 3]
     n = blocks_of(T, size // c) - c
     if n <= 0:
         return None
@@ -450,29 +445,29 @@ def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | No
     lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
     far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
     _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
-    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.spec.scale)
+    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.kind.spec.scale)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
-    (B, _, _, H, _, D), tile, rows = call.sizes, 32, far_k.shape[1]
+    (B, _, _, H, _, D), tile, rows = call.kind.sizes, 32, far_k.shape[1]
     tiles = blocks_of(rows, tile)
     _far[(tiles * B * H,)](
         k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
-        A=call.work.atoms, n=call.work.far, BACK=back, FIRSTS=call.firsts is not None,
-        H=H, D=D, BD=call.width, BN=tile,
+        A=call.kind.work.atoms, n=call.kind.work.far, BACK=back, FIRSTS=call.firsts is not None,
+        H=H, D=D, BD=call.kind.width, BN=tile,
     )  # fmt: skip
 
 
 def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
-    """[B, T, H, D] -> [B, n, g·H, D], without a copy if g divides T."""
+    """[B, T, H, D] -> [B, n, g·H, D]; copies only if g does not divide T."""
     x = x[:, size:]
     missing = n * (size // c) - x.shape[1]
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
 
 
 def _fused(q: Tensor) -> str | None:
-    """Which causal attention of torch has a backward that takes the log-sum-exp from outside."""
+    """Which of torch's causal attentions to use: one whose backward accepts a log-sum-exp from outside."""
     if q.device.type == "cpu":
         return "cpu"
     if q.dtype == torch.float32:

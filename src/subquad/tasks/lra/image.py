@@ -1,7 +1,4 @@
-"""Image: which of ten things is on a grey CIFAR-10 photograph, read as 1,024 bytes row by row.
-
-Sizes     45,000 for training, 5,000 for validation, 10,000 for test
-"""
+"""Image: which of ten things is on a grey CIFAR-10 photograph, read as 1,024 bytes row by row."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,14 +8,10 @@ import numpy as np
 from subquad.data import cifar10
 from subquad.data.generated import Arrays, generated, kept
 from subquad.tasks.lra.pack import packed
-from subquad.tasks.lra.task import Labelled, Picture
+from subquad.tasks.lra.task import Picture, cut
 from subquad.training.task import Source, Split
 
-SPLITS: dict[Split, slice] = {
-    "train": slice(0, 45_000),
-    "validation": slice(45_000, 50_000),
-    "test": slice(50_000, 60_000),
-}
+SIZES = (45_000, 5_000, 10_000)  # photographs for training, validation and test
 
 
 def grey() -> Arrays:
@@ -37,5 +30,4 @@ class Image(Picture):
         return 1024
 
     def source(self, split: Split) -> Source:
-        arrays = kept(generated() / "image", lambda: packed("image") or grey())
-        return Labelled(arrays["tokens"][SPLITS[split]], arrays["labels"][SPLITS[split]])
+        return cut(kept(generated() / "image", lambda: packed("image") or grey()), split, *SIZES)

@@ -15,7 +15,7 @@ import numpy as np
 
 from subquad.checks import at_least
 from subquad.data.generated import Arrays, cores, generated, in_order, kept
-from subquad.tasks.lra.task import Classification, Labelled
+from subquad.tasks.lra.task import Classification, cut
 from subquad.training.task import Source, Split
 
 LONGEST = 2000  # positions
@@ -86,15 +86,8 @@ def _fold(levels: list[Level]) -> tuple[list[np.ndarray], np.ndarray]:
             count, kind = level.arguments[operator], level.symbol[operator]
             first = np.cumsum(count) - count
             size[operator] += np.add.reduceat(below_size, first)
-            value[operator] = np.choose(
-                kind,
-                (
-                    np.minimum.reduceat(below_value, first),
-                    np.maximum.reduceat(below_value, first),
-                    _medians(below_value, first, count),
-                    np.add.reduceat(below_value, first) % 10,
-                ),
-            )
+            least, most, sums = (f.reduceat(below_value, first) for f in (np.minimum, np.maximum, np.add))
+            value[operator] = np.choose(kind, (least, most, _medians(below_value, first, count), sums % 10))
         sizes.insert(0, size)
         below_size, below_value = size, value
     return sizes, below_value
@@ -117,20 +110,19 @@ def _write(levels: list[Level], sizes: list[np.ndarray]) -> np.ndarray:
         operator = level.arguments > 0
         tokens[at] = np.where(operator, DIGIT + 10 + level.symbol, DIGIT + level.symbol)
         tokens[(at + sizes[depth] - 1)[operator]] = CLOSE
-        if operator.any():
-            count, below = level.arguments[operator], sizes[depth + 1]
-            before = np.cumsum(below) - below  # written under nodes to the left, of this level
-            first = np.cumsum(count) - count
-            at = np.repeat(at[operator] + 1 - before[first], count) + before
-        else:
+        if not operator.any():
             break
+        count, below = level.arguments[operator], sizes[depth + 1]
+        before = np.cumsum(below) - below  # written under nodes to the left, of this level
+        first = np.cumsum(count) - count
+        at = np.repeat(at[operator] + 1 - before[first], count) + before
     return tokens
 
 
 def generate(count: int, seed: int = 0, workers: int | None = None, lengths: tuple[int, int] = LENGTHS) -> Expressions:
     """So many different expressions, drawn in parallel; the same for the same seed, however many processes."""
-    seen: set[bytes] = set()
-    tokens, sizes, values, drawn = [], [], [], 0
+    chosen: dict[bytes, tuple[np.ndarray, int]] = {}  # tokens and value, by their digest
+    drawn = 0
     workers = min(cores(), 1 + count * lengths[1] // 4_000_000) if workers is None else workers
     numbers = range(1 + 60 * count // CHUNK)  # twice what short expressions need, five times what those of the arena do
     for part in in_order(partial(draw, seed, lengths=lengths), numbers, workers):
@@ -138,14 +130,12 @@ def generate(count: int, seed: int = 0, workers: int | None = None, lengths: tup
         ends = np.cumsum(part.lengths.astype(np.int64))
         for expression, value in zip(np.split(part.tokens, ends[:-1]), part.values, strict=True):
             key = blake2b(expression.tobytes(), digest_size=16).digest()
-            if key not in seen and len(seen) < count:
-                seen.add(key)
-                tokens.append(expression)
-                sizes.append(len(expression))
-                values.append(value)
-        if len(seen) == count:
-            return Expressions(np.concatenate(tokens), np.array(sizes, np.int16), np.array(values), drawn)
-    raise RuntimeError(f"{len(seen)} of {count} expressions in {drawn} trees: the draw does not follow its rules")
+            if len(chosen) < count:
+                chosen.setdefault(key, (expression, value))
+        if len(chosen) == count:
+            tokens, values = zip(*chosen.values(), strict=True)
+            return Expressions(np.concatenate(tokens), np.array([*map(len, tokens)], np.int16), np.array(values), drawn)
+    raise RuntimeError(f"{len(chosen)} of {count} expressions in {drawn} trees: the draw does not follow its rules")
 
 
 @dataclass(frozen=True)
@@ -170,14 +160,7 @@ class ListOps(Classification):
         name = f"listops_{self.train}_{self.seed}"
         if (self.held_out, self.shortest, self.longest) != (2_000, *LENGTHS):
             name += f"_{self.held_out}_{self.shortest}_{self.longest}"
-        arrays = kept(generated() / name, self._make)
-        start, size = {
-            "train": (0, self.train),
-            "validation": (self.train, self.held_out),
-            "test": (self.train + self.held_out, self.held_out),
-        }[split]
-        rows = slice(start, start + size)
-        return Labelled(arrays["tokens"][rows], arrays["labels"][rows], arrays["lengths"][rows])
+        return cut(kept(generated() / name, self._make), split, self.train, self.held_out, self.held_out)
 
     def _make(self) -> Arrays:
         made = generate(self.train + 2 * self.held_out, self.seed, lengths=(self.shortest, self.longest))

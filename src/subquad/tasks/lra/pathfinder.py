@@ -16,11 +16,11 @@ from subquad.checks import at_least
 from subquad.data import files
 from subquad.data.contours import HARD, VERSION, draw
 from subquad.data.generated import Arrays, cores, generated, in_order, kept
-from subquad.tasks.lra.task import Labelled, Picture
+from subquad.data.images import read_picture
+from subquad.tasks.lra.task import Picture, cut
 from subquad.training.task import Source, Split
 
 CHUNK = 500  # pictures of 32 x 32 made at once, fewer of larger ones
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Arrays:
@@ -30,8 +30,8 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
     tokens, labels = np.zeros((count, size * size), np.uint8), np.zeros(count, np.uint8)
     numbers = range(-(-count // chunk))
     parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
-    said = f"{count:,} pictures of {size} x {size}"
-    for number, (pictures, found) in enumerate(files.shown(parts, said, len(numbers))):
+    label = f"{count:,} pictures of {size} x {size}"
+    for number, (pictures, found) in enumerate(files.shown(parts, label, len(numbers))):
         rows = slice(number * chunk, number * chunk + len(found))
         tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
     return {"tokens": tokens, "labels": labels}
@@ -48,8 +48,6 @@ def _chunk(size: int, count: int, seed: int, most: int, number: int) -> tuple[np
 
 def read_folder(folder: Path, size: int) -> Arrays:
     """The pictures of the arena's release in a fixed random order, but for one that is known to be empty."""
-    from matplotlib.image import imread
-
     lists = sorted(folder.glob("metadata/[0-9]*.npy"), key=lambda path: int(path.stem))
     if not lists:
         raise files.Missing(f"{folder}/metadata/*.npy is missing: data.folder is one such as curv_contour_length_14")
@@ -61,16 +59,11 @@ def read_folder(folder: Path, size: int) -> Arrays:
                 raise files.Broken(f"{path}:{number} is {line[:80]!r}: accepted are a folder, a file, a number, 0 or 1")
             picture = files.inside(folder, f"{place}/{name}", path)
             try:
-                if picture.stat().st_size == 0:
-                    continue
-                pixels = np.round(255 * imread(picture)).astype(np.uint8)
-            except (OSError, SyntaxError) as error:
+                if picture.stat().st_size:
+                    tokens.append(read_picture(picture, (size, size, 3))[..., 0].ravel())  # grey: all channels agree
+                    labels.append(int(label))
+            except (OSError, files.Broken) as error:
                 raise files.Broken(f"{picture}, which {path}:{number} names, cannot be read: {error}") from error
-            pixels = pixels[..., 0] if pixels.ndim == 3 else pixels  # grey, whatever the file says
-            if pixels.shape != (size, size):
-                raise files.Broken(f"{picture} has shape {pixels.shape}: accepted is {(size, size)}")
-            tokens.append(pixels.ravel())
-            labels.append(int(label))
     if len(labels) < 10:
         raise files.Broken(f"{folder} names {len(labels)} pictures: accepted are 10 or more, a tenth is each held out")
     order = np.random.Generator(np.random.PCG64(0)).random(len(labels)).argsort()
@@ -129,9 +122,7 @@ class Pathfinder(Picture):
             arrays = kept(generated() / name, lambda: read_folder(folder, self.size))
             tenth = len(arrays["labels"]) // 10
             sizes = (len(arrays["labels"]) - 2 * tenth, tenth, tenth)
-        start = sum(sizes[: SPLITS.index(split)])
-        rows = slice(start, start + sizes[SPLITS.index(split)])
-        return Labelled(arrays["tokens"][rows], arrays["labels"][rows])
+        return cut(arrays, split, *sizes)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from torch import nn
 from subquad.checks import at_least
 from subquad.data import files
 from subquad.data.generated import Arrays, generated, kept
+from subquad.data.order import permutation
 from subquad.models import Matcher
 from subquad.tasks.lra.task import Classification
-from subquad.tasks.lra.text import padded, shuffled, stored
+from subquad.tasks.lra.text import Texts, stored
 from subquad.training.task import Batch, Source, Split
 
 STAND_IN = "IMDb same-movie pairs"
@@ -43,7 +44,7 @@ def pairs(
     """
     names, numbers, sizes = np.unique(films, return_inverse=True, return_counts=True)
     low, high = (int(share * len(names)) for share in SHARES[split])
-    chosen = shuffled(len(names), seed)[low:high]
+    chosen = permutation(len(names), seed, len(names))[low:high]
     chosen = chosen[sizes[chosen] >= 2]
     if len(chosen) < 2:
         raise files.Broken(f"{len(names)} films are too few for pairs: {split} has {len(chosen)} with two reviews")
@@ -63,7 +64,7 @@ def pairs(
     other = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
     while (again := (numbers[other] == film) | (liked[other] != liked[same])).any():
         other[again] = reviews[(random.random(int(again.sum())) * len(reviews)).astype(np.int64)]
-    labels = (shuffled(count, seed + 1) % 2).astype(np.uint8)
+    labels = (permutation(count, seed + 1, count) % 2).astype(np.uint8)
     return np.stack((left, np.where(labels == 1, same, other)), axis=1), labels
 
 
@@ -98,25 +99,6 @@ def _bytes(text: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pairs of texts, by index."""
-
-    texts: Arrays
-    rows: np.ndarray  # [N, 2]
-    labels: np.ndarray  # [N]
-    length: int
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002
-        found = {"labels": self.labels[indices].astype(np.int64)}
-        for side, name in enumerate("ab"):
-            found[name], found[f"{name}_lengths"] = padded(self.texts, self.rows[indices, side], self.length)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in found.items()}
-
-
-@dataclass(frozen=True)
 class Retrieval(Classification):
     length: int = 1000  # bytes of each text; 4,000 in the paper
     train: int = 96_000  # pairs of the stand-in
@@ -131,9 +113,6 @@ class Retrieval(Classification):
     def __post_init__(self) -> None:
         at_least(self, length=1, train=1, held_out=1, seed=0)
 
-    def positions(self) -> int:
-        return self.length
-
     def make_model(self, fields: Any) -> nn.Module:
         return Matcher(**{"vocab": self.vocab, "max_length": self.length, **fields})
 
@@ -142,14 +121,13 @@ class Retrieval(Classification):
 
     def source(self, split: Split) -> Source:
         if self.folder is None:
-            found = stored()
-            rows, labels = pairs(
-                found["films"], found["labels"], split, self.train if split == "train" else self.held_out, self.seed
-            )
-            return Pairs(found, rows, labels, self.length)
-        path = Path(self.folder).expanduser() / FILES[split]
-        if not path.exists():
-            raise files.Missing(f"{path} is missing: data.folder holds {', '.join(FILES.values())}")
-        found = kept(generated() / f"{path.stem}_{files.mark(path)}", lambda: read_tsv(path))
-        count = len(found["labels"])
-        return Pairs(found, np.arange(2 * count).reshape(count, 2), found["labels"], self.length)
+            texts, count = stored(), self.train if split == "train" else self.held_out
+            rows, labels = pairs(texts["films"], texts["labels"], split, count, self.seed)
+        else:
+            path = Path(self.folder).expanduser() / FILES[split]
+            if not path.exists():
+                raise files.Missing(f"{path} is missing: data.folder holds {', '.join(FILES.values())}")
+            texts = kept(generated() / f"{path.stem}_{files.mark(path)}", lambda: read_tsv(path))
+            labels = texts["labels"]
+            rows = np.arange(2 * len(labels)).reshape(-1, 2)
+        return Texts(texts, {"a": rows[:, 0], "b": rows[:, 1]}, labels, self.length)

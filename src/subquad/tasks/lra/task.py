@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from subquad.checks import one_of
+from subquad.data.generated import Arrays
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Batch, Loss, Sums, Task, means
+from subquad.training.task import SPLITS, Batch, Loss, Split, Sums, Task, means
 
 # of the PyTorch re-runs (Xiong et al. 2021, arXiv:2102.03902), the same for every mechanism
 SMALL: Mapping[str, Any] = {
@@ -25,9 +26,7 @@ SMALL: Mapping[str, Any] = {
     "pooling": "mean",
     "dropout": 0.1,
 }
-TRAINING = TrainingConfig(
-    steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, warmup=200, schedule="linear"
-)
+TRAINING = TrainingConfig(steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="linear")
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,13 @@ class Labelled:
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
+def cut(arrays: Arrays, split: Split, *sizes: int) -> Labelled:
+    """The examples of a split, of arrays that hold training, validation and test one after the other."""
+    at = SPLITS.index(split)
+    rows = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+    return Labelled(**{name: array[rows] for name, array in arrays.items()})
+
+
 class Classification(Task):
     """Tokens [B, T] -> a class."""
 
@@ -59,9 +65,11 @@ class Classification(Task):
     classes: ClassVar[int]
     stand_in: ClassVar[str | None] = None  # the name of the data that replaces the paper's
 
+    length: int  # of the longest sequence; a task without this option defines `positions`
+
     def positions(self) -> int:
         """The longest sequence."""
-        raise NotImplementedError
+        return self.length
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         return Classifier(**{"vocab": self.vocab, "classes": self.classes, "max_length": self.positions(), **fields})
@@ -70,14 +78,16 @@ class Classification(Task):
         return model(batch["tokens"], batch.get("lengths"))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        logits, labels = self.logits(model, batch), batch["labels"]
-        return Loss(cross_entropy(logits, labels, reduction="sum"), labels.new_full((), len(labels)))
+        return self._loss(self.logits(model, batch), batch["labels"])
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         logits, labels = self.logits(model, batch), batch["labels"]
-        count = labels.new_full((), len(labels))
-        correct = (logits.argmax(-1) == labels).sum()
-        return {"nats": (cross_entropy(logits, labels, reduction="sum"), count), "accuracy": (correct, count)}
+        loss = self._loss(logits, labels)
+        return {"nats": loss, "accuracy": ((logits.argmax(-1) == labels).sum(), loss.count)}
+
+    @staticmethod
+    def _loss(logits: torch.Tensor, labels: torch.Tensor) -> Loss:
+        return Loss(cross_entropy(logits, labels, reduction="sum"), labels.new_full((), len(labels)))
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         mean = means(sums)

@@ -4,16 +4,21 @@ Sizes     22,500 for training, 2,500 for validation, 25,000 for test; the first 
 Departs   validation is held out of the training part; the arena validates on the test part itself
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from subquad.data import imdb
 from subquad.data.generated import Arrays, generated, kept
+from subquad.data.order import permutation
+from subquad.data.padding import first_bytes
 from subquad.tasks.lra.pack import packed
-from subquad.tasks.lra.task import Classification, Labelled
-from subquad.training.task import Source, Split
+from subquad.tasks.lra.task import Classification
+from subquad.training.task import Batch, Source, Split
 
 LONGEST = 4096  # bytes of a review that are kept
 HELD_OUT = 2_500
@@ -21,35 +26,35 @@ HELD_OUT = 2_500
 
 def reviews(longest: int = LONGEST) -> Arrays:
     """All 50,000, those of the test last: text, one after the other; starts [N + 1], labels [N], films [N]."""
-    pieces, labels, films = [], [], []
-    for part in imdb.load():
-        pieces += [part.text[start:end][:longest] for start, end in zip(part.starts, part.starts[1:], strict=False)]
-        labels.append(part.labels)
-        films.append(part.films)
-    return {
-        "text": np.concatenate(pieces),
-        "starts": np.cumsum([0, *map(len, pieces)]),
-        "labels": np.concatenate(labels).astype(np.uint8),
-        "films": np.concatenate(films),
-    }
+    parts = imdb.load()
+    pieces = [part["text"][start:end][:longest] for part in parts for start, end in pairwise(part["starts"])]
+    labels, films = (np.concatenate([part[name] for part in parts]) for name in ("labels", "films"))
+    starts = np.cumsum([0, *map(len, pieces)])
+    return {"text": np.concatenate(pieces), "starts": starts, "labels": labels.astype(np.uint8), "films": films}
 
 
 def stored() -> Arrays:
     return kept(generated() / "imdb", lambda: packed("imdb") or reviews())
 
 
-def padded(found: Arrays, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the first `length` bytes of each [B, length], how many count [B])"""
-    first = found["starts"][rows]
-    lengths = np.minimum(found["starts"][rows + 1] - first, length)
-    at = np.arange(length)
-    inside = at < lengths[:, None]
-    return np.where(inside, found["text"][np.where(inside, first[:, None] + at, 0)], 0).astype(np.uint8), lengths
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Labelled texts, or pairs of texts, by index: {"tokens": .., "lengths": ..} or {"a": .., "a_lengths": .., ..}."""
 
+    texts: Arrays
+    columns: Mapping[str, np.ndarray]  # name -> which text it is, [N]
+    labels: np.ndarray  # [N]
+    length: int  # bytes of each text that are read
 
-def shuffled(count: int, seed: int) -> np.ndarray:
-    """0 .. count - 1 in an order that is the same with every version of NumPy."""
-    return np.argsort(np.random.PCG64(np.random.SeedSequence([seed, count])).random_raw(count), kind="stable")
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:  # noqa: ARG002
+        made = {"labels": self.labels[indices].astype(np.int64)}
+        for name, column in self.columns.items():
+            lengths = "lengths" if name == "tokens" else f"{name}_lengths"
+            made[name], made[lengths] = first_bytes(self.texts, column[indices], self.length)
+        return {name: torch.from_numpy(array) for name, array in made.items()}
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,12 @@ class Text(Classification):
         if not 1 <= self.length <= LONGEST:
             raise ValueError(f"length={self.length} cannot work: accepted is 1 to {LONGEST}")
 
-    def positions(self) -> int:
-        return self.length
-
     def source(self, split: Split) -> Source:
-        found = stored()
-        longest = int(np.diff(found["starts"]).max())
-        if len(found["labels"]) >= 50_000 and longest < self.length:
+        texts = stored()
+        count, longest = len(texts["labels"]), int(np.diff(texts["starts"]).max())
+        if count >= 50_000 and longest < self.length:
             raise ValueError(f"length={self.length} cannot work: reviews were packed to {longest} bytes")
-        half = len(found["labels"]) // 2
-        order, held = shuffled(half, 0), HELD_OUT * half // 25_000
+        half = count // 2
+        order, held = permutation(half, 0, half), HELD_OUT * half // 25_000
         rows = {"train": order[held:], "validation": order[:held], "test": np.arange(half, 2 * half)}[split]
-        arrays = kept(generated() / f"imdb_{self.length}_{split}_{len(rows)}", lambda: self._make(found, rows))
-        return Labelled(arrays["tokens"], arrays["labels"], arrays["lengths"])
-
-    def _make(self, found: Arrays, rows: np.ndarray) -> Arrays:
-        tokens, lengths = padded(found, rows, self.length)
-        return {"tokens": tokens, "labels": found["labels"][rows], "lengths": lengths.astype(np.int16)}
+        return Texts(texts, {"tokens": rows}, texts["labels"][rows], self.length)

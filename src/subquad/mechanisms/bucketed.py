@@ -1,0 +1,105 @@
+"""What reformer and routing share: a query sees two chunks of one bucket of keys, and decoding lists their newest ones.
+
+How tokens are laid out by bucket is in `subquad.ops.buckets`. A mechanism writes what the buckets of its tokens are.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from subquad.mechanisms.attention import QKV, Attention
+from subquad.mechanisms.base import Options, Traits
+from subquad.ops.buckets import Lists, admit, empty_lists, recall, slot_attention
+from subquad.ops.cache import append
+
+
+class State(NamedTuple):
+    k: Tensor  # [B, C, H, K]
+    v: Tensor  # [B, C, H, V]
+    members: Tensor  # [B, H, buckets, 2·chunk], see ops.buckets.Lists; reformer's also have rounds, after H
+    total: Tensor  # [B, H, buckets]
+    position: Tensor  # [B]
+
+
+class Tokens(NamedTuple):
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, S, H, K], the keys of a state included
+    v: Tensor  # [B, S, H, V]
+    asked: Tensor  # [B, H, T] or [B, H, rounds, T], the bucket that each query reads; -1 for padding
+    bucket: Tensor  # the bucket that each key is in
+
+
+class Bucketed(Attention):
+    """Attention inside buckets that tokens choose one by one, so that the future does not decide who is in them."""
+
+    traits = Traits(causal=True, bidirectional=True, state="growing")
+    family, exponent = "clustering", 1.0
+    out: nn.Linear
+
+    def __init__(self, options: Options, strict: bool, lists: tuple[int, ...], chunk: int):
+        """`lists`: buckets, or rounds and buckets. Without `strict` the future decides, so there is no state."""
+        super().__init__(options, heads=False)
+        self.strict = options.causal and strict
+        self.lists, self.size = lists, chunk
+        if not self.strict:
+            self.traits = self.traits._replace(state=None)
+
+    # What a mechanism writes
+
+    def _tokens(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
+        raise NotImplementedError
+
+    def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
+        """[B, T, H, V] of a whole sequence, or of what begins at `start` [B], behind the tokens in the lists."""
+        raise NotImplementedError
+
+    def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of a token at `position`: the keys it sees [B, H, 1, W], whether they are there, and a bias of scores."""
+        raise NotImplementedError
+
+    # What follows
+
+    def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
+        return self._tokens(x, None, position)[:3]
+
+    def _merge(self, o: Tensor) -> Tensor:
+        return self.out(o.flatten(-2))
+
+    def _qkv(self, x: Tensor) -> QKV:
+        q, k, v = self._project(x)
+        return q * q.shape[-1] ** 0.5, k, v
+
+    def _init_state(self, batch: int, capacity: int | None) -> State:
+        cache = self._zeros(batch, capacity or 64, self.options.heads, self.width)
+        *rounds, buckets = self.lists
+        lists = empty_lists((batch, self.options.heads, *rounds), buckets, self.size, cache.device)
+        return State(cache, cache.clone(), *lists, self._zeros(batch, dtype=torch.int64))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        before = self._init_state(*x.shape[:2]) if state is None else state
+        start, lists = before.position, Lists(before.members, before.total)
+        tokens = self._tokens(x, lengths, start)
+        keys, values = append(before.k, tokens.k, start), append(before.v, tokens.v, start)
+        position = self._by_list(start) + torch.arange(x.shape[1], device=x.device)
+        new = State(keys, values, *admit(lists, tokens.bucket, position), self._advance(start, x, lengths))
+        if state is None:
+            return self._merge(self._attend_near(tokens)), new
+        tokens = tokens._replace(k=keys.to(tokens.q.dtype), v=values.to(tokens.v.dtype))
+        return self._merge(self._attend_near(tokens, lists, start)), new
+
+    def _step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        q, k, v, asked, bucket = self._tokens(x[:, None], None, state.position)
+        keys, values = append(state.k, k, state.position), append(state.v, v, state.position)
+        position = self._by_list(state.position)
+        lists = admit(Lists(state.members, state.total), bucket, position)
+        own = asked[..., None].expand(*asked.shape, lists.members.shape[-1])
+        near = recall(Lists(lists.members.gather(-2, own), lists.total.gather(-1, asked)))  # [B, H, (rounds,) 1, 2C]
+        near, visible, bias = self._seen(near, position)
+        query, k, v = torch.zeros_like(near[..., :1]), keys.to(q.dtype), values.to(v.dtype)
+        o, _ = slot_attention(q, k, v, query, near, visible[..., None, :], bias, self._dropout())  # [B, H, 1, 1, V]
+        return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
+
+    def _by_list(self, position: Tensor) -> Tensor:
+        """[B] with a dimension of 1 for heads, for rounds if there are any, and for tokens."""
+        return position.view(-1, 1, *[1] * len(self.lists))
