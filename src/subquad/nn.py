@@ -36,10 +36,8 @@ class NotWeights:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Never:
-        raise NotImplementedError(
-            f"{function.__name__} was called with in_proj_weight or out_proj of subquad.nn.MultiheadAttention, "
-            "whose weights are those of its mixer"
-        )
+        weights = "in_proj_weight or out_proj of subquad.nn.MultiheadAttention, whose weights are those of its mixer"
+        raise NotImplementedError(f"{function.__name__} was called with {weights}")
 
 
 class MultiheadAttention(nn.Module):
@@ -121,21 +119,18 @@ class MultiheadAttention(nn.Module):
             refuse("need_weights", need_weights, "False; attention.mixer.pattern(x) shows who attends to whom")
         if key is not value:
             raise ValueError("value is not the tensor that key is: accepted is one tensor for both")
-        own = query is key
-        batched = isinstance(query, Tensor) and query.ndim == 3
+        own, batched = query is key, isinstance(query, Tensor) and query.ndim == 3
         x = self._rows(query, "query", batched)
         context = x if own else self._rows(key, "key", batched)
         check_tokens(self.mixer, x, "query")
         if not own:
             self._check_cross(x, context)
         self._check_causal(attn_mask, is_causal, x, own)
-        lengths = None
-        if key_padding_mask is not None:
-            lengths = _lengths(key_padding_mask, context, batched)
+        lengths = None if key_padding_mask is None else _lengths(key_padding_mask, context, batched)
         y = self.mixer(x, lengths) if own else self.mixer(x, context=context, context_lengths=lengths)
-        if not batched:
-            return y[0], None
-        return y if self.batch_first else y.transpose(0, 1), None
+        if batched:
+            return y if self.batch_first else y.transpose(0, 1), None
+        return y[0], None
 
     def _rows(self, x: Tensor, name: str, batched: bool) -> Tensor:
         """[B, T, D] of what came."""
@@ -193,9 +188,8 @@ def _lengths(mask: Tensor, context: Tensor, batched: bool) -> Tensor:
     accepted += ": False, or 0, for tokens, then True, or -inf, for padding"
     padding = _hidden(mask, "key_padding_mask", ((batch, size) if batched else (size,),), context, accepted)
     padding = padding.view(batch, size)
-    require(
-        (padding[:, 1:] >= padding[:, :-1]).all(), f"key_padding_mask cannot work: accepted is {accepted}"
-    )  # once padded, always padded
+    once_padded_always_padded = (padding[:, 1:] >= padding[:, :-1]).all()
+    require(once_padded_always_padded, f"key_padding_mask cannot work: accepted is {accepted}")
     return size - padding.sum(-1)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from subquad.checks import check_count, check_methods, check_plain, refuse
 from subquad.mechanisms import checking
+from subquad.ops.impl import Impl
 from subquad.ops.lengths import shape_of, zero_padding
 
 StateKind = Literal["constant", "window", "growing"]
@@ -71,6 +72,13 @@ class Options:
             refuse("seed", self.seed, "an integer below 2**40")
         if not 0 <= self.dropout < 1:
             refuse("dropout", self.dropout, "a probability in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions(Options):
+    """The options of a mechanism whose op has a Triton kernel."""
+
+    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
 @check_methods
@@ -208,7 +216,7 @@ class Mixer(nn.Module):
         if lengths is None:
             lengths = torch.full(context.shape[:1], context.shape[1], device=context.device)
         if not torch.compiler.is_compiling():
-            checking.memory_shapes(self)  # now, so that no step has to find them out
+            checking.field_shapes(self, "memory")  # now, so that no step has to find them out
         return self._remember(context, lengths)
 
     def init_state(self, batch: int, capacity: int | None = None) -> State:
@@ -279,8 +287,7 @@ class Mixer(nn.Module):
             cross=possible.cross and not causal,
             state=possible.state if causal else None,
         )
-        self._state_shapes: tuple[torch.dtype, list[tuple[torch.dtype, checking.Shape]]] | None = None
-        self._memory_shapes: list[checking.Shape] | None = None
+        self._shapes: dict[tuple[str, torch.dtype], list[tuple[torch.dtype, checking.Shape]]] = {}
         self.register_buffer("_like", torch.empty(0), persistent=False)
 
     def extra_repr(self) -> str:

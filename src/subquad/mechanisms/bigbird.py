@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.mechanisms import patterned
+from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.rotary import rotate
@@ -37,7 +37,7 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(patterned.Options):
+class Options(base.KernelOptions):
     block: AtLeast1 = 64  # tokens of a block
     random: AtLeast0 = 3  # random blocks per block of queries and head
     construction: Literal["itc", "etc"] = "itc"  # global are the ends, or extra learned tokens

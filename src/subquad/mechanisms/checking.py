@@ -101,7 +101,7 @@ def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) ->
         raise ValueError(f"context is a {came}: accepted is a tensor, or the memory that this {name}'s remember made")
     if torch.compiler.is_compiling():
         return
-    for field, t, shape in zip(memory._fields, memory, memory_shapes(mix), strict=True):
+    for field, t, (_, shape) in zip(memory._fields, memory, field_shapes(mix, "memory"), strict=True):
         _check_batch(mix, f"context.{field}", t, batch, f"context.{field}")
         if field == "lengths" and t.dtype != torch.int64:
             raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
@@ -116,9 +116,8 @@ def check_stateful(mix: Mixer, method: str) -> None:
     if mix.traits.state is None:
         causal_only = type(mix).traits.state and not mix.options.causal
         why = "built with causal=False" if causal_only else "without a recurrent form"
-        raise NotImplementedError(
-            f"{method}: {type(mix).__name__} is {why}, so there is no state; recompute with forward"
-        )
+        name = type(mix).__name__
+        raise NotImplementedError(f"{method}: {name} is {why}, so there is no state; recompute with forward")
 
 
 def check_state(mix: Mixer, state: Any, batch: int) -> None:
@@ -128,7 +127,7 @@ def check_state(mix: Mixer, state: Any, batch: int) -> None:
         raise ValueError(f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill")
     if torch.compiler.is_compiling():
         return
-    for field, t, (dtype, shape) in zip(state._fields, state, state_shapes(mix), strict=True):
+    for field, t, (dtype, shape) in zip(state._fields, state, field_shapes(mix, "state"), strict=True):
         _check_batch(mix, f"state.{field}", t, batch, "state")
         if not _fits(t, shape) or t.dtype != dtype:
             raise ValueError(
@@ -146,28 +145,23 @@ def _check_batch(mix: Mixer, name: str, t: Any, batch: int, whole: str) -> None:
         raise ValueError(f"{name} is on {t.device}: this module is on {mix._like.device}")
 
 
-def memory_shapes(mix: Mixer) -> list[Shape]:
-    """The shape of each field of a memory; the size that follows the context's length is None."""
-    if mix._memory_shapes is None:
-        made = []
-        for size in (1, mix.options.max_length or 1000):
-            context = mix._like.new_zeros(1, size, mix.options.dim)
-            with torch.no_grad():
-                made.append(mix._remember(context, torch.full((1,), size, device=context.device)))
-        mix._memory_shapes = [_common(a, b) for a, b in zip(*made, strict=True)]
-    return mix._memory_shapes
+def field_shapes(mix: Mixer, kind: str) -> list[tuple[torch.dtype, Shape]]:
+    """Type and shape of each field of a "state" or "memory"; a size that follows the capacity or context is None."""
+    key, most = (kind, mix._like.dtype), 1000 if kind == "state" else mix.options.max_length or 1000
+    if key not in mix._shapes:
+        mix._shapes[key] = [
+            (a.dtype, tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True)))
+            for a, b in zip(_example(mix, kind, 1), _example(mix, kind, most), strict=True)
+        ]
+    return mix._shapes[key]
 
 
-def state_shapes(mix: Mixer) -> list[tuple[torch.dtype, Shape]]:
-    """Type and shape of each field of a state; the size that follows the capacity is None."""
-    if mix._state_shapes is None or mix._state_shapes[0] != mix._like.dtype:
-        made = zip(mix._init_state(1, 1), mix._init_state(1, 1000), strict=True)
-        mix._state_shapes = mix._like.dtype, [(a.dtype, _common(a, b)) for a, b in made]
-    return mix._state_shapes[1]
-
-
-def _common(a: Tensor, b: Tensor) -> Shape:
-    return tuple(n if n == m else None for n, m in zip(a.shape, b.shape, strict=True))
+def _example(mix: Mixer, kind: str, size: int) -> Any:
+    if kind == "state":
+        return mix._init_state(1, size)
+    context = mix._like.new_zeros(1, size, mix.options.dim)
+    with torch.no_grad():
+        return mix._remember(context, torch.full((1,), size, device=context.device))
 
 
 def _fits(t: Tensor, shape: Shape) -> bool:

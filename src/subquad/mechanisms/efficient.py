@@ -22,7 +22,6 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops.autocast import uncast
-from subquad.ops.impl import Impl
 from subquad.ops.lengths import first, keep, padding, symbolic
 from subquad.ops.linear import (
     LinearState,
@@ -53,9 +52,8 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     normalize: Literal["softmax", "scaling"] = "softmax"  # see the definition
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
 class Efficient(Kernelised):

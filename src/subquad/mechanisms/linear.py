@@ -19,7 +19,6 @@ from subquad.checks import check_eps
 from subquad.mechanisms import base, kernelised
 from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.feature_maps import feature_map
-from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
 from subquad.ops.precision import wide
@@ -45,10 +44,9 @@ class Memory(kernelised.Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     feature_map: str | Callable[[Tensor], Tensor] = "elu+1"  # a name, or any function of [..., K]
     eps: float = 1e-6  # the least size of a denominator
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from subquad.mechanisms import patterned
+from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.sparse.cache import SparseState
@@ -26,7 +26,7 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(patterned.Options):
+class Options(base.KernelOptions):
     window: AtLeast0 = 128  # tokens on each side; when causal, before
 
 

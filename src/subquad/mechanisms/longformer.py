@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import refuse
-from subquad.mechanisms import patterned
+from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
@@ -36,7 +36,7 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(patterned.Options):
+class Options(base.KernelOptions):
     window: AtLeast0 = 256  # keys on each side; when causal, before
     dilation: int | Sequence[int] = 1  # the gap between keys of the window, for all heads or one for each
     global_tokens: AtLeast0 = 1  # the first so many positions; 0 for none

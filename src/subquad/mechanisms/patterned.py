@@ -6,7 +6,6 @@ twice: as atoms, for the fast path, and as a formula over positions i and j, for
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
@@ -14,20 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
-from subquad.ops.impl import Impl
+from subquad.mechanisms.base import KernelOptions, Traits
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
 
 Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
 class Patterned(Attention):
@@ -38,9 +30,9 @@ class Patterned(Attention):
     family = "human patterns"
     unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
     approximates = True
-    options: Options
+    options: KernelOptions
 
-    def __init__(self, options: Options):
+    def __init__(self, options: KernelOptions):
         super().__init__(options)
         self.scale = self.width**-0.5
         self._follow(self._patterns())

@@ -29,7 +29,6 @@ from torch import Tensor
 from subquad.checks import at_least, check_eps, refuse
 from subquad.mechanisms import base, kernelised
 from subquad.mechanisms.kernelised import Features, Kernelised
-from subquad.ops.impl import Impl
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
@@ -53,13 +52,12 @@ class Memory(kernelised.Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     features: int = 256  # random features of each head
     kernel: Literal["softmax", "hyperbolic", "trig", "relu"] = "softmax"  # see the definition
     orthogonal: bool = True  # features drawn orthogonal, which lowers their variance
     norms: Norms = "chi"  # lengths of orthogonal rows: drawn like those of Gaussian vectors, or all √K ("sqrt")
     eps: float | None = None  # None: 1e-9, 0.3/√(2·features) for trig, 1e-3 for relu
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

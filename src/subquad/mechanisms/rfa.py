@@ -28,7 +28,6 @@ from subquad.mechanisms import base, kernelised
 from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.kernelised import Features, Kernelised
-from subquad.ops.impl import Impl
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import SHORT, draw_directions, fourier
@@ -46,13 +45,12 @@ class Memory(kernelised.Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     features: AtLeast1 = 64  # directions; each gives a sine and a cosine
     gate: bool = False  # a learned decay, for recency
     tau: float = 1.0  # temperature: smaller is sharper
     orthogonal: bool = False  # features drawn orthogonal, which lowers their variance
     eps: float = 0.3  # the least size of a denominator, in units of its standard error
-    impl: Impl = "auto"  # "auto", "torch" or "triton"
 
     def __post_init__(self) -> None:
         super().__post_init__()

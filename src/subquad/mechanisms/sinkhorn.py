@@ -87,7 +87,7 @@ class Sinkhorn(Attention):
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads.split(x)  # not rotated: R ignores positions
-        return self._weights(q, k), v
+        return torch.stack([self._weights_of_row(*row) for row in zip(q, k, strict=True)]), v
 
     def _blocks(self, t: Tensor) -> Tensor:
         """[B, T, H, K] -> [B, N, C, H, K], the last block completed with zeros."""
@@ -120,9 +120,6 @@ class Sinkhorn(Attention):
         logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
         logits = logits.masked_fill(identity[:, None], 0)
         return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
-
-    def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return torch.stack([self._weights_of_row(*row) for row in zip(q, k, strict=True)])
 
     def _weights_of_row(self, q: Tensor, k: Tensor) -> Tensor:
         """The matrix that multiplies the values of one row, by the definition: q [n, H, K] -> [H, n, n]"""

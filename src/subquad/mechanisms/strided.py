@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import refuse
-from subquad.mechanisms import patterned
+from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import Patterned, combine
 from subquad.ops.sparse.cache import SparseState
@@ -32,7 +32,7 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(patterned.Options):
+class Options(base.KernelOptions):
     stride: AtLeast1 = 128  # l
     combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 

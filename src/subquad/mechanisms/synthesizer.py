@@ -78,8 +78,8 @@ class Synthesizer(Attention):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         if "fixed" in self.options.kinds:
-            draw = torch.randn(self.fixed.shape, generator=generator or self._generator(), dtype=torch.float32)
-            self.fixed.copy_(draw)
+            generator = generator or self._generator()
+            self.fixed.copy_(torch.randn(self.fixed.shape, generator=generator, dtype=torch.float32))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)

@@ -46,12 +46,13 @@ class TransformerXL(Attention):
 
     def __init__(self, options: Options):
         super().__init__(options)
+        self.after = 0 if options.causal else options.memory  # positions ahead that a query sees
         self.relative = nn.Linear(options.dim, options.dim, bias=False)  # W_r
         self.u, self.w = (nn.Parameter(torch.randn(options.heads, self.width) * 0.02) for _ in range(2))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
-        around, seen = (self.options.memory, self._after()), keep(lengths, x.shape[1])
+        around, seen = (self.options.memory, self.after), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
         k, v = (F.pad(t, (0, 0, 0, 0, *around)) for t in (k, v))
         return self._merge(self._attend_behind(q, k, v, F.pad(seen, around)))
@@ -72,12 +73,9 @@ class TransformerXL(Attention):
         past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
         return self._merge(self._attend_behind(q, k, v, seen)), State(past[0], past[1], state.position + added)
 
-    def _after(self) -> int:
-        return 0 if self.options.causal else self.options.memory
-
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
-        distances = self.options.memory - torch.arange(self.options.memory + self._after() + 1, device=like.device)
+        distances = self.options.memory - torch.arange(self.options.memory + self.after + 1, device=like.device)
         waves = sinusoid(distances, self.options.dim).to(like.dtype)
         return self.relative(waves).unflatten(-1, (self.options.heads, -1))
 
@@ -86,7 +84,7 @@ class TransformerXL(Attention):
 
         Queries go in blocks of C, each against the C + span keys that some query of the block can see.
         """
-        size, span = q.shape[1], self.options.memory + self._after()
+        size, span = q.shape[1], self.options.memory + self.after
         c = at_most(self.options.memory, size)
         extra = padding(size, c)
         # padded without heads: torch.compile(dynamic=True) errs on the gradient of padding that comes in another layout
@@ -113,7 +111,7 @@ class TransformerXL(Attention):
         r = waves.to(q)[distance + len(s) - 1]  # R_{t-s}, [T, S, D]
         r = self.relative(r).unflatten(-1, (self.options.heads, -1))
         scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
-        visible = (distance <= self.options.memory) & (distance >= -self._after())
+        visible = (distance <= self.options.memory) & (distance >= -self.after)
         return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf).softmax(-1)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from subquad.checks import INTEGERS, check_strided
+from subquad.checks import check_strided
 
 
 def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
@@ -27,7 +27,7 @@ def _check(name: str, lengths: Tensor, rows: int, most: int) -> None:
     """Refuse what is not `rows` integers from 0 to `most`; values are only checked on the CPU."""
     if not isinstance(lengths, Tensor) or lengths.shape != (rows,):
         raise ValueError(f"{name} has shape {shape_of(lengths)}: accepted is one integer a row, [{rows}]")
-    if lengths.dtype not in INTEGERS:
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {lengths.dtype}: accepted are integers")
     check_strided(name, lengths)
     if readable(lengths):
