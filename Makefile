@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Tests start many processes: one thread each, and what Python compiles is kept even where the environment says not to.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 
 .PHONY: demo test quick format clean
 .DELETE_ON_ERROR:
@@ -13,7 +15,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
 # Between edits, under a minute on two idle cores: leaves out what compiles, starts processes, trains for seconds or draws
 # pictures, and the laws over a mechanism's second and later sets of options.
@@ -25,7 +27,7 @@ QUICK := not (compile or export or own_process or interpreter or distributed or 
 quick: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
+	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
 
 format: $(STAMP)
 	$(BIN)/ruff format

@@ -48,7 +48,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     ("initial_state.s=3", lambda: linear_attention(Q, Q, Q, initial_state=LinearState(3, None))),
     ("feature_map gave None", lambda: linear_attention(Q, Q, Q, feature_map=lambda _: None)),
     ("k_t={}", lambda: linear_attention_step(T, {}, T, STATE)),
-    ("log_gate is torch.float32 of shape .* on meta", lambda: linear_attention_step(
+    ("log_gate is Tensor\\(torch.float32, .*, meta\\)", lambda: linear_attention_step(
         T, T, T, STATE, log_gate=torch.zeros(2, 2, device="meta"))),
     ("q=None", lambda: sparse_attention(None, Q, Q, Local(3))),
     ("lengths=3", lambda: sparse_attention(Q, Q, Q, Local(3), lengths=3)),

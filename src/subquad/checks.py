@@ -222,7 +222,8 @@ def checked(function: F) -> F:
             if asked is None:
                 raise
             given = ", ".join(signature.describe(args, kwargs))
-            raise MemoryError(f"{signature.name} needs more memory than there is ({asked[0]}): {given}") from error
+            name = type(args[0]).__name__ if function.__name__ == "__init__" else signature.name
+            raise MemoryError(f"{name} needs more memory than there is ({asked[0]}): {given}") from error
 
     return typing.cast(F, call)
 

@@ -239,10 +239,8 @@ def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixe
     if not mixer.traits.cross:
         raise ValueError(f"cross={spec.name!r} cannot work: {type(mixer).__name__} has no cross-attention")
     if mixer.joint_queries and config.causal:
-        raise ValueError(
-            f"cross={spec.name!r} cannot work with causal=True: what a query gets depends on the other queries, "
-            f"so a token would see later ones"
-        )
+        why = "what a query gets depends on the other queries, so a token would see later ones"
+        raise ValueError(f"cross={spec.name!r} cannot work with causal=True: {why}")
     return mixer
 
 
@@ -250,15 +248,8 @@ def _build(
     spec: MixerConfig, config: TransformerConfig, layer: int, options: dict[str, Any], max_length: int | None
 ) -> Mixer:
     cls = mechanism(spec.name)
-    options = {
-        "dim": config.dim,
-        "heads": config.heads,
-        "dropout": config.attention_dropout,
-        "layer": layer,
-        "seed": config.seed,
-        "max_length": max_length,
-        **options,
-    }
+    sizes = {"dim": config.dim, "heads": config.heads, "max_length": max_length}
+    options = {**sizes, "dropout": config.attention_dropout, "layer": layer, "seed": config.seed, **options}
     needed = {"dim", "heads", "causal", *config.options}
     options = {name: value for name, value in options.items() if name in needed or name not in cls.unused}
     try:

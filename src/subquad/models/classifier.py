@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from subquad.checks import one_of, refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
-from subquad.models.embedding import Embedding
-from subquad.models.heads import make_head, make_mlp
+from subquad.models.embedding import Embedding, make_head, make_mlp
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy
 from subquad.models.saving import Model

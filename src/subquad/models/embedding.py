@@ -1,4 +1,4 @@
-"""Input to vectors: tokens or frames, with their positions added or concatenated.
+"""Input to vectors: tokens or frames, with their positions added or concatenated; and the output layers.
 
 Positions are computed waves, learned tables, or the sum over rows and columns. Every kind maps positions, [T] or a row
 at a time [B, T], to vectors [..., width], so that a step at position p and a whole sequence get the same numbers.
@@ -150,3 +150,26 @@ def _positions(config: EmbeddingConfig, width: int, max_length: int | None) -> S
         assert config.shape is not None
         return Grid(config.shape, width, waves=config.positions == "waves")
     return Sinusoidal(width)
+
+
+def make_head(dim: int, outputs: int) -> nn.Linear:
+    """A linear layer that starts near uniform predictions."""
+    head = nn.Linear(dim, outputs)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def make_mlp(dim: int, hidden: int, outputs: int) -> nn.Sequential:
+    """The same behind a hidden layer."""
+    return nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), make_head(hidden, outputs))
+
+
+def check_tie(tie: bool, embedding: EmbeddingConfig, outputs: int | None = None) -> None:
+    """Refuse tied weights where the embedding's cannot be those of the output."""
+    if not tie:
+        return
+    if embedding.positions == "sinusoidal_concat":
+        refuse("tie", True, 'False with positions="sinusoidal_concat": its token vectors are narrower than the model')
+    if outputs not in (None, embedding.vocab):
+        refuse("tie", True, f"False with outputs={outputs}, which is not vocab={embedding.vocab}")

@@ -14,8 +14,7 @@ from subquad.checks import check_count, check_strided, refuse, shown
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, assemble
-from subquad.models.embedding import Embedding
-from subquad.models.heads import make_head
+from subquad.models.embedding import Embedding, make_head
 from subquad.models.inputs import batch_size, check_position
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.saving import Model

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from subquad.checks import refuse
 from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
-from subquad.models.embedding import Embedding
-from subquad.models.heads import check_tie, make_head
+from subquad.models.embedding import Embedding, check_tie, make_head
 from subquad.models.inputs import batch_size
 from subquad.models.loss import Reduction, cross_entropy, shift
 from subquad.models.saving import Model

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from subquad.disk import lock_folder
 from subquad.measure.cost import Shape
 from subquad.models import Classifier
-from subquad.pool import end_with, exchange
+from subquad.pool import Worker, end_with, exchange
 from subquad.report import lra as table
 from subquad.studies.lra import arena as harness
 from subquad.studies.lra import recipes, worker
@@ -31,8 +32,39 @@ from subquad.training.folder import Folder, read_config
 SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of data: what one test drew, the next ones read."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(autouse=True)
+def data(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBQUAD_DATA", str(drawn))
+    monkeypatch.setattr(pathfinder, "CHUNK", 20)
+
+
 def quiet() -> Console:
     return Console(quiet=True)
+
+
+class Here(Worker):
+    """A worker in this process: starting another one takes longer than the few steps that most tests train."""
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        answers = io.StringIO()
+        exchange(io.StringIO(f"{json.dumps(self.setup)}\n{json.dumps(job)}\n"), answers, worker.begin)
+        answer: dict[str, Any] = json.loads(answers.getvalue())
+        assert answer.pop("last")
+        return answer
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(harness, "Worker", Here)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_every_mechanism_of_the_paper_and_ours_has_options() -> None:
@@ -126,8 +158,8 @@ def test_what_cannot_work_is_refused_before_anything_is_made(given: dict[str, An
         Arena(**{"tasks": ("pathfinder",), "mechanisms": ("linear",), **given})
 
 
-def test_a_run_that_was_begun_keeps_its_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+@pytest.mark.usefixtures("here")
+def test_a_run_that_was_begun_keeps_its_seconds(tmp_path: Path) -> None:
     given: dict[str, Any] = {"tasks": ("pathfinder",), "steps": 2, "device": "cpu", "data": SMALL}
     lra(Arena(mechanisms=("linear",), **given), tmp_path / "out", quiet())
     for arena in (Arena(mechanisms=("linear", "fnet"), minutes=2, **given), Arena(mechanisms=("linear",), **given)):
@@ -154,8 +186,8 @@ def test_results_that_are_not_ours_are_not_overwritten(text: str, tmp_path: Path
     assert (tmp_path / "results.json").read_text() == text
 
 
-def test_data_that_is_missing_costs_no_other_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+@pytest.mark.usefixtures("here")
+def test_data_that_is_missing_costs_no_other_task(tmp_path: Path) -> None:
     data = (*SMALL, f"retrieval.folder={tmp_path}")
     arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
     results = lra(arena, tmp_path / "out", quiet())
@@ -166,8 +198,8 @@ def test_data_that_is_missing_costs_no_other_task(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "out" / "pathfinder.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_data_that_is_broken_costs_no_other_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
+@pytest.mark.usefixtures("here")
+def test_data_that_is_broken_costs_no_other_task(tmp_path: Path) -> None:
     (tmp_path / "new_aan_pairs.train.tsv").write_text("label\ta\tb\tc\td\n")
     data = (*SMALL, f"retrieval.folder={tmp_path}")
     arena = Arena(tasks=("retrieval", "pathfinder"), mechanisms=("linear",), steps=1, device="cpu", data=data)
@@ -177,9 +209,7 @@ def test_data_that_is_broken_costs_no_other_task(tmp_path: Path, monkeypatch: py
     assert found["pathfinder"].curve == [[1, found["pathfinder"].validation]]
 
 
-def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(pathfinder, "CHUNK", 20)
+def test_runs_are_trained_written_and_not_repeated(tmp_path: Path) -> None:
     given: dict[str, Any] = {"tasks": ("pathfinder",), "steps": 2, "jobs": 2, "device": "cpu", "data": SMALL}
     arena = Arena(mechanisms=("linear", "fnet"), cap=60.0, **given)
     results = lra(arena, tmp_path / "out", quiet())
@@ -200,9 +230,8 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path, monkeypatch: 
     assert changed.runs == again.runs  # what was measured stands
 
 
-def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr(pathfinder, "CHUNK", 20)
+@pytest.mark.usefixtures("here")
+def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path) -> None:
     data = (*SMALL, "pathfinder.pixels=tokens")  # as it was before there was a choice
     given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": data}
     arena, out = Arena(steps=1, cap=60.0, **given), tmp_path / "out"
@@ -274,7 +303,6 @@ def test_ctrl_c_while_data_is_made_leaves_everything_for_later(tmp_path: Path, m
 
 
 def test_what_there_is_no_time_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
     arena = Arena(tasks=("pathfinder",), mechanisms=("linear",), minutes=1, device="cpu", data=SMALL)
     monkeypatch.setattr(harness, "SHORTEST", 100.0)
     results = lra(arena, tmp_path / "out", quiet(), prepare=False)
