@@ -18,9 +18,7 @@ from subquad.checks import refuse
 from subquad.disk import check_file, check_folder
 from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
-from subquad.studies.generation import Bench
-from subquad.studies.generation import bench as measure_generation
-from subquad.studies.settings import Settings, parse_length, parse_lengths, parse_mechanisms
+from subquad.studies.settings import GenerationSettings, Settings, parse_length, parse_lengths, parse_mechanisms
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
 bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
@@ -480,13 +478,15 @@ def release(
 
 
 @_command("generation", group=bench)
-@_options_of(Bench, "options")
+@_options_of(GenerationSettings, "options")
 def bench_generation(
-    out: Annotated[Path, Option(help="JSON file.")] = Path("runs/bench/generation.json"), *, options: Bench
+    out: Annotated[Path, Option(help="JSON file.")] = Path("runs/bench/generation.json"), *, options: GenerationSettings
 ) -> None:
     """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
+    from subquad.studies.generation import bench as run
+
     check_file("out", out, (".json",))
-    measure_generation(console, out, options)
+    run(console, out, options)
 
 
 def main() -> None:

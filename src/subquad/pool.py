@@ -90,10 +90,9 @@ class Worker:
         """End the process, by force after `patience` seconds; returns its exit code."""
         if self.process is None:
             return None
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         try:
             code = self.process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
@@ -124,9 +123,9 @@ def exchange(jobs: IO[str], answers: IO[str], begin: Callable[[Json], Callable[[
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
         except BrokenPipeError:  # the parent is gone
-            break
+            return
         if reply.get("last"):
-            break
+            return
 
 
 class Process:

@@ -144,7 +144,7 @@ def test_pictures_are_the_pattern_of_a_real_digit() -> None:
 
     import matplotlib.image
 
-    pixels = digits.load()[1].images[4]
+    pixels = digits.load()[1].pixels.long()[4]
     assert embed(pixels).shape == (1, 64, atlas.DIM)
     pictures = dict(who_attends("local", pixels))
     assert set(pictures) == {"bidirectional", "causal"}

@@ -54,7 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear", "fnet"), lengths=(16, 32), task="digits", steps=1, **TINY)
-    results = compare(settings, tmp_path, QUIET, isolated=False)
+    results = compare(settings, tmp_path, QUIET, work=worker.work)
     written = read(tmp_path)
     assert written == to_json(results)
     assert written.keys() == KEYS
@@ -200,16 +200,16 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
     assert "additive 32 too slow [for a test]" in lines
 
 
-@pytest.mark.parametrize("width", [80, 140])
-def test_quality_is_shown_at_every_width(width: int, tmp_path: Path) -> None:
+def test_quality_is_shown_at_every_width(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear",), lengths=(16,), task="digits", steps=1, **TINY)
-    results = compare(settings, tmp_path, QUIET, isolated=False)
-    console = Console(width=width, record=True, file=(tmp_path / "out.txt").open("w"))
-    for table in tables(results, width):
-        console.print(table)
-    text = console.export_text()
-    assert "bits/dim" in text
-    assert all(f"{found.value:.3f}" in text for found in results.quality)
+    results = compare(settings, tmp_path, QUIET, work=worker.work)
+    for width in (80, 140):
+        console = Console(width=width, record=True, file=(tmp_path / "out.txt").open("w"))
+        for table in tables(results, width):
+            console.print(table)
+        text = console.export_text()
+        assert "bits/dim" in text
+        assert all(f"{found.value:.3f}" in text for found in results.quality)
 
 
 def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from subquad.cli import app
 from subquad.data import digits
 from subquad.report.drawing import INK, Drawing
 from subquad.studies import demo as module
+from subquad.studies.compare_worker import work
 from subquad.studies.demo import CONTENDERS, demo
 from subquad.studies.results import Comparison, from_json, to_json
 from subquad.tasks.digits import MODEL, Digits
@@ -49,7 +50,7 @@ def beginning(out: Path, fresh: bool = False, **how: Any) -> tuple[str, dict[str
 def small(out: Path, steps: int = 8, fresh: bool = False, console: Console = QUIET) -> dict[str, Any]:
     results = demo(
         out, console, Drawing, steps=steps, writing=3, lengths=(16, 32), contenders=("linear", "softmax"), count=16,
-        fresh=fresh, isolated=False,
+        fresh=fresh, work=work,
     )  # fmt: skip
     data: dict[str, Any] = to_json(results)
     return data

@@ -9,7 +9,8 @@ from rich.console import Console
 from subquad.models import LanguageModel
 from subquad.models.footprint import bytes_per_stream
 from subquad.studies import generation
-from subquad.studies.generation import START, Bench, bench, make_loop, measure, paper_model, rewind, run_steps
+from subquad.studies.generation import START, bench, make_loop, measure, paper_model, rewind, run_steps
+from subquad.studies.settings import GenerationSettings
 
 
 def test_the_papers_models_have_the_papers_sizes() -> None:
@@ -53,7 +54,7 @@ def test_whole_and_integrated_times_measure_the_same_thing(monkeypatch: pytest.M
 def test_the_bench_writes_every_mechanism_at_every_size(tmp_path: Path) -> None:
     out = tmp_path / "a" / "generation.json"
     small = {"most": 4, "dim": 16, "depth": 1, "heads": 2, "steps": 2}
-    options = Bench(mechanisms="linear,softmax,sinkhorn", lengths="8,16", batches="1,2", **small)
+    options = GenerationSettings(mechanisms="linear,softmax,sinkhorn", lengths="8,16", batches="1,2", **small)
     bench(Console(quiet=True), out, options)
     figures = json.loads(out.read_text())
     assert {"device", "torch", "commit"} <= figures.keys()
@@ -71,4 +72,4 @@ def test_wrong_requests_raise(tmp_path: Path) -> None:
     requests: list[dict[str, Any]] = [{"mechanisms": "fnet"}, {"lengths": "8,x"}, {"dtype": "int8"}]
     for wrong in requests:
         with pytest.raises(ValueError, match="accepted"):
-            bench(Console(quiet=True), tmp_path / "x.json", Bench(**wrong))
+            bench(Console(quiet=True), tmp_path / "x.json", GenerationSettings(**wrong))

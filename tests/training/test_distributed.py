@@ -181,7 +181,7 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "died").exists()
     assert_close_run(tmp_path / "run", folder / "alone")
-    command[command.index("--max-restarts=3")] = "--max-restarts=1"
+    command[3:] = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", *command[6:]]  # one worker shows it too
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert again.returncode != 0  # a run that somebody else began is refused, however often it is tried
     assert "holds a run" in again.stderr

@@ -27,7 +27,7 @@ PLACES = 128  # tried for a distractor's first dash
 FULL = 1.8  # two masks whose sum reaches this overlap
 CLEAR = 0.3  # a mask up to this leaves room for a first dash
 ATTEMPTS = 32  # pictures begun at once for each that is wanted: most paths run into something
-HOPELESS = 20  # attempts without any picture before giving up
+GIVE_UP = 20  # attempts in a row without any picture
 LEAST, CELLS = 512, 2**21  # pictures begun at once at least, and pixels of more than that at most
 
 
@@ -87,13 +87,13 @@ def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
     for margin in style.margins:
         for label in (0, 1):
             wanted = np.flatnonzero((margins == margin) & (labels == label))
-            missing, barren = len(wanted), 0
+            missing, failures = len(wanted), 0
             while missing:
                 parts.append(_attempt(style, margin, label, random, missing))
                 missing -= len(parts[-1].labels)
-                barren = 0 if len(parts[-1].labels) else barren + 1
-                if barren == HOPELESS:
-                    raise ValueError(f"{style} leaves no room for two paths: none of {HOPELESS} x {LEAST} was whole")
+                failures = 0 if len(parts[-1].labels) else failures + 1
+                if failures == GIVE_UP:
+                    raise ValueError(f"{style} leaves no room for two paths: none of {GIVE_UP} x {LEAST} was whole")
             rows.append(wanted)
     back = np.argsort(np.concatenate(rows))
     return Scene(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))

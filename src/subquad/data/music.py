@@ -137,7 +137,6 @@ class Pieces:
     pieces: Sequence[np.ndarray]
     length: int | None = None
     transpose: int = 0
-    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -152,7 +151,7 @@ class Pieces:
 
     def _part(self, index: int, epoch: int) -> np.ndarray:
         grid = self.pieces[index]
-        draw = np.random.default_rng([self.seed, epoch, index])
+        draw = np.random.default_rng([0, epoch, index])
         if self.length is not None and len(grid) * VOICES > self.length:
             rows = -(-self.length // VOICES)
             start = int(draw.integers(len(grid) - rows + 1))

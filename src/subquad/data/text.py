@@ -90,20 +90,13 @@ def load(name: str) -> Corpus:
     raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {accepted}")
 
 
-def any_file(path: Path, name: str | None = None, parts: Sequence[float] = PARTS, size: int | None = None) -> Corpus:
+def any_file(path: Path, name: str | None = None, size: int | None = None) -> Corpus:
     """A file of bytes or text, or its first `size` bytes, cut into training, validation and test in this order."""
     size = path.stat().st_size if size is None else size
-    if len(parts) != 3 or min(parts) <= 0 or abs(sum(parts) - 1) > 1e-6:
-        raise ValueError(f"parts={tuple(parts)} cannot work: accepted are three positive fractions that sum to 1")
-    ends = (int(size * parts[0]), size - int(size * parts[2]), size)
+    ends = (int(size * PARTS[0]), size - int(size * PARTS[2]), size)
     if not 0 < ends[0] < ends[1] < size:
-        raise files.Broken(f"{path} holds {size} bytes, too few to be split {parts}")
+        raise files.Broken(f"{path} holds {size} bytes, too few to be split {PARTS}")
     return _cut(path, name or path.name, ends)
-
-
-def decode(tokens: Sequence[int] | np.ndarray | Tensor) -> str:
-    """Bytes as text; bytes that are not UTF-8 become �."""
-    return bytes(int(t) for t in tokens).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, eq=False)

@@ -313,5 +313,4 @@ def out_of_memory(error: BaseException) -> str | None:
 
 def first_line(error: BaseException, otherwise: str = "no message") -> str:
     """What an error says, for a cell of a table; some say nothing."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else otherwise
+    return next(iter(str(error).strip().splitlines()), otherwise)

@@ -3,12 +3,15 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from subquad.measure.cost import Row, Spread
 from subquad.mechanisms import mechanism
 
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
 FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
 LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
@@ -87,11 +90,11 @@ def usual_softmax(
     rows: Sequence[Row], cost: str = "training_ms", ratio: str = "training_ratio"
 ) -> dict[tuple[int, bool], float]:
     """(length, causal) -> what softmax of that form cost: the median over all mechanisms it was measured beside."""
-    costs: dict[tuple[int, bool], list[float]] = {}
-    for row in rows:
-        ours, times_softmax = amount(row, cost), amount(row, ratio)
-        if ours is not None and times_softmax is not None:
-            costs.setdefault((row.length, row.causal), []).append(ours / times_softmax)
+    costs = grouped(
+        ((row.length, row.causal), ours / times_softmax)
+        for row in rows
+        if (ours := amount(row, cost)) is not None and (times_softmax := amount(row, ratio)) is not None
+    )
     return {shape: statistics.median(measured) for shape, measured in costs.items()}
 
 
@@ -111,6 +114,14 @@ def steady_times(
         if row.mechanism == name and ours is not None:
             times[row.length] = ours if times_softmax is None else times_softmax * usual[row.length, row.causal]
     return list(times), list(times.values())
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def names(rows: Sequence[Row]) -> list[str]:

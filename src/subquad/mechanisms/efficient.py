@@ -196,8 +196,8 @@ class Efficient(Kernelised):
 def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Σ_{s<=t} Σ_c exp(w_tc + k_sc) v_s in blocks of a power of two: w, normaliser, k [..., C, K], v [..., C, V].
 
-    Each half by itself, then the second half on the first. The normaliser at the end of the first half lies between
-    every k_s of the first and every normaliser of the second, so the exponent splits into two of at most zero.
+    Each half by itself, then the second on the first. The normaliser at the end of the first half is at least every k_s
+    of the first and at most every normaliser of the second, so the exponent splits into two of at most zero.
     """
     if w.shape[-2] == 1:
         return (w + k).exp().sum(-1, keepdim=True) * v

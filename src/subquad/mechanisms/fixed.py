@@ -15,15 +15,13 @@ Verified    tests/mechanisms/test_fixed.py: the paper's sets row by row; one blo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from subquad.checks import refuse
-from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.patterned import Patterned, combine
+from subquad.mechanisms.patterned import CombinedOptions, Patterned, combine
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Block, Pattern, Summary
 
@@ -33,17 +31,14 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.KernelOptions):
+class Options(CombinedOptions):
     block: AtLeast1 = 128  # l
     summary: AtLeast1 = 32  # c
-    combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.summary > self.block:
             refuse("summary", self.summary, f"at most block={self.block}")
-        if self.combine == "heads" and self.heads < 2:
-            refuse("combine", self.combine, f'"merge" or "interleave" with heads={self.heads}')
 
 
 class Fixed(Patterned):

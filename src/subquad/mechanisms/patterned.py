@@ -6,13 +6,15 @@ twice: as atoms, for the fast path, and as a formula over positions i and j, for
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from subquad.checks import refuse
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import KernelOptions, Traits
 from subquad.ops.sparse import sparse_attention
@@ -20,6 +22,18 @@ from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
 
 Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombinedOptions(KernelOptions):
+    """Of the mechanisms whose heads read one or both of two sets."""
+
+    combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.combine == "heads" and self.heads < 2:
+            refuse("combine", self.combine, f'"merge" or "interleave" with heads={self.heads}')
 
 
 class Patterned(Attention):

@@ -122,8 +122,7 @@ class Performer(Kernelised):
     def _prepare_keys(
         self, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """A key's factor is exp(its exponent - the largest so far), and what was summed in units of the old largest
-        decays to the new one."""
+        """Features of keys in units of the largest exponent so far; the gate rescales earlier sums to a new unit."""
         # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
         narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
         dtype = v.dtype if narrow else wide_type(v)
@@ -146,18 +145,17 @@ class Performer(Kernelised):
         self, exponent: Tensor, lengths: Tensor | None, largest: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The unit of each key, the largest exponent so far; the log gate; and the largest after the last: [B, S, H]"""
-        mask = keep(lengths, exponent.shape[1])
+        mask, gate = keep(lengths, exponent.shape[1]), None
         if mask is not None:
             exponent = exponent.masked_fill(~mask[..., None], NOTHING)
-        gate = None
         if self.options.causal:
-            start = largest if largest is not None else torch.full_like(exponent[:, 0], NOTHING)
+            start = torch.full_like(exponent[:, 0], NOTHING) if largest is None else largest
             reached = torch.maximum(running_max(exponent.mT).mT, start[:, None])
-            before, largest = torch.cat((start[:, None], reached[:, :-1]), dim=1), reached[:, -1]
+            before = torch.cat((start[:, None], reached[:, :-1]), dim=1)
             gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
         else:
             reached = exponent.amax(dim=1, keepdim=True)
-            largest = reached[:, 0]
+        largest = reached[:, -1]
         if mask is not None:
             reached = torch.where(mask[..., None], reached, -NOTHING)  # in such units a padded key is nothing
         return reached, gate, largest
@@ -186,7 +184,7 @@ class Performer(Kernelised):
         return wide(x) * self.width**-0.25
 
     def _how(self) -> dict[str, Any]:
-        # only the trigonometric denominator can come near zero; 1e-30 is for rows without any key
+        # only the trigonometric denominator comes near zero; 1e-30 is for rows without any key
         eps = self.eps if self.options.kernel == "trig" else 1e-30
         return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
 

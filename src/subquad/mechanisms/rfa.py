@@ -127,7 +127,7 @@ class RFA(Kernelised):
     ) -> tuple[Tensor, Tensor]:
         """Σ wₛ² over the keys up to each, [B, T, H], and after each row's last, [B, H]; `start` before the first."""
         exact = wide_type(self._like)
-        start = start if start is not None else x.new_zeros(x.shape[0], self.options.heads, dtype=exact)
+        start = x.new_zeros(x.shape[0], self.options.heads, dtype=exact) if start is None else start
         if gate is None:
             upto = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
             return start[:, None] + upto, start + (x.shape[1] if lengths is None else lengths[:, None])

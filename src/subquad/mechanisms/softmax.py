@@ -99,7 +99,7 @@ class Softmax(Attention):
         return State(cache, cache.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = state if state is not None else self._init_state(*x.shape[:2])
+        before = self._init_state(*x.shape[:2]) if state is None else state
         start = before.position
         q, k, v = self._project(x, position=start)
         new = State(append(before.k, k, start), append(before.v, v, start), self._advance(start, x, lengths))

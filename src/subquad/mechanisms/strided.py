@@ -13,15 +13,12 @@ Verified    tests/mechanisms/test_strided.py: the paper's sets row by row; two h
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from subquad.checks import refuse
-from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.mechanisms.patterned import Patterned, combine
+from subquad.mechanisms.patterned import CombinedOptions, Patterned, combine
 from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Local, Pattern
 from subquad.ops.sparse.patterns import Strided as Stride
@@ -32,14 +29,8 @@ class State(SparseState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.KernelOptions):
+class Options(CombinedOptions):
     stride: AtLeast1 = 128  # l
-    combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.combine == "heads" and self.heads < 2:
-            refuse("combine", self.combine, f'"merge" or "interleave" with heads={self.heads}')
 
 
 class Strided(Patterned):

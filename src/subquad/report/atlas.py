@@ -17,7 +17,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from subquad.data import digits
-from subquad.measure.growth import Growth, growth_of_time
+from subquad.measure.growth import Growth, grouped, growth_of_time
 from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
@@ -40,6 +40,7 @@ LESSONS = {
     "share": "What share of a block is attention?",
     "questions": "The questions of five lectures, answered",
 }
+Page = tuple[str, str]  # its file and its title
 DIM, HEADS = 32, 4  # of the modules that are drawn
 FRAMED = 27  # the pixel whose row is shown first: near the middle, on the stroke of most digits
 
@@ -58,8 +59,8 @@ class _Site:
         self.pixels = digits.load()[1].pixels[4].long()  # [64], a test image
         self.pictures = {name: who_attends(name, self.pixels) for name in MECHANISMS}
         self.cards = {name: card(cls) for name, cls in MECHANISMS.items()}
-        self.names = {f: [n for n, cls in MECHANISMS.items() if cls.family == f] for f in FAMILIES}
-        self.names = {family: names for family, names in self.names.items() if names}
+        names = grouped((cls.family, name) for name, cls in MECHANISMS.items())
+        self.names = {family: names[family] for family in FAMILIES if family in names}
         environment().filters.update(
             anchor=_anchor, prose=_prose, linked=_linked, short=_short, oneline=_one_line, example=run_example
         )
@@ -70,8 +71,7 @@ class _Site:
         for asset in ("style.css", "page.js"):
             (self.out / "assets" / asset).write_text(template(asset), encoding="utf-8")
         self._index()
-        order = [(name, name) for names in self.names.values() for name in names]
-        for name, before, after in _with_neighbours(order):
+        for name, before, after in _with_neighbours([(n, n) for names in self.names.values() for n in names]):
             self._mechanism(name, before=before, after=after)
         for slug, before, after in _with_neighbours(list(LESSONS.items())):
             self._lesson(slug, before=before, after=after)
@@ -179,9 +179,7 @@ class _Site:
     def _share(self) -> Json:
         settings, machine, rows = self.share["settings"], self.share["machine"], self.share["rows"]
         dim = settings["dim"]
-        points: dict[str, list[list[float]]] = {}
-        for r in rows:
-            points.setdefault(r["mechanism"], []).append([r["length"], r["share"]])
+        points = grouped((r["mechanism"], [r["length"], r["share"]]) for r in rows)
         series: list[Json] = [{"name": n, "family": charts.family(n), "points": p} for n, p in points.items()]
         counted = [[n, (4 * dim + 2 * n) / (12 * dim + 2 * n)] for n in sorted({r["length"] for r in rows})]
         series.append({"name": "softmax, counted", "family": "other", "points": counted})
@@ -209,14 +207,10 @@ class _Site:
         self._page("measured.html", "atlas/measured.html", "Measured", **values)
 
 
-def _with_neighbours(
-    pages: Sequence[tuple[str, str]],
-) -> list[tuple[str, tuple[str, str] | None, tuple[str, str] | None]]:
+def _with_neighbours(pages: Sequence[Page]) -> list[tuple[str, Page | None, Page | None]]:
     """(page, the one before, the one after)"""
-    return [
-        (slug, before, after)
-        for (slug, _), before, after in zip(pages, [None, *pages], [*pages[1:], None], strict=False)
-    ]
+    slugs = [slug for slug, _ in pages]
+    return list(zip(slugs, [None, *pages], [*pages[1:], None], strict=False))
 
 
 def _where(run: Run) -> str:
@@ -224,8 +218,8 @@ def _where(run: Run) -> str:
     machine = run.machine
     device = str(machine.get("device") or "an unknown device")
     if device == "cpu":
-        threads = machine.get("threads")
-        device = f"CPU ({machine.get('cpu', 'unknown')}" + (f", {threads} threads)" if threads else ")")
+        threads = f", {machine['threads']} threads" if machine.get("threads") else ""
+        device = f"CPU ({machine.get('cpu', 'unknown')}{threads})"
     return f"{device}, {charts.FORMS[run.settings.get('causal')]}"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from subquad.measure.cost import Row, Spread
-from subquad.measure.growth import between, crossover, names, series, steady_times, usual_softmax
+from subquad.measure.growth import amount, between, crossover, grouped, names, series, steady_times, usual_softmax
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
@@ -67,13 +67,12 @@ class Win(NamedTuple):
 
 def wins(run: Run, what: str) -> dict[str, Win]:
     """{mechanism: Win} in `training`, `forward` or `memory`: the one rule behind rings, sentences and tables."""
-    found = {}
-    for name in names(run.rows):
-        lengths, ratios = series(run.rows, name, RATIOS[what])
-        at = crossover(lengths, ratios)
-        if at is not None and name != "softmax":
-            found[name] = Win(at, ratios[0] < 1 and at == lengths[0])
-    return found
+    found = {name: series(run.rows, name, RATIOS[what]) for name in names(run.rows) if name != "softmax"}
+    return {
+        name: Win(at, ratios[0] < 1 and at == lengths[0])
+        for name, (lengths, ratios) in found.items()
+        if (at := crossover(lengths, ratios)) is not None
+    }
 
 
 def in_words(won: Mapping[str, Win]) -> str:
@@ -95,15 +94,8 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
     forms = {row.mechanism: row.causal for row in rows}
     views = []
     for key, title, label, unit, crossing, against in MEASURES:
-        points: dict[str, list[list[float]]] = {}
-        ratios: dict[str, dict[int, float]] = {}
-        for row in rows:
-            name, point = row.mechanism, _point(getattr(row, key))
-            if point is not None and (kept is None or name in kept):
-                points.setdefault(name, []).append([row.length, *point])
-                ratio = _point(getattr(row, against)) if against else None
-                if ratio:
-                    ratios.setdefault(name, {})[row.length] = ratio[0]
+        shown = [row for row in rows if getattr(row, key) and (kept is None or row.mechanism in kept)]
+        points = grouped((r.mechanism, [r.length, *point]) for r in shown if (point := _point(getattr(r, key))))
         if not points:
             continue
         lines = _drawn(rows, points, forms, key, against)
@@ -114,23 +106,23 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
         all_series = _series(points)
         for one in all_series:
             name = one["name"]
-            one["ratios"] = ratios.get(name, {})
+            beside = ((r.length, amount(r, against)) for r in shown if against and r.mechanism == name)
+            one["ratios"] = {length: ratio for length, ratio in beside if ratio}
             if name in lines:
                 one["drawn"] = [lines[name][x] for x, *_ in one["points"]]
             if name in forms and len(set(forms.values())) > 1:
                 one["form"] = FORMS[forms[name]]
         won = {name: win for name, win in wins(run, crossing).items() if name in points} if crossing else {}
-        views.append(
-            {
-                "label": title,
-                "x": {"label": "sequence length T", "short": "T =", "unit": "tokens", "log": True},
-                "y": {"label": label, "short": label.split(",")[0], "unit": unit, "log": True},
-                "series": all_series,
-                "marks": {name: win.length for name, win in won.items() if not win.throughout},
-                "throughout": [name for name, win in won.items() if win.throughout],
-                "wins": LESS[crossing] if crossing else "",
-            }
-        )
+        marks: Json = {"marks": {name: win.length for name, win in won.items() if not win.throughout}}
+        marks["throughout"] = [name for name, win in won.items() if win.throughout]
+        marks["wins"] = LESS[crossing] if crossing else ""
+        x = {"label": "sequence length T", "short": "T =", "unit": "tokens", "log": True}
+        y = {"label": label, "short": label.split(",")[0], "unit": unit, "log": True}
+        views.append({"label": title, "x": x, "y": y, "series": all_series, **marks})
+    return _chart(views)
+
+
+def _chart(views: list[Json]) -> Json | None:
     return {"views": views, "chosen": _chosen(views)} if views else None
 
 
@@ -179,7 +171,7 @@ def quality_against_cost(run: Run) -> Json | None:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
                 series = _series(points)
                 views.append({"label": f"{task}: {metric} against {cost}", "x": x, "y": y, "series": series})
-    return {"views": views, "chosen": _chosen(views)} if views else None
+    return _chart(views)
 
 
 def loss_curves(run: Run) -> Json | None:
@@ -192,19 +184,18 @@ def loss_curves(run: Run) -> Json | None:
             # an accuracy is not what training lowers: its curves are those of the loss
             y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
-    return {"views": views, "chosen": _chosen(views)} if views else None
+    return _chart(views)
 
 
 def _series(points: Mapping[str, list[list[float]]]) -> list[Json]:
-    order = {name: i for i, name in enumerate(MECHANISMS)}
-
-    def place(name: str) -> tuple[int, int]:
-        kind = family(name)
-        return list(FAMILIES).index(kind) if kind in FAMILIES else 99, order.get(name.partition(",")[0], 99)
-
     return [
-        {"name": name, "family": family(name), "points": sorted(points[name])} for name in sorted(points, key=place)
+        {"name": name, "family": family(name), "points": sorted(points[name])} for name in sorted(points, key=_place)
     ]
+
+
+def _place(name: str) -> tuple[int, int]:
+    kind, base = family(name), name.partition(",")[0]
+    return [*FAMILIES, kind].index(kind), [*MECHANISMS, base].index(base)
 
 
 def _chosen(views: list[Json]) -> list[str]:
@@ -251,8 +242,8 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     seen: dict[str, int] = {}
     ends = []
     marks = shown.get("marks", {})
-    won = {name: f" (wins {Win(length, False).words()})" for name, length in marks.items()}
-    won |= {name: f" (wins {Win(0, True).words()})" for name in shown.get("throughout", ())}
+    won = {name: Win(length, False) for name, length in marks.items()}
+    won |= {name: Win(0, True) for name in shown.get("throughout", ())}
     for one in shown["series"]:
         name, kind = one["name"], one["family"]
         seen[kind] = seen.get(kind, -1) + 1
@@ -269,7 +260,7 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
             linewidth=2.4 if chosen else 1,
             markersize=5 if chosen else 3.5,
             alpha=1 if chosen else 0.75,
-            label=name + (won.get(name, "") if chosen else ""),
+            label=f"{name} (wins {won[name].words()})" if chosen and name in won else name,
         )
         if chosen and name in marks:
             at = between(x, y, marks[name])

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
@@ -68,12 +69,8 @@ def size(value: float | None) -> Cell:
     """Bytes in the unit that reads best."""
     if value is None:
         return Cell("", "", "n")
-    shown, unit = float(value), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if shown < 1000:
-            break
-        shown, unit = shown / 1000, larger
-    return Cell(f"{_rounded(shown, 3)} {unit}", value, "n")
+    power = sum(value >= 1000**n for n in range(1, 5))
+    return Cell(f"{_rounded(value / 1000**power, 3)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}", value, "n")
 
 
 def _rounded(value: float, digits: int) -> str:
@@ -140,7 +137,5 @@ def code(source: str, css: str = "") -> Markup:
     kinds = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Operator.Word, "k"))
     tokens = PythonLexer(stripnl=False).get_tokens(source)
     named = ((next((css for kind, css in kinds if token in kind), ""), text) for token, text in tokens)
-    pieces = [
-        (css, "".join(text for _, text in group)) for css, group in itertools.groupby(named, lambda piece: piece[0])
-    ]
-    return render("code.html", pieces=pieces, css=css)
+    groups = itertools.groupby(named, itemgetter(0))
+    return render("code.html", pieces=[(css, "".join(text for _, text in group)) for css, group in groups], css=css)

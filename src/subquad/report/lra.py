@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad.disk import read_json
+from subquad.measure.growth import grouped
 from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import budget_line, of_size
 from subquad.studies.lra.recipes import PUBLISHED, RECIPES
@@ -35,11 +36,7 @@ def published(mechanism: str, column: str) -> float | None:
 
 def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
     """(mechanism, column) -> the finished runs of all seeds."""
-    finished: dict[tuple[str, str], list[ArenaRun]] = {}
-    for run in of_size(results):
-        if run.accuracy is not None:
-            finished.setdefault((run.mechanism, run.column), []).append(run)
-    return finished
+    return grouped(((run.mechanism, run.column), run) for run in of_size(results) if run.accuracy is not None)
 
 
 def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:

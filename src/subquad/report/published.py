@@ -70,30 +70,23 @@ def _table(paper: Published, runs: Sequence[Run], repeats: Sequence[Run]) -> dic
     """Runs that repeat the paper's experiment also get rows for what they tried and the paper did not."""
     known = {mechanism for _, mechanism, _ in paper.rows}
     added = list(dict.fromkeys(name for run in repeats for name in _measured(paper, run) if name not in known))
-    columns: list[Place] = []
-    for index, column in enumerate(paper.columns):
-        columns.append((index, None))
-        columns += [
-            (index, run) for run in runs if any(ours(column, run, name) is not None for name in (*known, *added))
-        ]
-    rows = [(label, mechanism, _as_printed(paper, figures)) for label, mechanism, figures in paper.rows]
-    rows += [(name, name, [number(None)] * len(paper.columns)) for name in added]
-    return {
-        "paper": paper,
-        "added": added,
-        "ours": len(columns) > len(paper.columns),
-        "columns": [f"ours, {run.name}" if run else paper.columns[index].title for index, run in columns],
-        "rows": [
-            [
-                Cell(label),
-                *(
-                    number(ours(paper.columns[index], run, mechanism))._replace(css="n ours") if run else theirs[index]
-                    for index, run in columns
-                ),
-            ]
-            for label, mechanism, theirs in rows
-        ],
-    }
+    columns: list[Place] = [
+        (index, run)
+        for index, column in enumerate(paper.columns)
+        for run in (None, *runs)
+        if run is None or any(ours(column, run, name) is not None for name in (*known, *added))
+    ]
+    printed = [(label, mechanism, _as_printed(paper, figures)) for label, mechanism, figures in paper.rows]
+    printed += [(name, name, [number(None)] * len(paper.columns)) for name in added]
+    rows = []
+    for label, mechanism, theirs in printed:
+        cells = [Cell(label)]
+        for index, run in columns:
+            figure = number(ours(paper.columns[index], run, mechanism)) if run else theirs[index]
+            cells.append(figure._replace(css="n ours") if run else figure)
+        rows.append(cells)
+    titles = [f"ours, {run.name}" if run else paper.columns[index].title for index, run in columns]
+    return {"paper": paper, "added": added, "ours": len(columns) > len(paper.columns), "columns": titles, "rows": rows}
 
 
 def _measured(paper: Published, run: Run) -> Iterator[str]:

@@ -13,11 +13,11 @@ from markupsafe import Markup
 from subquad.disk import blaming
 from subquad.machine import readable
 from subquad.measure.cost import Row, Spread
+from subquad.measure.growth import names, series
 from subquad.report import charts, reproduce_html, training_runs
-from subquad.report.html import Cell, number, render, size
+from subquad.report.html import Cell, number, render, size, spelt
 from subquad.report.published import beside
 from subquad.report.runs import Json, Run, by_task, compared, read
-from subquad.report.visible import visible
 from subquad.studies.columns import COLUMNS, Column
 from subquad.studies.published import TABLES
 from subquad.studies.results import to_json
@@ -156,46 +156,37 @@ def _figure(column: Column, value: Spread | float | None) -> Cell:
 
 def _crossovers(run: Run) -> list[list[Cell]]:
     """A row for each mechanism that was measured beside softmax; nothing if none was."""
-    measured: dict[str, dict[str, int]] = {}  # {mechanism: {what: the longest length}}
-    for row in run.rows:
-        for what, ratio in charts.RATIOS.items():
-            if row.mechanism != "softmax" and getattr(row, ratio) is not None:
-                longest = measured.setdefault(row.mechanism, {})
-                longest[what] = max(longest.get(what, 0), row.length)
     won = {what: charts.wins(run, what) for what in charts.RATIOS}
+    rows = []
+    for name in names(run.rows):
+        measured = {what: series(run.rows, name, ratio)[0] for what, ratio in charts.RATIOS.items()}
+        if name != "softmax" and any(measured.values()):
+            cells = (_crossover(won[what].get(name), lengths) for what, lengths in measured.items())
+            rows.append([Cell(name), Cell(charts.family(name)), *cells])
+    return rows
 
-    def cell(name: str, what: str) -> Cell:
-        win = won[what].get(name)
-        if win is not None:
-            return win.cell()
-        longest = measured[name].get(what)
-        return Cell(f"not up to {longest:,}", math.inf, "n") if longest else number(None)
 
-    return [[Cell(name), Cell(charts.family(name)), *(cell(name, what) for what in charts.RATIOS)] for name in measured]
+def _crossover(win: charts.Win | None, lengths: Sequence[int]) -> Cell:
+    if win is not None:
+        return win.cell()
+    return Cell(f"not up to {max(lengths):,}", math.inf, "n") if lengths else number(None)
 
 
 def _growth(run: Run) -> list[list[Cell]]:
-    return [
-        [
-            Cell(g.mechanism),
-            *(number(value) for value in (g.time, g.documented_time, g.memory, g.documented_memory)),
-            Cell(", ".join(f"{n:,}" for n in g.lengths_used)),
-        ]
-        for g in run.comparison.growth
-    ]
+    rows = []
+    for g in run.comparison.growth:
+        figures = (number(value) for value in (g.time, g.documented_time, g.memory, g.documented_memory))
+        rows.append([Cell(g.mechanism), *figures, Cell(", ".join(f"{n:,}" for n in g.lengths_used))])
+    return rows
 
 
 def _quality(run: Run) -> list[list[Cell]]:
-    return [
-        [
-            *(Cell(text) for text in (q.mechanism, q.task, q.metric)),
-            number(q.value, 4),
-            Cell("lower" if q.lower_is_better else "higher"),
-            number(q.steps),
-            number(q.seconds),
-        ]
-        for q in run.quality
-    ]
+    rows = []
+    for q in run.quality:
+        better = Cell("lower" if q.lower_is_better else "higher")
+        figures = number(q.value, 4), better, number(q.steps), number(q.seconds)
+        rows.append([Cell(q.mechanism), Cell(q.task), Cell(q.metric), *figures])
+    return rows
 
 
 def _pictures(run: Run) -> list[Json]:
@@ -248,14 +239,12 @@ def _leaves(value: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any
     """(path, value) of everything in nested objects. Several objects of plain values are one table, keys first."""
     for key, inner in value.items():
         here = f"{path} / {key}" if path else str(key)
-        if isinstance(inner, Mapping) and inner:
-            kept = list(inner.values())
-            if len(kept) > 1 and all(isinstance(v, Mapping) and _is_flat(v) for v in kept):
-                yield here, [{"": k, **v} for k, v in inner.items()]
-            else:
-                yield from _leaves(inner, here)
-        else:
+        if not isinstance(inner, Mapping) or not inner:
             yield here, inner
+        elif len(inner) > 1 and all(isinstance(v, Mapping) and _is_flat(v) for v in inner.values()):
+            yield here, [{"": k, **v} for k, v in inner.items()]
+        else:
+            yield from _leaves(inner, here)
 
 
 def _is_flat(record: Mapping[str, Any]) -> bool:
@@ -298,10 +287,7 @@ def _csv(path: Path, records: Sequence[Json]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(
-            {key: visible(value) if isinstance(value, str) else value for key, value in record.items()}
-            for record in records
-        )
+        writer.writerows(spelt(record) for record in records)
     return path
 
 
@@ -315,16 +301,14 @@ def _write_png(runs: Sequence[Run], out: Path) -> list[Path]:
     several = len(compared(runs)) > 1
     for index, run in enumerate(compared(runs), start=1):
         prefix = f"{index}_" if several else ""
-        curves = charts.curves(run) or {"views": []}
-        for i, view in enumerate(curves["views"]):
-            if view["label"] in titles:
-                jobs.append((f"{prefix}{titles[view['label']]}", curves, i))
-        quality = charts.quality_against_cost(run)
-        if quality:
+        if curves := charts.curves(run):
+            labels = [view["label"] for view in curves["views"]]
+            jobs += [(f"{prefix}{titles[label]}", curves, i) for i, label in enumerate(labels) if label in titles]
+        if quality := charts.quality_against_cost(run):
             jobs.append((f"{prefix}quality", quality, 0))
-        losses = charts.loss_curves(run) or {"views": []}
-        for i in range(len(losses["views"])):
-            jobs.append((f"{prefix}losses" if i == 0 else f"{prefix}losses_{i + 1}", losses, i))
+        if losses := charts.loss_curves(run):
+            count = len(losses["views"])
+            jobs += [(f"{prefix}losses" + (f"_{i + 1}" if i else ""), losses, i) for i in range(count)]
     written = []
     for name, spec, views in jobs:
         written.append(out.with_name(f"{out.stem}_{name}.png"))

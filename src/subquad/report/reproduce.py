@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table as Shown
 
-from subquad.measure.growth import amount
+from subquad.measure.growth import amount, grouped
 from subquad.report.charts import name_decades, name_lengths
 from subquad.report.html import number
 from subquad.studies.results import ReproducedTable, ScalingRow, TrainedRow, save
@@ -36,10 +36,7 @@ def beside(results: ReproducedTable) -> Shown:
     cut = [name for name, row in results.results.items() if row.cut_short_by_time]
     if cut:
         notes.append(f"cut short by the time budget: {', '.join(cut)}")
-    reasons: dict[str, list[str]] = {}
-    for name, row in results.results.items():
-        if row.error is not None:
-            reasons.setdefault(row.error, []).append(name)
+    reasons = grouped((row.error, name) for name, row in results.results.items() if row.error is not None)
     lines = [f"{', '.join(names)} failed: {why}" for why, names in reasons.items()]
     shown.caption, shown.caption_justify = escape("\n".join(["what differs: " + "; ".join(notes), *lines])), "left"
     return shown
@@ -47,10 +44,7 @@ def beside(results: ReproducedTable) -> Shown:
 
 def _set_here(results: ReproducedTable) -> Iterator[str]:
     """Settings that rows were trained with beside the table's own; rows with the same ones in one line."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, row in results.results.items():
-        if row.settings is not None:
-            rows.setdefault(tuple(row.settings), []).append(name)
+    rows = grouped((tuple(r.settings), name) for name, r in results.results.items() if r.settings is not None)
     for settings, names in rows.items():
         whose = "" if len(rows) == 1 else f" for {', '.join(names)}"
         if settings:
@@ -96,7 +90,13 @@ def copy_to(results: ReproducedTable, path: Path) -> None:
 
 def draw(results: ReproducedTable, path: Path) -> None:
     """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
-    panels = [panel for panel in (_lengths, _memory, _curves, _contexts, _bars, _times) if panel(None, results)]
+    trained = results.results.values()
+    panels: list[Callable[[Any, ReproducedTable], None]] = []
+    panels += [_lengths, _memory] if any(row.training_ms for row in results.rows) else []
+    panels += [_curves] if any(row.curve for row in trained) else []
+    panels += [_contexts] if any(row.context is not None for row in trained) else []
+    panels += [_bars] if any(row.value is not None and row.context is None for row in trained) else []
+    panels += [_times] if (results.iterations or {}).get("models") else []
     if not panels or find_spec("matplotlib") is None:  # without matplotlib there are figures but no plot
         return
     import matplotlib
@@ -112,87 +112,72 @@ def draw(results: ReproducedTable, path: Path) -> None:
     plt.close(figure)
 
 
-def _lengths(axis: Any, results: ReproducedTable) -> bool:
-    return _over_length(axis, results, lambda row: amount(row, "training_ms") or 0.0, "forward + backward, ms a sample")
+def _lengths(axis: Any, results: ReproducedTable) -> None:
+    _over_length(axis, results, lambda row: amount(row, "training_ms") or 0.0, "forward + backward, ms a sample")
 
 
-def _memory(axis: Any, results: ReproducedTable) -> bool:
-    return _over_length(axis, results, lambda row: (row.peak_bytes or 0) / 1e6, "peak memory, MB a sample")
+def _memory(axis: Any, results: ReproducedTable) -> None:
+    _over_length(axis, results, lambda row: (row.peak_bytes or 0) / 1e6, "peak memory, MB a sample")
 
 
-def _over_length(axis: Any, results: ReproducedTable, value: Callable[[ScalingRow], float], label: str) -> bool:
+def _over_length(axis: Any, results: ReproducedTable, value: Callable[[ScalingRow], float], label: str) -> None:
     rows = [row for row in results.rows if row.training_ms]
-    if axis is not None:
-        for name in dict.fromkeys(row.label for row in rows):
-            ours = [row for row in rows if row.label == name]
-            axis.plot([row.length for row in ours], [value(row) for row in ours], "o-", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=label)
-        name_lengths(axis, sorted({row.length for row in rows}))
-        name_decades(axis)
-        axis.legend(frameon=False)
-    return bool(rows)
+    for name, ours in grouped((row.label, row) for row in rows).items():
+        axis.plot([row.length for row in ours], [value(row) for row in ours], "o-", label=name)
+    axis.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=label)
+    name_lengths(axis, sorted({row.length for row in rows}))
+    name_decades(axis)
+    axis.legend(frameon=False)
 
 
-def _curves(axis: Any, results: ReproducedTable) -> bool:
+def _curves(axis: Any, results: ReproducedTable) -> None:
     curves = {name: row.curve for name, row in results.results.items() if row.curve}
-    if axis is not None:
-        for name, curve in curves.items():
-            axis.plot([step for step, _ in curve], [value for _, value in curve], label=name)
-        lows = sorted(value for curve in curves.values() for _, value in curve)
-        axis.set(xlabel="training step", ylabel=f"{LABELS.get(results.metric, results.metric)}, while training")
-        axis.set_ylim(top=lows[int(0.98 * (len(lows) - 1))] * 1.05)  # the first steps would hide the rest
-        axis.legend(frameon=False)
-    return bool(curves)
+    for name, curve in curves.items():
+        axis.plot([step for step, _ in curve], [value for _, value in curve], label=name)
+    lows = sorted(value for curve in curves.values() for _, value in curve)
+    axis.set(xlabel="training step", ylabel=f"{LABELS.get(results.metric, results.metric)}, while training")
+    axis.set_ylim(top=lows[int(0.98 * (len(lows) - 1))] * 1.05)  # the first steps would hide the rest
+    axis.legend(frameon=False)
 
 
-def _contexts(axis: Any, results: ReproducedTable) -> bool:
+def _contexts(axis: Any, results: ReproducedTable) -> None:
     rows = [row for row in results.results.values() if row.context is not None]
-    if axis is not None:
-        share = [100 * (row.context or 0) / (row.window or 1) for row in rows]
-        axis.plot(share, [row.value for row in rows], "o-", label=f"ours, {rows[0].data}")
-        theirs = axis.twinx()
-        theirs.plot(share, [row.published["bits/byte"] for row in rows], "s--", color="gray", label="published")
-        axis.set(xlabel="least context, % of the window", ylabel="bits/byte, ours")
-        theirs.set_ylabel("bits/byte, published")
-        axis.legend(frameon=False, loc="upper right")
-    return bool(rows)
+    share = [100 * (row.context or 0) / (row.window or 1) for row in rows]
+    axis.plot(share, [row.value for row in rows], "o-", label=f"ours, {rows[0].data}")
+    theirs = axis.twinx()
+    theirs.plot(share, [row.published["bits/byte"] for row in rows], "s--", color="gray", label="published")
+    axis.set(xlabel="least context, % of the window", ylabel="bits/byte, ours")
+    theirs.set_ylabel("bits/byte, published")
+    axis.legend(frameon=False, loc="upper right")
 
 
-def _bars(axis: Any, results: ReproducedTable) -> bool:
+def _bars(axis: Any, results: ReproducedTable) -> None:
     metric = results.metric
     rows = {n: r for n, r in results.results.items() if r.value is not None and r.context is None}
-    if axis is not None:
-        for place, row in enumerate(rows.values()):
-            ours = place - 0.2 if metric in row.published else place
-            axis.barh(ours, row.value, 0.36, color="tab:blue", label="ours" if place == 0 else None)
-            note = " (cut short by time)" if row.cut_short_by_time else ""
-            axis.annotate(f" {row.value:.3f}{note}", (row.value, ours), va="center", fontsize=8)
-            if metric in row.published:
-                value = row.published[metric]
-                axis.barh(place + 0.2, value, 0.36, color="lightgray")
-                axis.annotate(f" {value:g} published", (value, place + 0.2), va="center", fontsize=8)
-        others = not_run(results)
-        for place, value in enumerate(others.values(), start=len(rows)):
-            axis.barh(place, value, 0.36, color="lightgray")
-            axis.annotate(f" {value:g} published", (value, place), va="center", fontsize=8)
-        names = [*rows, *others]
-        axis.set_yticks(range(len(names)), names)
-        axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
-        axis.margins(x=0.6)
-        axis.set_xlabel(LABELS.get(metric, metric))
-    return bool(rows)
+    published = {n: r.published[metric] for n, r in rows.items() if metric in r.published} | not_run(results)
+    names = list(dict.fromkeys([*rows, *published]))
+    for place, row in enumerate(rows.values()):
+        ours = place - 0.2 if metric in row.published else place
+        axis.barh(ours, row.value, 0.36, color="tab:blue", label="ours" if place == 0 else None)
+        note = " (cut short by time)" if row.cut_short_by_time else ""
+        axis.annotate(f" {row.value:.3f}{note}", (row.value, ours), va="center", fontsize=8)
+    for name, value in published.items():
+        theirs = names.index(name) + (0.2 if name in rows else 0)
+        axis.barh(theirs, value, 0.36, color="lightgray")
+        axis.annotate(f" {value:g} published", (value, theirs), va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
+    axis.margins(x=0.6)
+    axis.set_xlabel(LABELS.get(metric, metric))
 
 
-def _times(axis: Any, results: ReproducedTable) -> bool:
-    models = (results.iterations or {}).get("models", {})
-    if axis is not None:
-        for place, row in enumerate(models.values()):
-            axis.barh(place, row["iteration_ms"]["median"], 0.5, color="tab:green")
-            axis.annotate(
-                f" x {row['ratio']['median']:.2f}", (row["iteration_ms"]["median"], place), va="center", fontsize=8
-            )
-        axis.set_yticks(range(len(models)), list(models))
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-        axis.set_xlabel("ms an iteration of training")
-    return bool(models)
+def _times(axis: Any, results: ReproducedTable) -> None:
+    models = (results.iterations or {})["models"]
+    for place, row in enumerate(models.values()):
+        time = row["iteration_ms"]["median"]
+        axis.barh(place, time, 0.5, color="tab:green")
+        axis.annotate(f" x {row['ratio']['median']:.2f}", (time, place), va="center", fontsize=8)
+    axis.set_yticks(range(len(models)), list(models))
+    axis.invert_yaxis()
+    axis.margins(x=0.2)
+    axis.set_xlabel("ms an iteration of training")

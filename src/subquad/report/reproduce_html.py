@@ -19,10 +19,7 @@ def shown(run: Run) -> Json:
     rows = [_cells(label, row, results.metric) for label, row in {**results.results, **theirs}.items()]
     filled = [i for i in range(len(COLUMNS)) if any(row[i].shown for row in rows)]
     return {
-        "title": results.title,
-        "source": results.source,
-        "metric": results.metric,
-        "differs": results.differs,
+        "results": results,
         "name": results.table,
         "columns": [COLUMNS[i] for i in filled],
         "rows": [[row[i] for i in filled] for row in rows],

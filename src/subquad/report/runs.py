@@ -10,6 +10,7 @@ from typing import Any
 from subquad.checks import refuse
 from subquad.disk import cache_folder, read_object
 from subquad.measure.cost import Row
+from subquad.measure.growth import grouped
 from subquad.studies.results import Comparison, Figures, Picture, Quality, ReproducedTable, parse
 
 Json = dict[str, Any]
@@ -62,11 +63,11 @@ class Run:
     def machine(self) -> Json:
         """What it ran on; older files say it outside `machine`."""
         machine = self.data.get("machine")
-        known = dict(machine) if isinstance(machine, dict) else {}
-        for key in ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads"):
-            if key in self.data and key not in known:
-                known[key] = self.data[key]
-        return known
+        keys = ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads")
+        older = {key: self.data[key] for key in keys if key in self.data}
+        return (
+            {**machine, **{k: v for k, v in older.items() if k not in machine}} if isinstance(machine, dict) else older
+        )
 
     @property
     def settings(self) -> Json:
@@ -128,10 +129,7 @@ def compared(runs: Iterable[Run]) -> list[Run]:
 
 def by_task(run: Run) -> dict[tuple[str, str], list[Quality]]:
     """{(task, metric): the records of quality}"""
-    records: dict[tuple[str, str], list[Quality]] = {}
-    for quality in run.quality:
-        records.setdefault((quality.task, quality.metric), []).append(quality)
-    return records
+    return grouped(((quality.task, quality.metric), quality) for quality in run.quality)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -158,9 +156,8 @@ def _holds_figures(data: Json) -> bool:
 
 
 def _with_distinct_names(runs: list[Run]) -> list[Run]:
-    seen: dict[str, int] = {}
-    out = []
-    for run in runs:
-        seen[run.name] = seen.get(run.name, 0) + 1
-        out.append(run if seen[run.name] == 1 else replace(run, name=f"{run.name} {seen[run.name]}"))
+    out: list[Run] = []
+    for n, run in enumerate(runs):
+        before = sum(run.name == other.name for other in runs[:n])
+        out.append(replace(run, name=f"{run.name} {before + 1}") if before else run)
     return out

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from subquad.disk import blaming, read_sealed
+from subquad.measure.growth import grouped
 from subquad.report.html import number
 from subquad.report.runs import Json, Run
 from subquad.training.folder import CONFIG, RESULT, read_result
@@ -57,20 +58,16 @@ def shown(run: Run, anchor: str) -> Json:
 
 def curves(run: Run) -> Json | None:
     """Values over the steps, a view for each split and metric."""
-    points: dict[tuple[str, str], list[list[float]]] = {}
-    for line in run.data["curves"]:
-        measured = ["loss"] if line["split"] == "train" else [key for key in line if key not in NOT_METRICS]
-        for key in measured if line["split"] != "test" else ():
-            if line.get(key) is not None:
-                points.setdefault((line["split"], key), []).append([line["step"], line[key]])
+    points = grouped(
+        ((line["split"], key), [line["step"], line[key]])
+        for line in run.data["curves"]
+        for key in (["loss"] if line["split"] == "train" else [key for key in line if key not in NOT_METRICS])
+        if line["split"] != "test" and line.get(key) is not None
+    )
     x = {"label": "training step", "short": "step", "unit": "steps"}
-    views = [
-        {
-            "label": "Training loss" if split == "train" else f"Validation: {key}",
-            "x": x,
-            "y": {"label": "loss" if split == "train" else key, "unit": ""},
-            "series": [{"name": run.name, "family": "other", "points": found}],
-        }
-        for (split, key), found in points.items()
-    ]
+    views = []
+    for (split, key), found in points.items():
+        label, y = ("Training loss", "loss") if split == "train" else (f"Validation: {key}", key)
+        series = [{"name": run.name, "family": "other", "points": found}]
+        views.append({"label": label, "x": x, "y": {"label": y, "unit": ""}, "series": series})
     return {"views": views, "chosen": [run.name]} if views else None

@@ -25,7 +25,6 @@ from subquad.measure import growth
 from subquad.measure.cost import DTYPES, YARDSTICK, Row
 from subquad.mechanisms import MECHANISMS
 from subquad.pool import Died, Worker
-from subquad.studies import compare_worker as worker
 from subquad.studies.columns import COLUMNS, milliseconds, plain_table, ratio
 from subquad.studies.compare_worker import Event, Job
 from subquad.studies.quality import task_name
@@ -39,24 +38,18 @@ Work = Callable[[Settings, list[Job], list[Row]], Iterator[Event]]
 
 
 def compare(
-    settings: Settings,
-    out: Path,
-    console: Console,
-    *,
-    isolated: bool = True,
-    remember: bool = True,
-    work: Work | None = None,
+    settings: Settings, out: Path, console: Console, *, remember: bool = True, work: Work | None = None
 ) -> Comparison:
     """Measure, write out/results.json after each figure, and return what it holds.
 
-    `isolated`: in a process of its own, which may die without harm. `remember`: keep a copy for `subquad recommend` if
-    the comparison is complete: one of a few mechanisms would hide better figures. Ctrl-C ends the measuring, not this
-    function.
+    `remember`: keep a copy for `subquad recommend` if the comparison is complete: one of a few mechanisms would hide
+    better figures. `work` measures: by default a process of its own, which may die without harm. Ctrl-C ends the
+    measuring, not this function.
     """
     if settings.data is not None:
         load_tokens(Path(settings.data))  # refuse bad data before anything is measured
     _check_room(settings)
-    work = work or (_elsewhere if isolated else worker.work)
+    work = work or _elsewhere
     out.mkdir(parents=True, exist_ok=True)
     results = Comparison(**origin(settings.device), settings=to_json(settings.to_dict()))
     left = plan(settings)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from subquad.checks import check_count
 from subquad.data import digits
-from subquad.disk import read_json
+from subquad.disk import read_object
 from subquad.machine import machine, readable
 from subquad.measure.cost import YARDSTICK
 from subquad.models import LanguageModel, load, shipped
@@ -31,9 +31,9 @@ from subquad.models.sampling import Sampling
 from subquad.models.state import size
 from subquad.models.threads import run_small
 from subquad.studies.columns import milliseconds, plain_table
-from subquad.studies.compare import compare, reasons
+from subquad.studies.compare import Work, compare, reasons
 from subquad.studies.conclusions import conclusions
-from subquad.studies.results import Comparison, Picture, Quality, from_json, save
+from subquad.studies.results import Comparison, Picture, Quality, from_json, save, to_json
 from subquad.studies.settings import LENGTHS, Settings
 from subquad.tasks.digits import MODEL, Digits
 from subquad.tasks.images import Images
@@ -74,7 +74,7 @@ def demo(
     contenders: Sequence[str] = tuple(CONTENDERS),
     count: int = 64,
     fresh: bool = False,
-    isolated: bool = True,
+    work: Work | None = None,
 ) -> Comparison:
     """Write, train, measure, print; returns what results.json holds."""
     steps = STEPS if steps is None else steps
@@ -92,7 +92,7 @@ def demo(
     console.print(f"linear once more, {writing} steps, to write digits as an RNN", highlight=False)
     written = _digits("linear", "writing", out, console, writing, count, fresh)
     console.print(f"time and memory at T = {min(lengths):,} to {max(lengths):,}", highlight=False)
-    results = _scaling(out, console, contenders, lengths, fresh, isolated)
+    results = _scaling(out, console, contenders, lengths, fresh, work)
     results.quality = [from_json(Quality, stage["quality"], "quality") for stage in learned]
     results.pictures = [Picture(**stage["picture"]) for stage in (first, written, *learned) if stage is not None]
     results.summary = conclusions(results)
@@ -125,11 +125,8 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
         assert isinstance(model, LanguageModel)
         rows, columns, _ = image_shape(model) or (0, 0, 0)
     except (ValueError, OSError) as error:
-        console.print(
-            f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first",
-            highlight=False,
-            markup=False,
-        )
+        line = f"the shipped model {SHIPPED} cannot write the first digits ({error}), so the trainings come first"
+        console.print(line, highlight=False, markup=False)
         return None
     shades = model.config.embedding.vocab or 2
     state = readable(bytes_per_stream(model, rows * columns))
@@ -165,14 +162,8 @@ def _inner(images: Tensor) -> Tensor:
 
 def _digits(name: str, stage: str, out: Path, console: Console, steps: int, count: int, fresh: bool) -> Json:
     """One mechanism: trained, tested, its digits drawn; or what an earlier run left of the same stage."""
-    settings = {
-        "mechanism": name,
-        "options": CONTENDERS[name],
-        "steps": steps,
-        "batch": BATCH,
-        "count": count,
-        "temperature": TEMPERATURE,
-    }
+    settings = {"mechanism": name, "options": CONTENDERS[name], "steps": steps, "batch": BATCH, "count": count}
+    settings["temperature"] = TEMPERATURE
     path, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
     before = None if fresh else _earlier(path, settings)
     if before is not None and "standard_error" in before["quality"] and (out / file).exists():
@@ -204,31 +195,25 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     begun = time.perf_counter()
     images = write_images(model, count, SHAPE, sampling=Sampling(temperature=TEMPERATURE))
     rate = count / (time.perf_counter() - begun)
-    title = (
-        f"{name}: written pixel by pixel at temperature {TEMPERATURE} after {steps:,} steps "
-        f"({value:.2f} bits/dim on unseen digits)"
-    )
+    how = f"at temperature {TEMPERATURE} after {steps:,} steps ({value:.2f} bits/dim on unseen digits)"
+    title = f"{name}: written pixel by pixel {how}"
     picture(test[:count], images, out / file, title)
     model.save(out / f"model_{stage}")
-    result = {
-        "settings": settings,
-        "machine": machine("cpu"),
-        "quality": {
-            "mechanism": name,
-            "task": "digits",
-            "metric": "bits/dim",
-            "value": value,
-            "standard_error": error,
-            "lower_is_better": True,
-            "steps": steps,
-            "seconds": seconds,
-            "curve": [[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "images_per_second": rate,
-            "state_bytes_per_image": sum(map(size, imagine(model, digits.SIDE**2).layers)),
-        },
-        "picture": {"title": title, "file": file},
-    }
+    quality = Quality(
+        mechanism=name,
+        task="digits",
+        metric="bits/dim",
+        value=value,
+        standard_error=error,
+        steps=steps,
+        seconds=seconds,
+        curve=[[step, nats / math.log(2)] for step, nats in learned.curve if step % every == 0],
+        parameters=sum(p.numel() for p in model.parameters()),
+        images_per_second=rate,
+        state_bytes_per_image=sum(map(size, imagine(model, digits.SIDE**2).layers)),
+    )
+    result = {"settings": settings, "machine": machine("cpu"), "quality": to_json(quality)}
+    result["picture"] = {"title": title, "file": file}
     save(result, path)
     console.print(f"  {name}: {value:.3f} bits/dim in {seconds:.0f} s; {rate:.0f} images/s written", highlight=False)
     return result
@@ -264,14 +249,14 @@ def picture(real: Tensor, generated: Tensor, path: Path, title: str, columns: in
 def _earlier(path: Path, settings: Json) -> Json | None:
     """What an earlier run with the same settings left, if it is whole."""
     try:
-        stage = read_json(path)
+        stage = read_object(path)
     except (OSError, ValueError):
         return None
-    return stage if isinstance(stage, dict) and stage.get("settings") == settings else None
+    return stage if stage.get("settings") == settings else None
 
 
 def _scaling(
-    out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, isolated: bool
+    out: Path, console: Console, contenders: Sequence[str], lengths: Sequence[int], fresh: bool, work: Work | None
 ) -> Comparison:
     settings, folder = Settings(mechanisms=tuple(contenders), lengths=tuple(lengths)), out / "scaling"
     before = None if fresh else _earlier(folder / "results.json", json.loads(json.dumps(settings.to_dict())))
@@ -279,7 +264,7 @@ def _scaling(
         console.print(f"  {len(before['rows'])} measurements of an earlier run", highlight=False)
         return from_json(Comparison, before, "")
     # too few mechanisms to recommend from
-    results = compare(settings, folder, console, isolated=isolated, remember=False)
+    results = compare(settings, folder, console, work=work, remember=False)
     if results.interrupted:
         raise KeyboardInterrupt
     return results

@@ -8,7 +8,6 @@ import itertools
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from subquad.checks import at_least
-from subquad.machine import available, commit
+from subquad.machine import commit
 from subquad.measure.cost import DTYPES, first_line
-from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel
 from subquad.models.decoding import Loop, decoder_of, values_of
 from subquad.models.footprint import bytes_per_stream, largest_batch
@@ -27,6 +24,8 @@ from subquad.models.generation import UNROLL
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves, positions
 from subquad.studies.results import save
+from subquad.studies.settings import GenerationSettings
+from subquad.tasks.images import Images
 
 MODELS: dict[str, dict[str, Any]] = {  # "Transformers are RNNs", §4.2
     "mnist": {"depth": 8, "length": 784},
@@ -38,30 +37,12 @@ Figures = dict[str, Any]
 
 
 def paper_model(
-    name: str,
-    mechanism: Any = "linear",
-    head: str = "mixture",
-    device: Any = "cpu",
-    dtype: Any = None,
-    depth: int | None = None,
+    name: str, mechanism: Any = "linear", device: Any = "cpu", dtype: Any = None, depth: int | None = None
 ) -> LanguageModel:
-    """The image model of the paper with any mechanism: post-norm, ReLU, sinusoids beside the tokens, 8 heads of 32.
-
-    depth: of so many layers instead.
-    """
+    """The image model of the paper with any mechanism; `depth` layers instead of the paper's."""
     torch.manual_seed(0)
-    model = LanguageModel(
-        vocab=START + 1,
-        dim=256,
-        depth=depth or MODELS[name]["depth"],
-        heads=8,
-        mechanism=mechanism,
-        positions="sinusoidal_concat",
-        norm_position="post",
-        activation="relu",
-        max_length=MODELS[name]["length"],
-        mixture=10 if head == "mixture" else None,
-    )
+    size = {"depth": depth or MODELS[name]["depth"], "max_length": MODELS[name]["length"]}
+    model = Images(name).make_model({**Images.model, **size, "mechanism": mechanism})
     return model.to(device, dtype).eval()
 
 
@@ -162,45 +143,7 @@ def measure(
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What `subquad bench generation` measures: each field is an option of the command."""
-
-    mechanisms: str = field(default="all", metadata={"help": "Names with commas between them, or all."})
-    lengths: str = field(default="256,1024,4096", metadata={"help": "Lengths with commas between them."})
-    batches: str = field(default="1,16", metadata={"help": "Streams at once, beside the largest that fits."})
-    most: int = field(default=256, metadata={"help": "Streams at most."})
-    dim: int = field(default=256, metadata={"help": "Width of the model."})
-    depth: int = field(default=4, metadata={"help": "Layers."})
-    heads: int = field(default=8, metadata={"help": "Heads."})
-    steps: int = field(default=16, metadata={"help": "Steps timed at each of five positions."})
-    device: str = field(default="cpu", metadata={"help": "cpu or cuda."})
-    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float64."})
-    compile: bool = field(default=False, metadata={"help": "Compile the step."})
-
-    def __post_init__(self) -> None:
-        for name in self.names():
-            if name not in MECHANISMS or not MECHANISMS[name].traits.causal:
-                accepted = ", ".join(name for name, cls in MECHANISMS.items() if cls.traits.causal)
-                raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {accepted}")
-        if self.dtype not in DTYPES or self.dtype == "float16":
-            raise ValueError(f"dtype={self.dtype!r} cannot work: accepted are float32, bfloat16, float64")
-        at_least(self, most=1, steps=1)
-        object.__setattr__(self, "device", available(self.device))
-        for name in ("lengths", "batches"):
-            if not all(0 < len(part) < 16 and part.isdecimal() and int(part) for part in self.parts(name)):
-                given = getattr(self, name)
-                raise ValueError(f"{name}={given!r} cannot work: accepted are whole numbers with commas between them")
-
-    def parts(self, name: str) -> list[str]:
-        return [part.strip() for part in getattr(self, name).split(",")]
-
-    def names(self) -> list[str]:
-        causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
-        return causal if self.mechanisms == "all" else self.parts("mechanisms")
-
-
-def sweep(options: Bench) -> Iterator[Figures]:
+def sweep(options: GenerationSettings) -> Iterator[Figures]:
     """Every mechanism at every length, at each batch and at the largest that its memory allows, up to `most`."""
     shape = {name: getattr(options, name) for name in ("dim", "depth", "heads")}
     batches = [int(batch) for batch in options.parts("batches")]
@@ -220,7 +163,7 @@ def sweep(options: Bench) -> Iterator[Figures]:
             yield row
 
 
-def bench(console: Console, out: Path, options: Bench) -> Figures:
+def bench(console: Console, out: Path, options: GenerationSettings) -> Figures:
     """`sweep` with a line printed for each figure, written to `out` as JSON."""
     figures: Figures = facts(options.device)
     figures |= {**{name: getattr(options, name) for name in ("dim", "depth", "heads", "dtype")}, "rows": []}

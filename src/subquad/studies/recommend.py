@@ -86,7 +86,10 @@ def _advise(figures: Figures, request: Request) -> Advice:
     choices = [
         choice
         for name, cls in MECHANISMS.items()
-        if _can(cls.traits, request) and (choice := _weigh(name, request, rows, results, quality, at)) is not None
+        if _has_form(cls.traits, request)
+        and (not request.decode or cls.traits.state is not None)
+        and (not request.cross or cls.traits.cross)
+        and (choice := _weigh(name, request, rows, results, quality, at)) is not None
     ]
     if not choices:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
@@ -181,14 +184,6 @@ def _has_form(traits: Traits, request: Request) -> bool:
     return traits.causal if request.causal else traits.bidirectional
 
 
-def _can(traits: Traits, request: Request) -> bool:
-    return (
-        _has_form(traits, request)
-        and (not request.decode or traits.state is not None)
-        and (not request.cross or traits.cross)
-    )
-
-
 def _weigh(
     name: str, request: Request, rows: Sequence[Row], results: Comparison, quality: Mapping[str, Quality], length: int
 ) -> Choice | None:
@@ -224,7 +219,8 @@ def _weigh(
         reasons.append(f"decodes a token in {duration(decode)}{beside}{kept}")
     peak, memory = figure("peak_bytes"), figure("memory_ratio")
     if peak is not None:
-        beside = "" if memory is None or exact else f", {_times_that(memory)} of softmax"
+        times = "" if memory is None else "the same as" if 0.95 < memory < 1.05 else _times(memory)
+        beside = "" if memory is None or exact else f", {times} that of softmax"
         reasons.append(f"peak memory of a training step: {readable(peak)}{beside}")
     growth = next((g for g in results.growth if g.mechanism == name), None)
     if growth is not None:
@@ -282,10 +278,6 @@ def _compared(ratio: float) -> str:
     if 0.95 < ratio < 1.05:
         return "as fast as"
     return f"{_times(1 / ratio)} as fast as" if ratio < 1 else f"{_times(ratio)} as slow as"
-
-
-def _times_that(ratio: float) -> str:
-    return "the same as that" if 0.95 < ratio < 1.05 else f"{_times(ratio)} that"
 
 
 def _times(ratio: float) -> str:

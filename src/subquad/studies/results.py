@@ -235,6 +235,9 @@ class EfficiencyTable(Figures):
 KINDS: tuple[type[Figures], ...] = (Comparison, ReproducedTable, ArenaTable, EfficiencyTable)
 
 
+_hints = functools.cache(get_type_hints)
+
+
 def to_json(value: Any) -> Any:
     """Figures, or any part of them, as JSON has it."""
     if is_dataclass(value):
@@ -268,21 +271,15 @@ def _fits(kind: Any, value: Any) -> bool:
     return isinstance(value, int) or (kind is float and isinstance(value, float) and math.isfinite(value))
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
 def parse(data: Json, path: Path) -> Figures | None:
     """The figures that a JSON object holds; None of a kind that has no type here."""
-    kind = next((known for known in KINDS if known.kind == data.get("kind")), None)
-    if kind is None:
-        return None
-    try:
-        figures: Figures = from_json(kind, data, "")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged, or not what subquad {kind.kind} writes: {error}") from error
-    return figures
+    for kind in (known for known in KINDS if known.kind == data.get("kind")):
+        try:
+            figures: Figures = from_json(kind, data, "")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged, or not what subquad {kind.kind} writes: {error}") from error
+        return figures
+    return None
 
 
 def save(figures: Figures | Json, path: Path) -> None:

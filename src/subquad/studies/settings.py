@@ -1,4 +1,4 @@
-"""What a comparison measures, checked when it is made, and where its figures are kept."""
+"""What a comparison, and `subquad bench generation`, measure: checked when it is made."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -84,6 +84,44 @@ class Settings:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         known = {each.name for each in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """What `subquad bench generation` measures: each field is an option of the command."""
+
+    mechanisms: str = field(default="all", metadata={"help": "Names with commas between them, or all."})
+    lengths: str = field(default="256,1024,4096", metadata={"help": "Lengths with commas between them."})
+    batches: str = field(default="1,16", metadata={"help": "Streams at once, beside the largest that fits."})
+    most: int = field(default=256, metadata={"help": "Streams at most."})
+    dim: int = field(default=256, metadata={"help": "Width of the model."})
+    depth: int = field(default=4, metadata={"help": "Layers."})
+    heads: int = field(default=8, metadata={"help": "Heads."})
+    steps: int = field(default=16, metadata={"help": "Steps timed at each of five positions."})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda."})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float64."})
+    compile: bool = field(default=False, metadata={"help": "Compile the step."})
+
+    def __post_init__(self) -> None:
+        for name in self.names():
+            if name not in MECHANISMS or not MECHANISMS[name].traits.causal:
+                accepted = ", ".join(name for name, cls in MECHANISMS.items() if cls.traits.causal)
+                raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {accepted}")
+        if self.dtype not in DTYPES or self.dtype == "float16":
+            raise ValueError(f"dtype={self.dtype!r} cannot work: accepted are float32, bfloat16, float64")
+        at_least(self, most=1, steps=1)
+        object.__setattr__(self, "device", available(self.device))
+        for name in ("lengths", "batches"):
+            if not all(0 < len(part) < 16 and part.isdecimal() and int(part) for part in self.parts(name)):
+                given = getattr(self, name)
+                raise ValueError(f"{name}={given!r} cannot work: accepted are whole numbers with commas between them")
+
+    def parts(self, name: str) -> list[str]:
+        return [part.strip() for part in getattr(self, name).split(",")]
+
+    def names(self) -> list[str]:
+        causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
+        return causal if self.mechanisms == "all" else self.parts("mechanisms")
 
 
 def parse_mechanisms(text: str) -> tuple[str, ...]:

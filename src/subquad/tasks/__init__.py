@@ -1,4 +1,4 @@
-"""Experiments, one file each. A new task is a file here and its name in TASKS."""
+"""Experiments, one file each. A new task is a file here and its name in ALL or ARENA."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,8 @@ from subquad.tasks.write_images import image_shape
 from subquad.training.task import Task
 
 ARENA: tuple[type[Task], ...] = (ListOps, IMDb, Retrieval, Image, Pathfinder, PathX)
-TASKS = {task.name: task for task in (Digits, Copy, Images, Text, Speech, Music, Pairs, *ARENA)}
+ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, *ARENA)
+TASKS = {task.name: task for task in ALL}
 
 
 def writer_of(model: LanguageModel, card: Mapping[str, Any], shape: str | None = None) -> type[Task]:

@@ -72,12 +72,13 @@ class Music(Task):
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         """Chorales have a grid of positions by default: a sixteenth, and the voice in it."""
+        given: dict[str, Any]
         if self.set == "chorales":
-            given: dict[str, Any] = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST, **fields}
-            shape = (-(-LONGEST // music.VOICES), music.VOICES)
+            given, columns = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST}, music.VOICES
         else:
-            given = {"vocab": audio.LEVELS, "max_length": self.window, **fields}
-            shape = (-(-self.window // COLUMNS), COLUMNS)
+            given, columns = {"vocab": audio.LEVELS, "max_length": self.window}, COLUMNS
+        shape = (-(-given["max_length"] // columns), columns)
+        given |= fields
         if given.get("positions") in GRIDS:
             given.setdefault("shape", shape)
         return LanguageModel(**given)

@@ -34,16 +34,8 @@ class Opened:
 
 class Folder:
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.checkpoints, self.model = path, path / "checkpoints", path / "model"
         self.lock = contextlib.ExitStack()
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
 
     @property
     def begun(self) -> bool:
@@ -86,8 +78,8 @@ class Folder:
             (self.path / RESULT).unlink()
         checkpoint, damaged = checkpoints.newest(self.checkpoints)
         if checkpoint is None and damaged:
-            damage = "; ".join(damaged.values())
-            raise ValueError(f"{damage}: no checkpoint is left to resume from; --out starts again in another folder")
+            reasons = "; ".join(damaged.values())
+            raise ValueError(f"{reasons}: no checkpoint is left to resume from; --out starts again in another folder")
         notes += [f"{sentence}; the checkpoint before it is used" for sentence in damaged.values()]
         for path in damaged:
             set_aside(path)
@@ -104,9 +96,9 @@ class Folder:
         write_sealed(self.path / CONFIG, {**config.to_dict(), **origin(device)})
 
     def _before_damaged_best(self, newest: Checkpoint) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint whose best weights are intact: training from there makes the damaged ones again.
+        """The newest checkpoint whose best weights are intact, because resuming from there makes damaged ones again.
 
-        If there is none, the newest; the test will then use the last weights, and say so.
+        If there is none, the newest: the test then uses the last weights, and says so.
         """
         damage = self._damage_of_best(newest)
         if not damage:

@@ -124,10 +124,9 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     elif groups:
         parts.append(AdamW(groups, **adam, **fused))
     if hidden:
-        matrices = [named[name] for name in named if name in hidden]
-        like_adamw: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        like_adamw["adjust_lr_fn"] = "match_rms_adamw"  # updates as large as AdamW's, so that one lr fits both
-        parts.append(Muon(matrices, momentum=config.momentum, **like_adamw))
+        matrices, decay = [named[name] for name in named if name in hidden], config.weight_decay
+        same = "match_rms_adamw"  # updates as large as AdamW's, so that one lr fits both
+        parts.append(Muon(matrices, config.lr, decay, config.momentum, adjust_lr_fn=same))
     return parts
 
 

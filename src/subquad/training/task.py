@@ -79,7 +79,8 @@ class Task(ABC):
     def defaults(cls) -> dict[str, Any]:
         """The `data.*` options with their defaults; None where the user must give a value."""
         values: dict[str, Any] = {}
-        for option in _fields(cls):
+        options: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+        for option in options:
             default = option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
             values[option.name] = None if default is dataclasses.MISSING else default
         return values
@@ -87,11 +88,11 @@ class Task(ABC):
     @classmethod
     def from_options(cls, data: Mapping[str, Any]) -> Self:
         """The task with these `data.*` options, as JSON holds them; unknown names and wrong types raise ValueError."""
-        hints = typing.get_type_hints(cls)
+        hints, known = typing.get_type_hints(cls), cls.defaults()
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         for key, value in values.items():
-            if key not in hints:
-                raise ValueError(f"data has no setting {key!r}{nearest(key, hints)}")
+            if key not in known:
+                raise ValueError(f"data has no setting {key!r}{nearest(key, known)}")
             check_plain(f"data.{key}", value, hints[key])
         return cls(**values)
 
@@ -130,7 +131,3 @@ class Task(ABC):
 
 def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     return {name: total / max(count, 1) for name, (total, count) in sums.items()}
-
-
-def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()

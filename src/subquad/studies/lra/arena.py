@@ -10,19 +10,19 @@ import math
 import os
 import queue
 import statistics
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from subquad.checks import refuse
+from subquad.checks import at_least, refuse
 from subquad.disk import lock_folder
 from subquad.machine import available, origin
+from subquad.measure.growth import grouped
 from subquad.pool import Died, Worker
 from subquad.studies.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
 from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, Quality, continued, from_json, save, to_json
@@ -59,9 +59,7 @@ class Arena:
         for name in ("tasks", "mechanisms"):
             if not getattr(self, name):
                 refuse(name, "", "at least one name, or all")
-        for name in ("seeds", "jobs", "steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                refuse(name, getattr(self, name), "an integer of at least 1")
+        at_least(self, seeds=1, jobs=1, **({} if self.steps is None else {"steps": 1}))
         if self.seeds > SEEDS:
             refuse("seeds", self.seeds, f"an integer of at most {SEEDS:,}")
         for name in ("minutes", "cap"):
@@ -102,21 +100,10 @@ def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
                     minutes = read_config(out / path).training.minutes
                 if minutes is not None:
                     training["minutes"] = minutes
-                jobs.append(
-                    {
-                        "name": str(path),
-                        "column": task,
-                        "mechanism": name,
-                        "seed": seed,
-                        "task": RECIPES[task].task,
-                        "data": data,
-                        "model": model_of(task, name, arena.size),
-                        "training": training,
-                        "compile": arena.compile,
-                        "capture": arena.capture,
-                        "folder": str(out / path),
-                    }
-                )
+                job = {"name": str(path), "column": task, "mechanism": name, "seed": seed, "task": RECIPES[task].task}
+                job |= {"data": data, "model": model_of(task, name, arena.size), "training": training}
+                job |= {"compile": arena.compile, "capture": arena.capture, "folder": str(out / path)}
+                jobs.append(job)
     return jobs
 
 
@@ -124,10 +111,10 @@ def _data(arena: Arena, task: str) -> Json:
     """The data settings of this task: the recipe's, then those of the call."""
     recipe = RECIPES[task]
     settings = dict(recipe.data if arena.size == "small" else recipe.original_data)
+    known = TASKS[recipe.task]().options()
     for setting in arena.data:
         column, key, value = _parse(setting)
         if column == task:
-            known = TASKS[RECIPES[task].task]().options()
             if key not in known:
                 raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
             settings[key] = value
@@ -149,45 +136,41 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
     """Run what is not done yet and return what results.json holds; Ctrl-C leaves the rest for the next call."""
     out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, BUSY):
-        return _lra(arena, out, console, prepare)
-
-
-def _lra(arena: Arena, out: Path, console: Console, prepare: bool) -> ArenaTable:
-    deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
-    before = _earlier(out / "results.json")
-    cap = before.budget.seconds_a_run if arena.cap is None else arena.cap
-    cap = arena.seconds_a_run() if cap is None else cap
-    jobs = plan(arena, out, cap)
-    budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
-    results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
-    trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
-    todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
-    planned = [_run_of(job, {}, results.commit) for job in jobs]
-    console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
-    if len(todo) < len(jobs):
-        count = len(jobs) - len(todo)
-        console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
-    known = {job["name"]: job for job in todo}
-    results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
-    try:
-        missing = _prepare(todo, out, console) if prepare else {}
-        ready = [job for job in todo if job["name"] not in missing]
-        failed = ({"name": name, "error": why} for name, why in missing.items())
-        for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
-            run = _run_of(known[answer["name"]], answer, results.commit)
-            results.failed += run.error is not None
-            if run.error is None or run.name not in trained:  # an error replaces no figures
-                results.runs = [other for other in results.runs if other.name != run.name] + [run]
-                save(results, out / "results.json")
-            console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        results.interrupted = True
-    results.runs.sort(key=_place)
-    results.quality = _quality(of_size(results))
-    ended = {run.name for run in results.runs if run.ended_by in ("steps", "minutes") or run.error is not None}
-    results.left = [job["name"] for job in jobs if job["name"] not in ended]
-    save(results, out / "results.json")
-    return results
+        deadline = None if arena.minutes is None else time.monotonic() + 60 * arena.minutes
+        before = _earlier(out / "results.json")
+        cap = before.budget.seconds_a_run if arena.cap is None else arena.cap
+        cap = arena.seconds_a_run() if cap is None else cap
+        jobs = plan(arena, out, cap)
+        budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
+        results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
+        trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
+        todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
+        planned = [_run_of(job, {}, results.commit) for job in jobs]
+        console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
+        if len(todo) < len(jobs):
+            count = len(jobs) - len(todo)
+            console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
+        known = {job["name"]: job for job in todo}
+        results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
+        try:
+            missing = _prepare(todo, out, console) if prepare else {}
+            ready = [job for job in todo if job["name"] not in missing]
+            failed = ({"name": name, "error": why} for name, why in missing.items())
+            for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
+                run = _run_of(known[answer["name"]], answer, results.commit)
+                results.failed += run.error is not None
+                if run.error is None or run.name not in trained:  # an error replaces no figures
+                    results.runs = [other for other in results.runs if other.name != run.name] + [run]
+                    save(results, out / "results.json")
+                console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            results.interrupted = True
+        results.runs.sort(key=_place)
+        results.quality = _quality(of_size(results))
+        ended = {run.name for run in results.runs if run.ended_by in ("steps", "minutes") or run.error is not None}
+        results.left = [job["name"] for job in jobs if job["name"] not in ended]
+        save(results, out / "results.json")
+        return results
 
 
 def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:
@@ -209,31 +192,40 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
 
 
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
-    """The answers as they come, from at most `arena.jobs` workers."""
-    waiting = deque(todo)
-    answers: queue.Queue[Json | None] = queue.Queue()
-    count = min(arena.jobs, len(todo))
+    """The answers as they come, from at most `arena.jobs` workers; jobs that time is too short for have none."""
+    count = max(1, min(arena.jobs, len(todo)))
     workers = [_worker(arena, count) for _ in range(count)]
-    threads = [threading.Thread(target=_feed, args=(w, waiting, answers, deadline), daemon=True) for w in workers]
-    for thread in threads:
-        thread.start()
+    free = queue.SimpleQueue[Worker]()
+    for worker in workers:
+        free.put(worker)
+
+    def ask(job: Json) -> Json | None:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left < SHORTEST:
+            return None
+        worker = free.get()
+        try:
+            return worker.ask({**job, "leg": None if left is None else left / 60})
+        except Died as death:
+            return {"name": job["name"], "error": f"the training process ended: {death}"}
+        finally:
+            free.put(worker)
+
+    threads = ThreadPoolExecutor(count)
+    futures = [threads.submit(ask, job) for job in todo]
     try:
-        while count:
-            answer = answers.get()
-            if answer is None:
-                count -= 1
-            else:
-                yield answer
+        yield from (answer for future in as_completed(futures) if (answer := future.result()) is not None)
     except BaseException:
-        waiting.clear()
+        for future in futures:
+            future.cancel()
         for worker in workers:
             worker.interrupt()  # the training saves, and the process ends
-        for thread in threads:
-            thread.join(timeout=60)
+        wait(futures, timeout=60)
         raise
     finally:
         for worker in workers:
             worker.close()
+        threads.shutdown()
 
 
 def _worker(arena: Arena, count: int) -> Worker:
@@ -241,22 +233,6 @@ def _worker(arena: Arena, count: int) -> Worker:
     threads = max(1, (os.cpu_count() or 1) // count) if arena.place == "cpu" else 1
     setup = {"device": arena.place, "threads": threads}
     return Worker("subquad.studies.lra.worker", setup, {"OMP_NUM_THREADS": str(threads)})
-
-
-def _feed(worker: Worker, waiting: deque[Json], answers: "queue.Queue[Json | None]", deadline: float | None) -> None:
-    while True:
-        try:
-            job = waiting.popleft()
-        except IndexError:
-            break
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left < SHORTEST:
-            continue  # for the next call
-        try:
-            answers.put(worker.ask({**job, "leg": None if left is None else left / 60}))
-        except Died as death:
-            answers.put({"name": job["name"], "error": f"the training process ended: {death}"})
-    answers.put(None)
 
 
 def _same(run: ArenaRun, job: Json) -> bool:
@@ -286,45 +262,35 @@ def of_size(results: ArenaTable) -> list[ArenaRun]:
 
 def _place(run: ArenaRun) -> tuple[Any, ...]:
     """In the table, whichever call made it."""
-    known = [*OPTIONS]
-    rank = known.index(run.mechanism) if run.mechanism in known else len(known)
-    return rank, run.mechanism, [*RECIPES].index(run.column), run.seed
+    return [*OPTIONS, run.mechanism].index(run.mechanism), run.mechanism, [*RECIPES].index(run.column), run.seed
 
 
 def _quality(runs: Sequence[ArenaRun]) -> list[Quality]:
     """As `subquad report` reads it: means over the seeds."""
-    trained: dict[tuple[str, str], list[ArenaRun]] = {}
-    for run in runs:
-        if run.accuracy is not None:
-            trained.setdefault((run.mechanism, run.task), []).append(run)
-    return [
-        Quality(
-            mechanism=mechanism,
-            task=task,
-            metric="accuracy",
-            value=statistics.fmean(run.accuracy or 0.0 for run in seeds),
-            lower_is_better=False,
-            steps=seeds[0].steps,
-            seconds=seeds[0].seconds,
-            curve=seeds[0].curve or [],
-        )
-        for (mechanism, task), seeds in trained.items()
-    ]
+    trained = grouped(((run.mechanism, run.task), run) for run in runs if run.accuracy is not None)
+    quality = []
+    for (mechanism, task), seeds in trained.items():
+        mean, run = statistics.fmean(run.accuracy or 0.0 for run in seeds), seeds[0]
+        record = Quality(mechanism=mechanism, task=task, metric="accuracy", value=mean, lower_is_better=False)
+        quality.append(replace(record, steps=run.steps, seconds=run.seconds, curve=run.curve or []))
+    return quality
 
 
 def budget_line(size: str, runs: Sequence[ArenaRun]) -> str:
     """What a run of each column may take, as the runs' own settings say."""
-    columns: dict[str, dict[str, None]] = {}
-    for run in runs:
-        training = run.settings["training"]
-        seconds = "" if training.get("minutes") is None else f" or {60 * training['minutes']:.0f} s"
-        allowed = f"{training['steps']:,} steps of {training['batch']}{seconds}"
-        columns.setdefault(RECIPES[run.column].title, {})[allowed] = None
+    columns = grouped((RECIPES[run.column].title, _allowed(run)) for run in runs)
+    columns = {title: list(dict.fromkeys(allowed)) for title, allowed in columns.items()}
     seeds = len({run.seed for run in runs})
     parts = [f"{size} models, {seeds} seed{'s' * (seeds != 1)}"]
     parts += [f"{title} {' and '.join(allowed)}" for title, allowed in columns.items()]
     equal = columns and all(len(allowed) == 1 for allowed in columns.values())
     return "; ".join(parts) + (": the same for every mechanism" if equal else "")
+
+
+def _allowed(run: ArenaRun) -> str:
+    training = run.settings["training"]
+    seconds = "" if training.get("minutes") is None else f" or {60 * training['minutes']:.0f} s"
+    return f"{training['steps']:,} steps of {training['batch']}{seconds}"
 
 
 def _line(run: ArenaRun) -> str:

@@ -115,38 +115,32 @@ def efficiency(
         refuse("lengths", list(lengths), "integers of at least 1")
     check_count("batch", batch)
     place = available(device)
-    free, tokens = free_bytes(place), batch * min(lengths)
-    if 16 * SMALL["dim"] * tokens > free or batch * max(lengths) > free:
+    free = free_bytes(place)
+    if 16 * SMALL["dim"] * batch * min(lengths) > free or batch * max(lengths) > free:
         refuse("batch", batch, f"a smaller one, or smaller lengths: {readable(free)} of memory are free")
-    dtype = dtype or ("bfloat16" if torch.device(place).type == "cuda" else "float32")
+    cuda = torch.device(place).type == "cuda"
+    dtype, limit = dtype or ("bfloat16" if cuda else "float32"), LIMIT["cuda" if cuda else "cpu"]
     out.parent.mkdir(parents=True, exist_ok=True)
     with lock_folder(out.parent, BUSY):
-        return _measure(mechanisms, out, console, place, lengths, batch, dtype)
-
-
-def _measure(
-    mechanisms: Sequence[str], out: Path, console: Console, place: str, lengths: Sequence[int], batch: int, dtype: str
-) -> EfficiencyTable:
-    kind = torch.device(place).type
-    text, source = byte_text(batch * max(lengths))
-    set_aside(out, console)
-    settings = {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)}
-    results = EfficiencyTable(**origin(place), settings=settings)
-    names = [NAIVE, "softmax", *(name for name in mechanisms if name != "softmax")]
-    try:
-        for length in sorted(lengths):
-            tokens = text[: batch * length].view(batch, length)
-            shape = Shape(length=length, batch=batch, causal=False, device=place, dtype=dtype)
-            for name in names:
-                row = _row(name, shape, tokens, results.rows, LIMIT[kind])
-                release(place)
-                results.rows.append(row)
-                save(results, out)
-                figures = row.skipped or f"{row.steps_per_second:.3g} steps/s, {readable(row.peak_bytes or 0)}"
-                console.print(f"{name} at {length:,}: {figures}", highlight=False, markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        results.interrupted = True
-    save(results, out)
+        text, source = byte_text(batch * max(lengths))
+        set_aside(out, console)
+        settings = {"batch": batch, "dtype": dtype, "text": source, "lengths": list(lengths)}
+        results = EfficiencyTable(**origin(place), settings=settings)
+        names = [NAIVE, "softmax", *(name for name in mechanisms if name != "softmax")]
+        try:
+            for length in sorted(lengths):
+                tokens = text[: batch * length].view(batch, length)
+                shape = Shape(length=length, batch=batch, causal=False, device=place, dtype=dtype)
+                for name in names:
+                    row = _row(name, shape, tokens, results.rows, limit)
+                    release(place)
+                    results.rows.append(row)
+                    save(results, out)
+                    figures = row.skipped or f"{row.steps_per_second:.3g} steps/s, {readable(row.peak_bytes or 0)}"
+                    console.print(f"{name} at {length:,}: {figures}", highlight=False, markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            results.interrupted = True
+        save(results, out)
     return results
 
 

@@ -30,6 +30,8 @@ class Recipe:
 
 WARM = {"warmup": 200, "evaluate_batch": 250, "evaluate_batches": 8, "keep": 1}
 ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
+SLOW = {**ADAM, "batch": 32, "schedule": "inverse_sqrt", "weight_decay": 0.1}  # of the original on text
+READER = {"depth": 4, "positions": "sinusoidal", "pooling": "cls"}
 SELDOM = 50  # steps at least between two evaluations: on a CPU one of them takes as long as so many steps
 
 
@@ -42,26 +44,20 @@ RECIPES: dict[str, Recipe] = {
     "listops": Recipe(
         "listops", "ListOps", 17.0,
         {"steps": 2500, "batch": 32, "lr": 1e-3, **WARM},
-        {"dim": 512, "depth": 4, "heads": 8, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
-         "head_hidden": 1024},
-        {"steps": 5000, "batch": 32, "lr": 1.6e-3, "warmup": 1000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
-         **ADAM},
+        {**READER, "dim": 512, "heads": 8, "ff_dim": 1024, "head_hidden": 1024},
+        {**SLOW, "steps": 5000, "lr": 1.6e-3, "warmup": 1000},
     ),
     "text": Recipe(
         "imdb", "Text", 50.0,
         {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
-        {"dim": 256, "depth": 4, "heads": 4, "ff_dim": 1024, "positions": "sinusoidal", "pooling": "cls",
-         "head_hidden": 1024},
-        {"steps": 20_000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
-         **ADAM},
+        {**READER, "dim": 256, "heads": 4, "ff_dim": 1024, "head_hidden": 1024},
+        {**SLOW, "steps": 20_000, "lr": 5.6e-4, "warmup": 8000},
     ),
     "retrieval": Recipe(
         "retrieval", "Retrieval", 50.0,
         {"steps": 2000, "batch": 32, "lr": 1e-3, **WARM},
-        {"dim": 128, "depth": 4, "heads": 4, "ff_dim": 512, "positions": "sinusoidal", "pooling": "cls",
-         "head_hidden": 512},
-        {"steps": 5000, "batch": 32, "lr": 5.6e-4, "warmup": 8000, "schedule": "inverse_sqrt", "weight_decay": 0.1,
-         **ADAM},
+        {**READER, "dim": 128, "heads": 4, "ff_dim": 512, "head_hidden": 512},
+        {**SLOW, "steps": 5000, "lr": 5.6e-4, "warmup": 8000},
         original_data={"length": 4000},
     ),
     "image": Recipe(
@@ -128,16 +124,12 @@ BY_TASK: dict[tuple[str, str], dict[str, Any]] = {
 
 def parse_tasks(text: str) -> tuple[str, ...]:
     """ "listops, text", or "all": the five of the published average."""
-    chosen = (
-        [name for name in RECIPES if name != "pathx"]
-        if text.strip() == "all"
-        else [NAMES.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
-    )
-    for name in chosen:
-        if name not in RECIPES:
-            raise ValueError(
-                f"tasks={text!r} names {name!r}{nearest(name, RECIPES)} Accepted: all, {', '.join(RECIPES)}"
-            )
+    if text.strip() == "all":
+        return tuple(name for name in RECIPES if name != "pathx")
+    chosen = [NAMES.get(part.strip(), part.strip()) for part in text.split(",") if part.strip()]
+    for name in (name for name in chosen if name not in RECIPES):
+        wrong = f"tasks={text!r} names {name!r}{nearest(name, RECIPES)}"
+        raise ValueError(f"{wrong} Accepted: all, {', '.join(RECIPES)}")
     return tuple(dict.fromkeys(chosen))
 
 

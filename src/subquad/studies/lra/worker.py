@@ -63,17 +63,12 @@ def _trained(job: Json, device: str, compile: bool, capture: bool, console: Cons
 
 
 def _figures(result: Result) -> Json:
+    same = ("best_step", "steps", "ended_by", "seconds", "peak_bytes", "parameters", "examples_per_second")
     return {
         "accuracy": result.test.get("accuracy"),
         "loss": result.test.get("loss"),
         "validation": result.validation.get("accuracy"),
-        "best_step": result.best_step,
-        "steps": result.steps,
-        "ended_by": result.ended_by,
-        "seconds": result.seconds,
-        "peak_bytes": result.peak_bytes,
-        "parameters": result.parameters,
-        "examples_per_second": result.examples_per_second,
+        **{name: getattr(result, name) for name in same},
     }
 
 

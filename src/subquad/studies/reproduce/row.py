@@ -87,18 +87,15 @@ class Reproduction:
 
 def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
     """Everything that is set for a row's run, as --set takes it; what comes later wins."""
-    settings = []
-    for part in ("data", "model", "training"):
-        merged = {**getattr(table, part), **getattr(row, part)}
-        if part == "training":  # a table's warm-up does not follow the steps, so that runs begun before can go on
-            merged.setdefault("warmup", TASKS[table.task].training.warmup)
-        if part == "training" and not budget.place.startswith("cuda"):
-            merged = {key: value for key, value in merged.items() if key not in ("compile", "capture")}
-        if part == "model":
-            merged["mechanism"] = row.mechanism
-        settings += [f"{part}.{key}={json.dumps(value)}" for key, value in merged.items()]
+    # a table's warm-up does not follow the steps, so that runs begun before can go on
+    training = {"warmup": TASKS[table.task].training.warmup, **table.training, **row.training}
+    if not budget.place.startswith("cuda"):
+        training = {key: value for key, value in training.items() if key not in ("compile", "capture")}
+    model = {**table.model, **row.model, "mechanism": row.mechanism}
+    parts = {"data": {**table.data, **row.data}, "model": model, "training": training}
+    own = [f"{part}.{key}={json.dumps(value)}" for part, settings in parts.items() for key, value in settings.items()]
     left = without(row, budget)
-    return [*settings, *(setting for setting in budget.given if setting not in left)]
+    return [*own, *(setting for setting in budget.given if setting not in left)]
 
 
 def without(row: Row, budget: Budget) -> list[str]:
@@ -122,11 +119,9 @@ def settings_in(table: Table, row: Row, run: Path) -> list[str]:
 
 
 def command_of(table: Table, row: Row, budget: Budget, run: Path) -> list[str]:
-    command = ["train", table.task, "--out", str(run), "--resume", "--device", budget.device]
-    command += [] if budget.leg is None else ["--leg", f"{budget.leg:g}"]
-    for setting in settings_of(table, row, budget):
-        command += ["--set", setting]
-    return command
+    leg = [] if budget.leg is None else ["--leg", f"{budget.leg:g}"]
+    settings = (word for setting in settings_of(table, row, budget) for word in ("--set", setting))
+    return ["train", table.task, "--out", str(run), "--resume", "--device", budget.device, *leg, *settings]
 
 
 def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, str]:

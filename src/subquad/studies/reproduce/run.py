@@ -68,31 +68,26 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
-        _measure(run, out, timing, samples)
+        try:
+            if table.kind == "scaling":
+                measure_scaling(run)
+            elif table.kind == "context":
+                _contexts(run, out)
+            else:
+                _train(run)
+                if samples:
+                    _afterwards(run, "samples", lambda: write_samples(run, samples))
+                if timing and not table.iterations:
+                    run.say(table.name, "--timing has nothing to time in this table")
+                if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
+                    _afterwards(run, "iterations", lambda: measure_iterations(run))
+        except KeyboardInterrupt:
+            run.results.interrupted = True
+            for row in run.rows:
+                if (folder / row.name / CONFIG).is_file():
+                    _collect(run, row)
+        run.keep()
         return run.results
-
-
-def _measure(run: Reproduction, out: Path, timing: bool | None, samples: int) -> None:
-    table, budget, folder = run.table, run.budget, run.folder
-    try:
-        if table.kind == "scaling":
-            measure_scaling(run)
-        elif table.kind == "context":
-            _contexts(run, out)
-        else:
-            _train(run)
-            if samples:
-                _afterwards(run, "samples", lambda: write_samples(run, samples))
-            if timing and not table.iterations:
-                run.say(table.name, "--timing has nothing to time in this table")
-            if table.iterations and (budget.place.startswith("cuda") if timing is None else timing):
-                _afterwards(run, "iterations", lambda: measure_iterations(run))
-    except KeyboardInterrupt:
-        run.results.interrupted = True
-        for row in run.rows:
-            if (folder / row.name / CONFIG).is_file():
-                _collect(run, row)
-    run.keep()
 
 
 def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
@@ -107,17 +102,11 @@ def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> No
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
     """The rows of these names, in which commas may be left out, or all."""
-    known = {_plain(row.name): row for row in table.rows}
-    for name in names:
-        if _plain(name) not in known:
-            raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
-    wanted = {_plain(name) for name in names}
+    known = {row.name.replace(",", ""): row for row in table.rows}  # users write commas between names
+    wanted = {name.replace(",", ""): name for name in names}
+    for name in (given for plain, given in wanted.items() if plain not in known):
+        raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
     return [row for name, row in known.items() if not names or name in wanted]
-
-
-def _plain(name: str) -> str:
-    """Without commas, which stand between names where users write them."""
-    return name.replace(",", "")
 
 
 def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
