@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from subquad.ops.autocast import uncast
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 Norms = Literal["chi", "sqrt"]
 SHORT = 1e-6  # vectors shorter than this are divided by this instead of their length
