@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from subquad.checks import FLOATS, check_strided, check_tensor
-from subquad.ops.autocast import autocasts
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
+from subquad.ops.precision import autocasts
 
 if TYPE_CHECKING:
     from subquad.mechanisms.base import Mixer, Options
