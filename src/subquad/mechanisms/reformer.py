@@ -30,7 +30,6 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
-from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
     give_back,
@@ -47,7 +46,7 @@ from subquad.ops.buckets import (
     sorted_slots,
 )
 from subquad.ops.lengths import at_most, keep, symbolic
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 SELF = 1e5  # finite: what a token loses by attending to itself
 

@@ -35,7 +35,6 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.mechanisms.checking import check_padded
-from subquad.ops.autocast import uncast
 from subquad.ops.buckets import (
     Lists,
     asking_slots,
@@ -51,7 +50,7 @@ from subquad.ops.buckets import (
 )
 from subquad.ops.clusters import kmeans_step
 from subquad.ops.lengths import at_most, keep, symbolic
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 
 class Routed(NamedTuple):
@@ -170,7 +169,7 @@ class Routing(Bucketed):
         visible = (queries >= 0)[..., :, None] & (keys >= 0)[..., None, :]
         if self.options.causal:
             visible &= keys[..., None, :] <= queries[..., :, None]
-        o, _ = slot_attention(q, k, v, queries, keys, visible, dropout=self._dropout())  # [B, H, clusters, w, V]
+        o, _ = slot_attention(q, k, v, queries, keys, visible, None, self._dropout())  # [B, H, clusters, w, V]
         o = torch.cat((o, visible.any(-1, keepdim=True).to(o.dtype)), dim=-1)  # one more column, to count
         index = queries.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, width + 1)
         total = torch.zeros(batch, heads, size, width + 1, dtype=wide_type(o), device=o.device)
@@ -203,7 +202,7 @@ class Routing(Bucketed):
         visible = same_bucket(cluster, slots, asked) & (keys[..., None, :] <= queries[..., :, None])
         rows = slots.query - (cluster.shape[-1] - size)
         visible &= (rows >= 0)[..., None]
-        o, _ = slot_attention(q, k, v, rows, keys, visible, dropout=self._dropout())  # [B, H, N, C, V]
+        o, _ = slot_attention(q, k, v, rows, keys, visible, None, self._dropout())  # [B, H, N, C, V]
         return give_back(o, slots.place[..., -size:]).transpose(1, 2)
 
     def _all_pairs(self, tokens: Tokens) -> Tensor:

@@ -16,8 +16,10 @@ def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> T
     return lengths.to(x.device, torch.int64)
 
 
-def check_op_lengths(name: str, lengths: Tensor, rows: int, most: int, device: torch.device) -> None:
+def check_op_lengths(name: str, lengths: Tensor | None, rows: int, most: int, device: torch.device) -> None:
     """Check lengths that an op passes to kernels as they are."""
+    if lengths is None:
+        return
     if lengths.device != device:
         raise ValueError(f"{name} is on {lengths.device}, q on {device}: accepted is one device")
     _check(name, lengths, rows, most)

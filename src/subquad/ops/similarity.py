@@ -41,9 +41,8 @@ def similarity_attention(
         raise ValueError(f"eps={eps}: accepted is a number of at least 0")
     if key_lengths is not None and (causal or lengths is not None):
         raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False")
-    for name, n in (("lengths", lengths), ("key_lengths", key_lengths)):
-        if n is not None:
-            check_op_lengths(name, n, B, S, q.device)
+    check_op_lengths("lengths", lengths, B, S, q.device)
+    check_op_lengths("key_lengths", key_lengths, B, S, q.device)
     weight = sim(q, k)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.device != q.device:
         raise ValueError(f"sim gave {shown(weight)}: accepted are floating point weights [B, H, T, S] on {q.device}")

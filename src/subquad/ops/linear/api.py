@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_eps, check_heads, check_strided, check_tensor, checked, shown
-from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
@@ -23,7 +22,7 @@ from subquad.ops.lengths import check_op_lengths, readable, shape_of, zero_paddi
 from subquad.ops.linear import chunked
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 Map = str | Callable[[Tensor], Tensor]
 

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED, Fused
 from subquad.ops.linear.spec import Inputs, Spec
-from subquad.ops.precision import wide_type
+from subquad.ops.precision import uncast, wide_type
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
