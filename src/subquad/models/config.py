@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from subquad.checks import (
-    INSTEAD_OF_MASKS,
-    MASKS,
-    at_least,
     check_count,
     check_methods,
     check_plain,
@@ -19,6 +16,7 @@ from subquad.checks import (
     nearest,
     one_of,
     refuse,
+    refuse_keyword,
     shown,
 )
 from subquad.disk import parse_json
@@ -204,10 +202,6 @@ class EmbeddingConfig(Config):
             object.__setattr__(self, "shape", shape)
 
 
-def optional_at_least(config: object, **bounds: int) -> None:
-    at_least(config, **{name: bound for name, bound in bounds.items() if getattr(config, name) is not None})
-
-
 def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
     """Every way of naming mechanisms -> a tuple of MixerConfig."""
     if isinstance(value, str):
@@ -306,10 +300,7 @@ def assemble(
             part, name = prefixed[key]
             given[part][name] = value
         elif not accepted.get(key):
-            if key in MASKS:
-                raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
-            hint = nearest(key, (*accepted, *prefixed))
-            raise TypeError(f"{cls.__name__} has no field {key!r}{hint} Accepted: {', '.join(accepted)}")
+            refuse_keyword(f"{cls.__name__} has no field", key, accepted, prefixed)
         for part in accepted.get(key, ()):
             given[part].setdefault(key, value)
     own = given.pop("")

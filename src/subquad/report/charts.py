@@ -277,10 +277,10 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     if shown["x"]["unit"] == "tokens":
         name_lengths(axis, sorted({p[0] for s in shown["series"] for p in s["points"]}))
     elif shown["x"].get("log"):
-        _name_plainly(axis.xaxis, axis.get_xlim())
+        name_plainly(axis.xaxis)
     if shown["y"].get("log"):
         axis.set_yscale("log")
-        name_decades(axis, shown["y"].get("unit"))
+        name_plainly(axis.yaxis, shown["y"].get("unit"))
     axis.set_xlabel(shown["x"]["label"])
     axis.set_ylabel(shown["y"]["label"])
     axis.set_title(shown["label"], fontsize=11)
@@ -293,16 +293,12 @@ def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
     axis.minorticks_off()
 
 
-def name_decades(axis: Any, unit: str | None = None) -> None:
-    """Mark a logarithmic y axis with plain numbers; bytes get kB, MB and so on."""
-    _name_plainly(axis.yaxis, axis.get_ylim(), unit)
-
-
-def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
-    """Marks of a logarithmic axis; within one decade those of a linear axis, because decades would be too few."""
+def name_plainly(axis: Any, unit: str | None = None) -> None:
+    """Mark a logarithmic axis with plain numbers; bytes get kB, MB and so on. Within one decade the marks are those of
+    a linear axis, because decades would be too few."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-    low, high = limits
+    low, high = axis.get_view_interval()
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
         axis.set_minor_locator(NullLocator())

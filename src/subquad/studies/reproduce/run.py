@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from subquad.checks import check_count, nearest
-from subquad.disk import lock_folder
+from subquad.disk import blaming, lock_folder
 from subquad.machine import origin
 from subquad.measure.cost import first_line
 from subquad.pool import run_all
@@ -162,7 +162,8 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     """Put what a run left into the results, in the order of the table. An error does not replace earlier figures."""
     place, before = run.folder / row.name, run.results.results.get(row.name, TrainedRow())
     try:
-        figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+        with blaming(str(place)):
+            figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
     except ValueError as unreadable:  # costs no other row
         figures, error = heading(run.table, row), error or str(unreadable)
         run.say(row.name, error)
