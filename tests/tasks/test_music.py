@@ -66,10 +66,10 @@ def test_pieces_can_be_played(tmp_path: Path, grids: data.Grids) -> None:
     assert isinstance(notes, LanguageModel)
     paths = write_pieces(notes, tmp_path / "a" / "piece", count=2, steps=64, seed=1)
     assert [path.name for path in paths] == ["piece_1.mid", "piece_2.mid"]
-    song = read_midi(paths[0])
-    assert song.notes
-    assert {note.channel for note in song.notes} <= {0, 1, 2, 3}
-    assert max(note.end for note in song.notes) <= 4.0  # 16 sixteenths
+    played = read_midi(paths[0])
+    assert played
+    assert {note.channel for note in played} <= {0, 1, 2, 3}
+    assert max(note.end for note in played) <= 4.0  # 16 sixteenths
     sound = Music(set="audio", length=64).make_model({**Music.model, **SMALL, "mechanism": "linear"})
     assert isinstance(sound, LanguageModel)
     (path,) = write_pieces(sound, tmp_path / "sound", count=1, rate=4000)
