@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,23 +18,15 @@ Fn = TypeVar("Fn")
 Patterns = Pattern | Sequence[Pattern]
 
 
-class Options(TypedDict, total=False):
-    causal: bool
-    lengths: Tensor | None
-    key_lengths: Tensor | None
-    scale: float | None
-    impl: str
-
-
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
-@checked
+@checked  # type: ignore[misc]
 def sparse_attention(
     q: Tensor,
     k: Tensor,
