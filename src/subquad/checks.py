@@ -103,9 +103,8 @@ def check_device(name: str, value: object, meta: bool = True) -> None:
             raise RuntimeError("meta holds no values")
         torch.empty(0, device=value)  # type: ignore[call-overload]
     except Exception as error:
-        raise ValueError(
-            f'{name}={shown(value)} cannot work: accepted is a device that is here, such as "cpu"'
-        ) from error
+        accepted = 'a device that is here, such as "cpu"'
+        raise ValueError(f"{name}={shown(value)} cannot work: accepted is {accepted}") from error
 
 
 def check_strided(name: str, x: Tensor) -> None:
@@ -276,18 +275,21 @@ class _Signature:
             if accepted is not None:
                 if type(value) not in accepted.quick and not accepted.fits(value):
                     check_plain(name, value, accepted.hint)
-            elif not self.open and name in MASKS:
-                raise TypeError(f"{self.name} takes no {name}: {INSTEAD_OF_MASKS}")
             elif not self.open:
-                known = [known for known in self.accepted if known != "self"]
-                hint = f"{nearest(name, known)} Accepted: {', '.join(known)}"
-                raise TypeError(f"{self.name} has no argument {name!r}{hint}")
+                refuse_keyword(f"{self.name} has no argument", name, [key for key in self.accepted if key != "self"])
 
 
 INSTEAD_OF_MASKS = (
     "pass lengths, the number of tokens in each row [B], for right padding, causal=True when building for the future, "
     "or a pattern such as Local(256) | Global(4) to ops.sparse_attention for who attends to whom"
 )
+
+
+def refuse_keyword(problem: str, name: str, known: Iterable[str], also: Iterable[str] = ()) -> NoReturn:
+    """TypeError for a keyword that is not `known`; `also` has names to suggest for a misspelt one, but not to list."""
+    if name in MASKS:
+        raise TypeError(f"{problem} {name!r}: {INSTEAD_OF_MASKS}")
+    raise TypeError(f"{problem} {name!r}{nearest(name, (*known, *also))} Accepted: {', '.join(known)}")
 
 
 class _Accepted(NamedTuple):

@@ -138,7 +138,7 @@ def test_slot_attention_is_softmax_over_what_is_visible() -> None:
     visible = same_bucket(bucket, slots) & (
         slots.key[..., None, :] < slots.query[..., :, None]
     )  # nothing for the first
-    o, lse = slot_attention(q, k, v, slots.query, slots.key, visible)
+    o, lse = slot_attention(q, k, v, slots.query, slots.key, visible, None, 0.0)
     o, lse = give_back(o, slots.place), give_back(lse[..., None], slots.place)[..., 0]
 
     seen = torch.zeros(2, 3, 11, 11, dtype=torch.bool)
@@ -166,7 +166,7 @@ def test_half_precision_errs_at_most_twice_as_much_as_the_plain_expression() -> 
 
     q, k, v = (t.bfloat16() for t in (q, k, v))
     exact = plain(q.double(), k.double(), v.double())
-    ours = slot_attention(q, k, v, everyone, everyone, visible)[0][:, :, 0]
+    ours = slot_attention(q, k, v, everyone, everyone, visible, None, 0.0)[0][:, :, 0]
     assert (ours - exact).abs().max() <= 2 * (plain(q, k, v) - exact).abs().max()
 
 

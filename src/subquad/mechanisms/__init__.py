@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from subquad.checks import INSTEAD_OF_MASKS, MASKS, nearest
+from subquad.checks import nearest, refuse_keyword
 from subquad.mechanisms.additive import Additive
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
@@ -74,10 +74,8 @@ def build(name: str, **options: Any) -> Mixer:
     cls = mechanism(name)
     known = [field.name for field in dataclasses.fields(cls.options_type)]
     for option in options:
-        if option in MASKS:
-            raise TypeError(f"{name} has no option {option!r}: {INSTEAD_OF_MASKS}")
         if option not in known:
-            raise TypeError(f"{name} has no option {option!r}{nearest(option, known)} Accepted: {', '.join(known)}")
+            refuse_keyword(f"{name} has no option", option, known)
     if "dim" not in options:
         raise TypeError(f"{name} needs dim, the width of x")
     return cls(cls.options_type(**options))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from subquad.checks import FLOATS, check_strided, check_tensor
-from subquad.ops.autocast import autocasts
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
+from subquad.ops.precision import autocasts
 
 if TYPE_CHECKING:
     from subquad.mechanisms.base import Mixer, Options
@@ -30,9 +30,7 @@ def check_options(cls: type[Mixer], options: Options) -> None:
     if not options.causal and not cls.traits.bidirectional:
         raise ValueError(f"causal=False cannot work: {name} is causal only; pass causal=True")
     if cls.traits.fixed_length and options.max_length is None:
-        raise ValueError(
-            f"max_length=None cannot work: {name} has parameters for each position; pass the longest T you need"
-        )
+        raise ValueError(f"max_length=None cannot work: {name} has parameters for each position; pass the longest T")
     if "heads" not in cls.unused and options.dim % options.heads:
         raise ValueError(f"heads={options.heads} cannot work: it must divide dim={options.dim}")
     if options.rotary and (options.dim // options.heads) % 2:

@@ -126,7 +126,7 @@ class Clustered(Attention):
         slots = rank_slots(label, clusters, chunk)  # a cluster sits together and shares its keys
         index = _pick(top, lookup(label, slots.query[..., :1], 0))
         visible = (slots.query >= 0)[..., :, None] & (index >= 0)[..., None, :]
-        o, _ = slot_attention(q, k, v, slots.query, index, visible, dropout=self._dropout())
+        o, _ = slot_attention(q, k, v, slots.query, index, visible, None, self._dropout())
         return give_back(o, slots.place)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
-from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, keep, padding, symbolic
 from subquad.ops.linear import (
     LinearState,
@@ -30,7 +29,7 @@ from subquad.ops.linear import (
     linear_attention_step,
     linear_attention_sums,
 )
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 from subquad.ops.running import running_sum
 
 BLOCK = 64

@@ -64,11 +64,9 @@ class Linformer(Attention):
         """share="layer": use the E of the first such layer from now on; models call it for every later layer."""
         if self.options.share != "layer" or not isinstance(first, Linformer) or first.options.share != "layer":
             return
-        if self.key_rows.shape != first.key_rows.shape:
-            raise ValueError(
-                f"first has rank and max_length {tuple(first.key_rows.shape[1:])}: "
-                f"this module has {tuple(self.key_rows.shape[1:])}"
-            )
+        ours, theirs = tuple(self.key_rows.shape[1:]), tuple(first.key_rows.shape[1:])
+        if ours != theirs:
+            raise ValueError(f"first has rank and max_length {theirs}: this module has {ours}")
         self.key_rows = first.key_rows
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:

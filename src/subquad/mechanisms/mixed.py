@@ -41,9 +41,7 @@ class Options(base.Options):
         except (TypeError, ValueError, IndexError):
             parts = ()
         if not parts or sum(part[1] for part in parts) != self.heads or min(part[1] for part in parts) < 1:
-            refuse(
-                "parts", self.parts, f"(mechanism, heads) or (mechanism, heads, options) for {self.heads} heads in all"
-            )
+            refuse("parts", self.parts, f"(mechanism, heads) or (mechanism, heads, options), {self.heads} heads in all")
         object.__setattr__(self, "parts", parts)
 
 

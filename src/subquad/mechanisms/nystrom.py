@@ -26,9 +26,8 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
-from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 BLOCK = 64  # tokens that a convolution makes at once
 PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so many pieces, the most that divide it

@@ -29,9 +29,8 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.autocast import uncast
 from subquad.ops.lengths import first, padding
-from subquad.ops.precision import wide_type
+from subquad.ops.precision import uncast, wide_type
 
 ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 

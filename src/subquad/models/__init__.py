@@ -10,20 +10,14 @@ from subquad.models.config import EmbeddingConfig, MixerConfig, TransformerConfi
 from subquad.models.language_model import LanguageModel, LanguageModelConfig
 from subquad.models.lstm import LSTM, LSTMConfig
 from subquad.models.sampling import Sampling
-from subquad.models.saving import Model
+from subquad.models.saving import Model, read_header
 from subquad.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from subquad.models.state import fork, load_state, save_state
 from subquad.models.streams import Streams
 from subquad.models.transformer import Transformer
 
-MODELS: dict[str, type[Model]] = {
-    "Transformer": Transformer,
-    "LanguageModel": LanguageModel,
-    "Classifier": Classifier,
-    "Matcher": Matcher,
-    "Seq2Seq": Seq2Seq,
-    "LSTM": LSTM,
-}
+KINDS: tuple[type[Model], ...] = (Transformer, LanguageModel, Classifier, Matcher, Seq2Seq, LSTM)
+MODELS = {model.__name__: model for model in KINDS}
 
 
 @checked
@@ -32,7 +26,6 @@ def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
 
     load("runs/t1"), load("runs/t1/model") or load("mnist_linear"), as `subquad generate` takes them.
     """
-    from subquad.models.saving import read_header
     from subquad.models.shipped import find
 
     check_device("device", device, meta=False)

@@ -8,19 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from subquad.checks import (
-    INSTEAD_OF_MASKS,
-    MASKS,
-    at_least,
-    check_count,
-    check_methods,
-    check_plain,
-    counts,
-    nearest,
-    one_of,
-    refuse,
-    shown,
-)
+from subquad.checks import check_count, check_methods, check_plain, counts, nearest, one_of, refuse, refuse_keyword
 from subquad.disk import parse_json
 from subquad.mechanisms import mechanism as mechanism_class
 
@@ -72,7 +60,7 @@ class Config:
         known = [f.name for f in dataclasses.fields(cls)]
         accepted = f"ccepted in data: {', '.join(known)}"
         if not isinstance(data, Mapping):
-            raise ValueError(f"{cls.__name__} cannot be made of {shown(data)}: a{accepted}")
+            raise ValueError(f"{cls.__name__} cannot be made of {data!r:.100}: a{accepted}")
         for key in data:
             if key not in known:
                 raise ValueError(f"{cls.__name__} has no key {key!r}{nearest(key, known)} A{accepted}")
@@ -204,10 +192,6 @@ class EmbeddingConfig(Config):
             object.__setattr__(self, "shape", shape)
 
 
-def optional_at_least(config: object, **bounds: int) -> None:
-    at_least(config, **{name: bound for name, bound in bounds.items() if getattr(config, name) is not None})
-
-
 def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
     """Every way of naming mechanisms -> a tuple of MixerConfig."""
     if isinstance(value, str):
@@ -306,10 +290,7 @@ def assemble(
             part, name = prefixed[key]
             given[part][name] = value
         elif not accepted.get(key):
-            if key in MASKS:
-                raise TypeError(f"{cls.__name__} has no field {key!r}: {INSTEAD_OF_MASKS}")
-            hint = nearest(key, (*accepted, *prefixed))
-            raise TypeError(f"{cls.__name__} has no field {key!r}{hint} Accepted: {', '.join(accepted)}")
+            refuse_keyword(f"{cls.__name__} has no field", key, accepted, prefixed)
         for part in accepted.get(key, ()):
             given[part].setdefault(key, value)
     own = given.pop("")

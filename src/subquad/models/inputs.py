@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from subquad.checks import FLOATS, INTEGERS, check_strided, shown
-from subquad.ops.autocast import autocasts
 from subquad.ops.lengths import check_lengths, keep, readable, shape_of, zero_padding
+from subquad.ops.precision import autocasts
 
 
 def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths") -> Tensor:

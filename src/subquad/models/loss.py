@@ -18,9 +18,7 @@ def shift(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, their lengths) of predicting each token from those before it."""
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(
-            f"{name} has shape {shape_of(tokens)}: the next token is predicted, so accepted is [batch, T >= 2]"
-        )
+        raise ValueError(f"{name} has shape {shape_of(tokens)}: the next token is predicted, accepted is [B, T >= 2]")
     check_strided(name, tokens)
     lengths = check_lengths(lengths, tokens, lengths_name)
     return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)

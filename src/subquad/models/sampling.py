@@ -65,9 +65,7 @@ class Sampling:
         check_plain("sampling", sampling, cls)
         if given:
             names = ", ".join(given)
-            raise ValueError(
-                f"sampling and {names} came together: accepted is sampling=Sampling({names}, ...) or {names}"
-            )
+            raise ValueError(f"sampling and {names} came together: accepted is Sampling({names}, ...) or {names}")
         return sampling
 
     @property

@@ -84,9 +84,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{weights} does not exist: a saved model is a directory with {WEIGHTS} and {CONFIG}")
     text = describe(weights)[0].get("subquad")
     if text is None and not config.is_file():
-        raise FileNotFoundError(
-            f"{config} does not exist, and {weights} was not saved by subquad and carries no config"
-        )
+        raise FileNotFoundError(f"{config} does not exist, and {weights} carries no config: subquad did not save it")
     header = _check_header(read_json(config), config) if config.is_file() else {}
     carried = header if text is None else _check_header(parse_json(text, weights), weights)
     if not header:
@@ -118,10 +116,8 @@ def check_finite(model: nn.Module, source: object) -> None:
     for name, tensor in tensors_of(model).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
-            raise ValueError(
-                f"{source} cannot be used: {name} holds {wrong:,} of {tensor.numel():,} values that are NaN or "
-                "infinite; accepted are finite weights"
-            )
+            values = f"{wrong:,} of {tensor.numel():,} values that are NaN or infinite"
+            raise ValueError(f"{source} cannot be used: {name} holds {values}; accepted are finite weights")
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -82,9 +82,7 @@ class Streams:
     def _admit(self, prompts: Prompts) -> list[int]:
         count, free = len(prompts.tokens), sorted(set(range(self.slots)) - set(self.slot_of.values()))
         if count > self.free:
-            raise ValueError(
-                f"prompts has {count} rows: accepted is at most {self.free}, the free ones of {self.slots} slots"
-            )
+            raise ValueError(f"prompts has {count} rows: accepted is at most {self.free}, free of {self.slots} slots")
         reached = prompts.sizes.cpu() + (0 if prompts.state is None else position_of(prompts.state).cpu())
         if (last := int(reached.max())) > self.capacity:
             raise ValueError(f"prompts reach position {last}: accepted is at most capacity={self.capacity}")
@@ -145,10 +143,7 @@ class Streams:
         """Keep other threads from the states meanwhile; RuntimeError if an interrupted step left them half written."""
         with self.lock, evaluating(self.model, self.modules):
             if not self.whole:
-                raise RuntimeError(
-                    "an earlier step of these Streams was interrupted while it wrote their states, so none can go on: "
-                    "accepted is a new Streams, to which the streams are admitted again"
-                )
+                raise RuntimeError("a step was interrupted while it wrote the states: start again with a new Streams")
             yield
 
     def _slot(self, id: int) -> int:

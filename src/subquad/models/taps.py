@@ -41,10 +41,7 @@ class Taps(nn.Module):
         """Refuse the ring of other taps or of another batch."""
         wanted = (batch, self.reach, self.weight.shape[1])
         if tuple(state.ring.shape) != wanted:
-            raise ValueError(
-                f"state.recent.ring is {list(state.ring.shape)}: taps={self.taps} keep {list(wanted)}; "
-                "a state goes with the module, or the options, it came from"
-            )
+            raise ValueError(f"state.recent.ring is {list(state.ring.shape)}: taps={self.taps} keep {list(wanted)}")
 
     def prefill(self, x: Tensor, lengths: Tensor | None, state: Recent | None) -> tuple[Tensor, Recent]:
         """Many tokens after those in the state: (y, the state after the first `lengths` of them)."""

@@ -110,14 +110,7 @@ def rounds_together(codes: Tensor, query: Tensor, key: Tensor, ahead: bool = Fal
 
 
 def slot_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor,
-    bias: Tensor | None = None,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, visible: Tensor, bias: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention in every slot: outputs [B, H, N, C, V], and the log-sum-exp of the scores [B, H, N, C].
 

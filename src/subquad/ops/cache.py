@@ -13,21 +13,16 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 
     Compiled, captured and shape-only programs cannot read `position`: there the caller must allocate the room first.
     """
-    if (
-        isinstance(position, FakeTensor)
-        or position.is_meta
-        or torch.compiler.is_compiling()
-        or (cache.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
+    if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
         return cache
     size, used = cache.shape[1], position.tolist()  # one copy from a GPU, where two numbers would be two
     low, high = min(used), max(used)
     if low < 0 or (more and high > size):
         raise ValueError(f"state.position ranges from {low} to {high}: this state holds {size} places")
-    needed = high + more
-    if needed <= size:
+    if high + more <= size:
         return cache
-    grown = cache.new_zeros(cache.shape[0], max(needed, 2 * size) - size, *cache.shape[2:])
+    grown = cache.new_zeros(cache.shape[0], max(high + more, 2 * size) - size, *cache.shape[2:])
     return torch.cat((cache, grown), dim=1)
 
 
@@ -55,9 +50,8 @@ def cached_attention(
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
     wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
     fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v)):
-        return _masked(q_t, k, v, count, scale)  # gradients through decoding are rare: plain torch
-    if not fused and q_t.device.type != "cpu":
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v))  # rare in decoding: plain torch
+    if gradients or (not fused and q_t.device.type != "cpu"):
         return _masked(q_t, k, v, count, scale)
     run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
     return run(q_t, k, v, count, scale, fused)

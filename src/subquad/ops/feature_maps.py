@@ -9,9 +9,7 @@ quadratic   (x, x²)                 2K      signed     |x| below 1e4 in float32
 
 A positive map divides by d + eps. A signed one, and any callable, may see d near or below zero and divides by
 sign(d)·max(|d|, eps); its gradient grows as 1/d², and float16 does not hold what eps = 1e-6 allows.
-
-A new map is one row of FEATURE_MAPS. A map of single numbers can be fused: the kernels then apply it themselves, from
-the code in the same row. Any other map, of another width, with parameters or positions, is applied before the kernels.
+A map of single numbers can be fused: the kernels apply it themselves. Any other map is applied before the kernels.
 """
 
 import difflib

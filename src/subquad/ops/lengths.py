@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from subquad.checks import check_strided
+from subquad.checks import check_heads, check_strided
 
 
 def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
@@ -16,11 +16,30 @@ def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> T
     return lengths.to(x.device, torch.int64)
 
 
-def check_op_lengths(name: str, lengths: Tensor, rows: int, most: int, device: torch.device) -> None:
+def check_op_lengths(name: str, lengths: Tensor | None, rows: int, most: int, device: torch.device) -> None:
     """Check lengths that an op passes to kernels as they are."""
+    if lengths is None:
+        return
     if lengths.device != device:
         raise ValueError(f"{name} is on {lengths.device}, q on {device}: accepted is one device")
     _check(name, lengths, rows, most)
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Tensor | None, key_lengths: Tensor | None
+) -> None:
+    """Refuse q [B, T, H, K], k [B, S, H, K], v [B, S, H, V] and lengths that do not fit together."""
+    check_heads("[B, T, H, D]", q=q, k=k, v=v)
+    (B, T, H, _), S = q.shape, k.shape[1]
+    if k.shape[::2] != (B, H) or v.shape[:3] != k.shape[:3]:
+        shapes = f"v has shape {tuple(v.shape)}, k has shape {tuple(k.shape)}, q {tuple(q.shape)}"
+        raise ValueError(f"{shapes}: accepted is the same batch and heads for all, the same length for k and v")
+    if causal and T != S:
+        raise ValueError(f"causal=True with {T} queries and {S} keys: accepted is as many keys as queries")
+    if key_lengths is not None and (causal or lengths is not None):
+        raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False")
+    check_op_lengths("lengths", lengths, B, S, q.device)
+    check_op_lengths("key_lengths", key_lengths, B, S, q.device)
 
 
 def _check(name: str, lengths: Tensor, rows: int, most: int) -> None:

@@ -3,8 +3,7 @@
 A program exported for any length cannot contain a loop over the length. An operator can: Python runs it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,11 @@ def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], s
         ctx.save_for_backward(seed, *tensors)
 
     def backward(grad: Tensor, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> list[Tensor]:
-        with _autograd():
+        # turn autograd on again, which torch turns off inside an operator
+        include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            exclude = exclude.remove(key)
+        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
             o = _repeatable(compute, leaves, settings, seed)
             floating = [t for t in leaves if t.requires_grad]
@@ -57,16 +60,6 @@ def attention_operator(name: str, compute: Compute) -> Callable[[list[Tensor], s
         return operator(inputs, settings, torch.randint(2**62, ()) if random else None)
 
     return run
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Turns autograd on again inside an operator, where torch turns it off."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        exclude = exclude.remove(key)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
 
 
 def _repeatable(compute: Compute, inputs: Sequence[Tensor], settings: str, seed: Tensor | None) -> Tensor:

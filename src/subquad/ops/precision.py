@@ -1,4 +1,4 @@
-"""The precision of sums: at least float32, and float64 where the input is."""
+"""The precision of sums: at least float32, and float64 where the input is. Autocast, on meta too, which has none."""
 
 import torch
 from torch import Tensor
@@ -10,3 +10,13 @@ def wide_type(x: Tensor) -> torch.dtype:
 
 def wide(x: Tensor) -> Tensor:
     return x.to(wide_type(x))
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def uncast(x: Tensor) -> torch.autocast:
+    """A context in which nothing on x's device is cast."""
+    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

@@ -8,10 +8,7 @@ Gaussian    exp(-|x - y|²/2)  (sin ω·x, cos ω·x)                signed, bou
 
 exp(|x|²/2) overflows at |x| = 14. So the first three maps return features of moderate size and the logarithm of their
 common factor. The caller keeps that logarithm, or gives a unit in which the product does not overflow.
-
-Features are M/K times as large as tokens, so most of the time goes into reading and writing them. Each map is one
-operator: only the product ω·x is written in float32, the features have the type that the caller needs, and the backward
-uses the features themselves.
+Features are M/K times as large as tokens, so reading and writing them takes most of the time: only ω·x is in float32.
 """
 
 import math
@@ -21,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from subquad.ops.autocast import uncast
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 Norms = Literal["chi", "sqrt"]
 SHORT = 1e-6  # vectors shorter than this are divided by this instead of their length

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from subquad.ops.precision import wide_type
+
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x_j, x_{j + D/2}) at position p by p / base^(2j/D) radians.
@@ -13,19 +15,16 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         raise ValueError(f"x is {x.dtype} of shape {tuple(x.shape)}: accepted is a floating point tensor [B, T, H, D]")
     batch, length, _, width = x.shape
     if width % 2 or width == 0:
-        raise ValueError(
-            f"x has head width {width}: rotary positions turn pairs of channels, so accepted is an even width"
-        )
-    if tuple(positions.shape) not in ((length,), (batch, length)):
-        raise ValueError(
-            f"positions has shape {tuple(positions.shape)}: accepted are [T] = {(length,)}, [B, T] = {(batch, length)}"
-        )
+        raise ValueError(f"x has head width {width}: channels turn in pairs, so accepted is an even width")
+    given = tuple(positions.shape)
+    if given not in ((length,), (batch, length)):
+        raise ValueError(f"positions has shape {given}: accepted are [T] = {(length,)}, [B, T] = {(batch, length)}")
     if positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions has type {positions.dtype}: accepted are integers and floating point numbers")
     if base <= 0:
         raise ValueError(f"base={base}: accepted is a positive number")
     # a 16-bit angle would be off by whole turns at a few thousand positions
-    exact = torch.promote_types(x.dtype, torch.float32)
+    exact = wide_type(x)
     turns = torch.arange(0, width, 2, device=x.device, dtype=exact) / width
     angle = positions.to(exact)[..., None, None] * base**-turns  # [T, 1, D/2] or [B, T, 1, D/2]
     cos, sin = angle.cos(), angle.sin()

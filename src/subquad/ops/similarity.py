@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from subquad.checks import check_heads, checked, shown
-from subquad.ops.lengths import check_op_lengths, keep, zero_padding
+from subquad.checks import checked, shown
+from subquad.ops.lengths import check_attention, keep, zero_padding
 from subquad.ops.precision import wide
 
 
@@ -30,20 +30,10 @@ def similarity_attention(
                  from S, it means key_lengths
     key_lengths  [B] right padding of keys and values only, for cross-attention
     """
-    check_heads("[B, T, H, D]", q=q, k=k, v=v)
+    check_attention(q, k, v, causal, lengths, key_lengths)
     (B, T, H, _), S = q.shape, k.shape[1]
-    if k.shape[::2] != (B, H) or v.shape[:3] != k.shape[:3]:
-        shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"{shapes}: accepted is the same batch and heads for all, the same length for k and v")
-    if causal and T != S:
-        raise ValueError(f"causal=True with {T} queries and {S} keys: accepted is as many keys as queries")
     if eps < 0:
         raise ValueError(f"eps={eps}: accepted is a number of at least 0")
-    if key_lengths is not None and (causal or lengths is not None):
-        raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths alone, with causal=False")
-    for name, n in (("lengths", lengths), ("key_lengths", key_lengths)):
-        if n is not None:
-            check_op_lengths(name, n, B, S, q.device)
     weight = sim(q, k)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.device != q.device:
         raise ValueError(f"sim gave {shown(weight)}: accepted are floating point weights [B, H, T, S] on {q.device}")

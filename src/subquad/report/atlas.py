@@ -61,9 +61,7 @@ class _Site:
         self.cards = {name: card(cls) for name, cls in MECHANISMS.items()}
         names = grouped((cls.family, name) for name, cls in MECHANISMS.items())
         self.names = {family: names[family] for family in FAMILIES if family in names}
-        environment().filters.update(
-            anchor=_anchor, prose=_prose, linked=_linked, short=_short, oneline=_one_line, example=run_example
-        )
+        environment().filters.update(prose=_prose, linked=_linked, short=_short, oneline=_one_line, example=run_example)
 
     def write(self) -> Path:
         for folder in ("assets", "mechanisms", "lessons"):
@@ -335,7 +333,3 @@ def _short(title: str) -> str:
     """The sentence after the name, as on the cards of the index."""
     _, _, rest = title.partition(": ")
     return rest[:1].upper() + rest[1:] if rest else title
-
-
-def _anchor(family: str) -> str:
-    return family.replace(" ", "-")

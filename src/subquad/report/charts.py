@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from subquad.measure.cost import Row, Spread
-from subquad.measure.growth import amount, between, crossover, grouped, names, series, steady_times, usual_softmax
+from subquad.measure.growth import (
+    RATIOS,
+    amount,
+    between,
+    crossover,
+    grouped,
+    names,
+    series,
+    steady_times,
+    usual_softmax,
+)
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
@@ -20,7 +30,6 @@ PAIRED = (  # what every page with curves says about them
     "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
     "where the ratio is 1; a ring marks that point."
 )
-RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
 LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
 MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers, key of the ratio to softmax
     ("training_ms", "Training step: time over length", "forward + backward, ms", "ms", "training", "training_ratio"),
@@ -277,10 +286,10 @@ def _draw_view(axis: Any, shown: Json, standing_out: Sequence[str]) -> None:
     if shown["x"]["unit"] == "tokens":
         name_lengths(axis, sorted({p[0] for s in shown["series"] for p in s["points"]}))
     elif shown["x"].get("log"):
-        _name_plainly(axis.xaxis, axis.get_xlim())
+        name_plainly(axis.xaxis)
     if shown["y"].get("log"):
         axis.set_yscale("log")
-        name_decades(axis, shown["y"].get("unit"))
+        name_plainly(axis.yaxis, shown["y"].get("unit"))
     axis.set_xlabel(shown["x"]["label"])
     axis.set_ylabel(shown["y"]["label"])
     axis.set_title(shown["label"], fontsize=11)
@@ -293,16 +302,12 @@ def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
     axis.minorticks_off()
 
 
-def name_decades(axis: Any, unit: str | None = None) -> None:
-    """Mark a logarithmic y axis with plain numbers; bytes get kB, MB and so on."""
-    _name_plainly(axis.yaxis, axis.get_ylim(), unit)
-
-
-def _name_plainly(axis: Any, limits: tuple[float, float], unit: str | None = None) -> None:
-    """Marks of a logarithmic axis; within one decade those of a linear axis, because decades would be too few."""
+def name_plainly(axis: Any, unit: str | None = None) -> None:
+    """Mark a logarithmic axis with plain numbers; bytes get kB, MB and so on. Within one decade the marks are those of
+    a linear axis, because decades would be too few."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-    low, high = limits
+    low, high = axis.get_view_interval()
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
         axis.set_minor_locator(NullLocator())

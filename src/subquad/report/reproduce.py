@@ -1,6 +1,7 @@
 """A reproduced table: ours beside the published figures, in the terminal and as a plot."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table as Shown
 
 from subquad.measure.growth import amount, grouped
-from subquad.report.charts import name_decades, name_lengths
+from subquad.report.charts import name_lengths, name_plainly
 from subquad.report.html import number
-from subquad.studies.results import ReproducedTable, ScalingRow, TrainedRow, save
+from subquad.studies.results import ReproducedTable, TrainedRow, save
 
 PARTLY = 0.01  # epochs: of a set of which less was read, the time of an epoch is not shown
 LABELS = {"per": "phone error rate, %"}
@@ -92,7 +93,9 @@ def draw(results: ReproducedTable, path: Path) -> None:
     """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
     trained = results.results.values()
     panels: list[Callable[[Any, ReproducedTable], None]] = []
-    panels += [_lengths, _memory] if any(row.training_ms for row in results.rows) else []
+    if any(row.training_ms for row in results.rows):
+        panels.append(partial(_over_length, field="training_ms", unit=1.0, label="forward + backward, ms a sample"))
+        panels.append(partial(_over_length, field="peak_bytes", unit=1e6, label="peak memory, MB a sample"))
     panels += [_curves] if any(row.curve for row in trained) else []
     panels += [_contexts] if any(row.context is not None for row in trained) else []
     panels += [_bars] if any(row.value is not None and row.context is None for row in trained) else []
@@ -112,21 +115,13 @@ def draw(results: ReproducedTable, path: Path) -> None:
     plt.close(figure)
 
 
-def _lengths(axis: Any, results: ReproducedTable) -> None:
-    _over_length(axis, results, lambda row: amount(row, "training_ms") or 0.0, "forward + backward, ms a sample")
-
-
-def _memory(axis: Any, results: ReproducedTable) -> None:
-    _over_length(axis, results, lambda row: (row.peak_bytes or 0) / 1e6, "peak memory, MB a sample")
-
-
-def _over_length(axis: Any, results: ReproducedTable, value: Callable[[ScalingRow], float], label: str) -> None:
+def _over_length(axis: Any, results: ReproducedTable, field: str, unit: float, label: str) -> None:
     rows = [row for row in results.rows if row.training_ms]
     for name, ours in grouped((row.label, row) for row in rows).items():
-        axis.plot([row.length for row in ours], [value(row) for row in ours], "o-", label=name)
+        axis.plot([row.length for row in ours], [(amount(row, field) or 0.0) / unit for row in ours], "o-", label=name)
     axis.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel=label)
     name_lengths(axis, sorted({row.length for row in rows}))
-    name_decades(axis)
+    name_plainly(axis.yaxis)
     axis.legend(frameon=False)
 
 

@@ -8,6 +8,7 @@ import itertools
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad.machine import commit
-from subquad.measure.cost import DTYPES, first_line
+from subquad.measure.cost import DTYPES, first_line, once
 from subquad.models import LanguageModel
 from subquad.models.decoding import Loop, decoder_of, values_of
 from subquad.models.footprint import bytes_per_stream, largest_batch
@@ -79,17 +80,7 @@ def run_steps(loop: Loop, steps: int, out: Tensor | None = None) -> Tensor:
 
 def seconds(loop: Loop, steps: int) -> float:
     """Time of `steps` steps from where the loop stands."""
-    if loop.token.device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        run_steps(loop, steps)
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000
-    begun = time.perf_counter()
-    run_steps(loop, steps)
-    return time.perf_counter() - begun
+    return once(partial(run_steps, loop, steps), str(loop.token.device)) / 1000
 
 
 def measure(

@@ -9,21 +9,20 @@ Legend: B batch, T queries, S keys, H heads, K key width, M features, V value wi
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from subquad.checks import check_eps, check_heads, check_strided, check_tensor, checked, shown
-from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import check_op_lengths, readable, shape_of, zero_padding
+from subquad.ops.lengths import check_attention, readable, shape_of, zero_padding
 from subquad.ops.linear import chunked
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
 
 Map = str | Callable[[Tensor], Tensor]
 
@@ -35,32 +34,15 @@ class LinearState(NamedTuple):
     z: Tensor  # [B, H, M]
 
 
-class _Options(TypedDict, total=False):
-    causal: bool
-    feature_map: Map
-    normalize: bool
-    eps: float
-    lengths: Tensor | None
-    key_lengths: Tensor | None
-    cu_seqlens: Tensor | None
-    log_gate: Tensor | None
-    initial_state: LinearState | None
-    impl: Impl
-
-
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
-
-
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Any
 ) -> tuple[Tensor, LinearState]: ...
-
-
-@checked
+@checked  # type: ignore[misc]
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -92,8 +74,18 @@ def linear_attention(
     initial_state  added to the sums, decayed by the gates
     """
     phi = find_map(feature_map)
-    _check_inputs(q, k, v, causal, eps)
-    _check_masks(Inputs(q, k, v, log_gate, lengths, cu_seqlens), causal, key_lengths)
+    check_attention(q, k, v, causal, lengths, key_lengths)
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has shape {shape_of(k)}, q {shape_of(q)}: accepted is the same width")
+    check_eps(eps)
+    if cu_seqlens is not None:
+        if lengths is not None or key_lengths is not None:
+            raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
+        _check_pack(cu_seqlens, q, k)
+    if log_gate is not None:
+        if not causal:
+            raise ValueError("log_gate with causal=False: accepted is causal=True, since a decay needs an order")
+        _check_gate(log_gate, q, "[B, T, H]")
     spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
@@ -131,7 +123,14 @@ def linear_attention_step(
     The old state is left alone unless `inplace`, which writes the new one over it and returns it.
     """
     phi = find_map(feature_map)
-    _check_step(q_t, k_t, v_t, log_gate, eps)
+    check_heads("[B, H, D]", q_t=q_t, k_t=k_t, v_t=v_t)
+    if k_t.shape != q_t.shape:
+        raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
+    if v_t.shape[:2] != q_t.shape[:2]:
+        raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
+    check_eps(eps)
+    if log_gate is not None:
+        _check_gate(log_gate, q_t, "[B, H]")
     if phi.fused is None:
         shape = q_t.shape
         q_t, k_t = phi.apply(q_t), phi.apply(k_t)
@@ -187,45 +186,20 @@ def _unsupported(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> None:
-    check_heads("[B, T, H, D]", q=q, k=k, v=v)
-    if k.shape != (q.shape[0], k.shape[1], q.shape[2], q.shape[3]):
-        raise ValueError(f"k has shape {shape_of(k)}, q {shape_of(q)}: accepted is the same batch, heads and width")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v has shape {shape_of(v)}, k {shape_of(k)}: accepted is the same batch, length and heads")
-    if causal and (queries := q.shape[1]) != k.shape[1]:
-        raise ValueError(f"causal=True with {queries} queries and {k.shape[1]} keys: accepted is as many of both")
-    check_eps(eps)
-
-
-def _check_masks(x: Inputs, causal: bool, key_lengths: Tensor | None) -> None:
-    q, k, _, log_gate, lengths, cu_seqlens, *_ = x
-    batch, length, keys = *q.shape[:2], k.shape[1]
-    if lengths is not None:
-        check_op_lengths("lengths", lengths, batch, keys, q.device)
-    if key_lengths is not None:
-        if causal or lengths is not None:
-            raise ValueError("key_lengths with causal=True or lengths: accepted is key_lengths and causal=False alone")
-        check_op_lengths("key_lengths", key_lengths, batch, keys, q.device)
-    if cu_seqlens is not None:
-        if lengths is not None or key_lengths is not None:
-            raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
-        if batch != 1 or length != keys:
-            accepted = "a batch of one with as many keys as queries"
-            raise ValueError(f"cu_seqlens with q {shape_of(q)} and k {shape_of(k)}: accepted is {accepted}")
-        whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
-        if not whole or cu_seqlens.device != q.device:
-            accepted = f"int32 or int64 of shape [N+1] on {q.device}"
-            raise ValueError(f"cu_seqlens is {shown(cu_seqlens)}: accepted are {accepted}")
-        check_strided("cu_seqlens", cu_seqlens)
-        if readable(cu_seqlens):
-            ends = cu_seqlens.tolist()
-            if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
-                raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
-    if log_gate is not None:
-        if not causal:
-            raise ValueError("log_gate with causal=False: accepted is causal=True, since a decay needs an order")
-        _check_gate(log_gate, q, "[B, T, H]")
+def _check_pack(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
+    batch, length = q.shape[:2]
+    if batch != 1 or length != k.shape[1]:
+        accepted = "a batch of one with as many keys as queries"
+        raise ValueError(f"cu_seqlens with q {shape_of(q)} and k {shape_of(k)}: accepted is {accepted}")
+    whole = cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.shape[0] >= 2
+    if not whole or cu_seqlens.device != q.device:
+        accepted = f"int32 or int64 of shape [N+1] on {q.device}"
+        raise ValueError(f"cu_seqlens is {shown(cu_seqlens)}: accepted are {accepted}")
+    check_strided("cu_seqlens", cu_seqlens)
+    if readable(cu_seqlens):
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in itertools.pairwise(ends)):
+            raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
 
 
 def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
@@ -256,14 +230,3 @@ def _check_state(which: str, state: LinearState, rows: int, q: Tensor, v: Tensor
         if x.dtype != dtype:
             raise ValueError(f"{name} is {x.dtype}: accepted is {dtype} with {v.dtype} values")
     return s, z
-
-
-def _check_step(q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, eps: float) -> None:
-    check_heads("[B, H, D]", q_t=q_t, k_t=k_t, v_t=v_t)
-    if k_t.shape != q_t.shape:
-        raise ValueError(f"k_t has shape {tuple(k_t.shape)}: accepted is that of q_t, {tuple(q_t.shape)}")
-    if v_t.shape[:2] != q_t.shape[:2]:
-        raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
-    check_eps(eps)
-    if log_gate is not None:
-        _check_gate(log_gate, q_t, "[B, H]")

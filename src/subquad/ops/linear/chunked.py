@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.ops.autocast import uncast
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED, Fused
 from subquad.ops.linear.spec import Inputs, Spec
-from subquad.ops.precision import wide_type
+from subquad.ops.precision import uncast, wide_type
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
 BLOCK = 16  # chunks whose states are handed on by one matrix product
@@ -40,10 +39,9 @@ def step(
         s, z = (s.mul_(keep[..., None]), z.mul_(keep)) if inplace else (s * keep[..., None], z * keep)
     if inplace:
         s.addcmul_(k[..., None], x[..., None, :])
-        z.add_(k)
     else:
         s = torch.addcmul(s, k[..., None], x[..., None, :])
-        z = z + k
+    z = z.add_(k) if inplace else z + k
     with uncast(q):
         o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
     if spec.normalize:
@@ -79,9 +77,12 @@ def forward(x: Inputs, spec: Spec, save: bool) -> Outputs:
             at = rows, part, heads
             c = _Chunks(at, x, now, spec)
             scores = c.scores()
-            n = c.read(scores)
+            n = torch.bmm(c.q_in, c.enter_s)  # Σ of score·v over all keys that a query sees [P, C, V]
+            if scores is not None:
+                n.baddbmm_(scores, c.v)
             if spec.normalize:
-                d = divisor_of(c.read_z(scores), spec.signed, spec.eps)
+                d = torch.bmm(c.q_in, c.enter_z[..., None])  # Σ of scores [P, C, 1]
+                d = divisor_of(d if scores is None else d.add_(scores.sum(-1, keepdim=True)), spec.signed, spec.eps)
                 c.q_layout.merge(d, divisor[at][..., None])
                 n.div_(d)
             c.q_layout.merge(n, o[at])
@@ -316,18 +317,8 @@ class _Chunks:
         """φ(q)·φ(k) inside the chunks, decayed and masked [P, C, C]."""
         return None if self.within is None else torch.bmm(self.q, self.k.mT).mul_(self.within)
 
-    def read(self, scores: Tensor | None) -> Tensor:
-        """Σ over all keys a query sees of score·v [P, C, V]."""
-        o = torch.bmm(self.q_in, self.enter_s)
-        return o if scores is None else o.baddbmm_(scores, self.v)
-
-    def read_z(self, scores: Tensor | None) -> Tensor:
-        """Σ over all keys a query sees of score [P, C, 1]."""
-        d = torch.bmm(self.q_in, self.enter_z[..., None])
-        return d if scores is None else d.add_(scores.sum(-1, keepdim=True))
-
     def backward(self, dn: Tensor, dd: Tensor | None, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of q, k (after the map), v and log_gate, from those of `read`, `read_z` and the final state.
+        """Gradients of q, k (after the map), v and log_gate, from those of both sums in `forward` and the final state.
 
         The gradient of the start is left in `dstart`.
         """

@@ -37,8 +37,9 @@ def attend(x: Inputs, spec: Spec, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     return o, s, z
 
 
-def _operator(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    torch.library.define(f"subquad::{name}", schema)
+def _operator(name: str, inputs: str, results: int, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    torch.library.define(f"subquad::{name}", f"({inputs}) -> {returned}")
     torch.library.impl(f"subquad::{name}", "CompositeExplicitAutograd", run)
     torch.library.register_fake(f"subquad::{name}", shapes)
 
@@ -67,12 +68,7 @@ def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
     return _filled(x.q, _PATHS[impl].outputs(x, spec, save))
 
 
-_operator(
-    "linear_attention",
-    f"({INPUTS}, {SPEC}, str impl, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward_filled,
-    _forward_shapes,
-)
+_operator("linear_attention", f"{INPUTS}, {SPEC}, str impl, bool save", 5, _forward_filled, _forward_shapes)
 
 
 def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
@@ -94,13 +90,9 @@ def _differentiable(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     return q, k, v, log_gate, s0, z0
 
 
-_operator(
-    "linear_attention_backward",
-    f"(Tensor do, Tensor? ds, Tensor? dz, {INPUTS}, {SPEC}, str impl,"
-    " Tensor o, Tensor s, Tensor z, Tensor kept, Tensor states) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_filled,
-    _backward_shapes,
-)
+_GIVEN, _DONE = "Tensor do, Tensor? ds, Tensor? dz", "Tensor o, Tensor s, Tensor z, Tensor kept, Tensor states"
+_GRADIENTS = f"{_GIVEN}, {INPUTS}, {SPEC}, str impl, {_DONE}"
+_operator("linear_attention_backward", _GRADIENTS, 6, _backward_filled, _backward_shapes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -192,23 +184,10 @@ def _output_shape(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
-_TOKEN = "Tensor q, Tensor k, Tensor v"
-_operator(
-    "linear_attention_step",
-    f"({_TOKEN}, Tensor? log_gate, Tensor s, Tensor z, {SPEC}) -> (Tensor, Tensor, Tensor)",
-    _step,
-    _step_shapes,
-)
-_operator(
-    "linear_attention_step_",
-    f"({_TOKEN}, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z, {SPEC}) -> Tensor",
-    _step_inplace,
-    _output_shape,
-)
-_operator(
-    "linear_attention_step_deferred",
-    f"({_TOKEN}, Tensor(a!) s, Tensor(b!) z, Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position, {SPEC})"
-    " -> Tensor",
-    _step_deferred,
-    _output_shape,
-)
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor s, Tensor z"
+_operator("linear_attention_step", f"{_STEP}, {SPEC}", 3, _step, _step_shapes)
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z"
+_operator("linear_attention_step_", f"{_STEP}, {SPEC}", 1, _step_inplace, _output_shape)
+_QUEUE = "Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position"
+_STEP = f"Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, {_QUEUE}"
+_operator("linear_attention_step_deferred", f"{_STEP}, {SPEC}", 1, _step_deferred, _output_shape)

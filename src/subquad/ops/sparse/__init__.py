@@ -1,28 +1,9 @@
-"""Exact softmax over a pattern, at the cost of the pattern.
+"""Exact softmax over a pattern, at the cost of the pattern: patterns.py says which query may read which key."""
 
-api.py          sparse_attention: checks its arguments, and computes heads with equal patterns together
-patterns.py     which query may read which key: atoms, and their union by `|`
-operator.py     the operator of torch, so that programs compile and export
-torch_path.py   the plain torch path, over the dense tiles that tiles.py cuts a pattern into
-triton_path.py  the GPU path, which launches the Triton kernels of kernels.py
-cache.py        decoding token by token
-"""
-
+from subquad.ops.sparse import patterns
 from subquad.ops.sparse.api import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
-from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.patterns import *  # noqa: F403
 
-__all__ = [
-    "Block",
-    "Dense",
-    "Dilated",
-    "Global",
-    "Local",
-    "Pattern",
-    "Random",
-    "SparseCache",
-    "SparseState",
-    "Strided",
-    "Summary",
-    "sparse_attention",
-]
+__all__ = ["SparseCache", "SparseState", "sparse_attention"]
+__all__ += patterns.__all__

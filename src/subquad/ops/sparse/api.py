@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,23 +18,15 @@ Fn = TypeVar("Fn")
 Patterns = Pattern | Sequence[Pattern]
 
 
-class Options(TypedDict, total=False):
-    causal: bool
-    lengths: Tensor | None
-    key_lengths: Tensor | None
-    scale: float | None
-    impl: str
-
-
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Any
 ) -> Tensor: ...
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
-@checked
+@checked  # type: ignore[misc]
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -67,19 +59,17 @@ def sparse_attention(
         raise ValueError(f"causal=True needs as many keys as queries, got T={T}, S={S}")
     if causal and key_lengths is not None:
         raise ValueError("key_lengths is for cross-attention; with causal=True use lengths")
-    if lengths is not None:
-        check_op_lengths("lengths", lengths, B, T if key_lengths is not None else max(T, S), q.device)
-    if key_lengths is not None:
-        check_op_lengths("key_lengths", key_lengths, B, S, q.device)
+    check_op_lengths("lengths", lengths, B, T if key_lengths is not None else max(T, S), q.device)
+    check_op_lengths("key_lengths", key_lengths, B, S, q.device)
     scale = D**-0.5 if scale is None else float(scale)
     impl = choose(impl, "sparse_attention", q, _unsupported(q))
-    if key_lengths is None:
-        key_lengths = lengths
     texts = (_text(pattern),) * H if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
     groups = _groups(texts, H, k.shape[2], impl == "triton")
     parts: list[tuple[Tensor, Tensor]] = []
     for text, draws, shifts, heads, kv in groups:
-        inputs = Inputs(_heads(q, heads), _heads(k, kv), _heads(v, kv), lengths, key_lengths)
+        inputs = Inputs(
+            _heads(q, heads), _heads(k, kv), _heads(v, kv), lengths, lengths if key_lengths is None else key_lengths
+        )
         parts.append(attend(inputs, Spec(text, draws, shifts, causal, scale, return_lse, impl)))
     o, lse = parts[0]
     if len(parts) > 1:
@@ -90,7 +80,6 @@ def sparse_attention(
 
 
 def _unsupported(q: Tensor) -> str | None:
-    """Why the Triton path cannot compute this call, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it computes float32, bfloat16 and float16, not {q.dtype}"
     if q.shape[3] * q.dtype.itemsize > 512:

@@ -159,8 +159,7 @@ class SparseCache:
             if not fits or x.device != k.device:
                 what = f"state.{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}"
                 raise ValueError(f"{what}: accepted is {wanted} on {k.device}, as `empty` makes it")
-        if lengths is not None:
-            check_op_lengths("lengths", lengths, batch, size, k.device)
+        check_op_lengths("lengths", lengths, batch, size, k.device)
 
     def _held(self, pattern: Pattern, size: int, position: Tensor) -> Tensor:
         """The position of the key in each slot, for heads of that pattern: [B, C]; -1 if the slot is empty."""

@@ -1,18 +1,6 @@
 """Patterns: which query may read which key, as an algebra of a few atoms.
 
-Query i and key j are positions from 0. Atoms combine with `|` into their union, `causal=True` keeps j <= i:
-
-    Local(before, after)   i - before <= j <= i + after; Local(w) is Local(w, w)
-    Dilated(window, gap)   j = i + gap·m for |m| <= window: 2·window + 1 keys that span gap·window on each side
-    Strided(l)             (i - j) mod l = 0
-    Block(l)               i and j in the same block of l; Block(l, before, after) adds neighbouring blocks
-    Summary(l, c, shift)   j among the last c of its block of l; each `shift` takes the c before those, so that heads
-                           can summarise different parts of a block
-    Global(tokens)         all positions read the first `tokens`, and the first `tokens` read all
-    Random(blocks, block_size, seed)
-                           each block of queries reads `blocks` different blocks of keys, drawn by a hash of counters
-    Dense()                every pair
-
+Query i and key j are positions from 0. Atoms combine with `|` into their union, `causal=True` keeps j <= i.
 The sets of the Sparse Transformer (arXiv:1904.10509) are Local(l, 0) with Strided(l), and Block(l) with Summary(l, c).
 Only Random without `causal` depends on the length, because it draws among the blocks that exist.
 """
@@ -32,6 +20,7 @@ from torch import Tensor
 from subquad.checks import INTEGERS, at_least, check_count, check_device, check_methods, check_strided, refuse, shown
 from subquad.disk import parse_json
 
+__all__ = ["Block", "Dense", "Dilated", "Global", "Local", "Pattern", "Random", "Strided", "Summary"]
 COUNTED = 2**22  # keys that `pairs` looks up at once
 DENSEST = 2**36  # most elements of a matrix that `dense` makes
 POSITIVE = ("l", "c", "gap", "tokens", "blocks", "block_size")  # fields that are at least 1; the others may be 0
@@ -208,7 +197,7 @@ class Atom(Pattern):
 
 @dataclass(frozen=True, repr=False, init=False)
 class Local(Atom):
-    """The keys from i - before to i + after."""
+    """The keys from i - before to i + after; Local(w) is Local(w, w)."""
 
     before: int
     after: int
@@ -230,7 +219,7 @@ class Local(Atom):
 
 @dataclass(frozen=True, repr=False)
 class Dilated(Atom):
-    """The keys i + gap·m for |m| <= window."""
+    """The keys i + gap·m for |m| <= window: 2·window + 1 keys that span gap·window on each side."""
 
     window: int
     gap: int
@@ -248,7 +237,7 @@ class Dilated(Atom):
 
 @dataclass(frozen=True, repr=False)
 class Strided(Atom):
-    """The keys whose distance is a multiple of l."""
+    """The keys whose distance is a multiple of l: (i - j) mod l = 0."""
 
     l: int  # noqa: E741, the paper's letter
 
@@ -278,7 +267,10 @@ class Block(Atom):
 
 @dataclass(frozen=True, repr=False)
 class Summary(Atom):
-    """The last c keys of every block of l; with a shift, those where l - c·(shift + 1) <= j mod l < l - c·shift."""
+    """The last c keys of every block of l; with a shift, those where l - c·(shift + 1) <= j mod l < l - c·shift.
+
+    With shifts, heads can summarise different parts of a block.
+    """
 
     l: int  # noqa: E741
     c: int

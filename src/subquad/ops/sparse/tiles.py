@@ -1,11 +1,4 @@
-"""Cuts a pattern into dense tiles for the torch path: every visible pair is in exactly one tile.
-
-Local, Block          consecutive queries and the range of keys that they can reach
-Global                its columns are one more range of keys; its rows, if not causal, are tiles that read every key
-Strided, Dilated      the tokens r, r + l, r + 2l, ... make a tile: a stride becomes dense, a dilation a band
-Summary               consecutive queries and the columns, which are gathered once (each head has its own)
-Random                one block of queries and the blocks that it drew
-"""
+"""Cuts a pattern into dense tiles for the torch path: every visible pair is in exactly one tile."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from subquad.checks import at_least, refuse
-from subquad.disk import blaming, read_sealed
+from subquad.disk import read_sealed
 from subquad.machine import available, origin
 from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import Quality, ReproducedTable, TableBudget, TrainedRow, save
@@ -138,11 +138,6 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
 
 def gather(table: Table, row: Row, run: Path) -> TrainedRow:
     """A row's figures from its run folder: of a finished run the test, of another how far it came."""
-    with blaming(str(run)):
-        return _gather(table, row, run)
-
-
-def _gather(table: Table, row: Row, run: Path) -> TrainedRow:
     task, _ = configure(table.task, (), run)
     begun, lines = read_sealed(run / CONFIG)[0], logged(run)
     figures = heading(table, row)
@@ -170,15 +165,12 @@ def _gather(table: Table, row: Row, run: Path) -> TrainedRow:
         figures,
         value=result["test"][table.metric],
         test=result["test"],
-        steps=result["steps"],
         steps_wanted=training["steps"],
         cut_short_by_time=result["ended_by"] == "minutes",
-        seconds=result["seconds"],
         examples_per_second=rate,
         warm_up_counted=not warm,
         examples_per_second_overall=result["examples_per_second"],
-        peak_bytes=result["peak_bytes"],
-        parameters=result["parameters"],
+        **{name: result[name] for name in ("steps", "seconds", "peak_bytes", "parameters")},
     )
 
 

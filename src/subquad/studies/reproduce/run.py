@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from subquad.checks import check_count, nearest
-from subquad.disk import lock_folder
+from subquad.disk import blaming, lock_folder
 from subquad.machine import origin
 from subquad.measure.cost import first_line
 from subquad.pool import run_all
@@ -63,8 +63,11 @@ def reproduce(
     check_count("samples", samples, 0)
     table, folder = TABLES[name], out / name
     chosen = choose(table, rows)
-    if table.kind == "train":
-        _check(table, chosen, budget)
+    for row in chosen if table.kind == "train" else ():  # refuse wrong settings before any process starts
+        try:
+            configure(table.task, settings_of(table, row, budget))
+        except ValueError as error:
+            raise ValueError(f"{name}, row {row.name}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
@@ -107,15 +110,6 @@ def choose(table: Table, names: Sequence[str]) -> list[Row]:
     for name in (given for plain, given in wanted.items() if plain not in known):
         raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
     return [row for name, row in known.items() if not names or name in wanted]
-
-
-def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
-    """Refuse wrong settings before any process starts."""
-    for row in rows:
-        try:
-            configure(table.task, settings_of(table, row, budget))
-        except ValueError as error:
-            raise ValueError(f"{table.name}, row {row.name}: {error}") from error
 
 
 def _train(run: Reproduction) -> None:
@@ -162,7 +156,8 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     """Put what a run left into the results, in the order of the table. An error does not replace earlier figures."""
     place, before = run.folder / row.name, run.results.results.get(row.name, TrainedRow())
     try:
-        figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
+        with blaming(str(place)):
+            figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
     except ValueError as unreadable:  # costs no other row
         figures, error = heading(run.table, row), error or str(unreadable)
         run.say(row.name, error)
