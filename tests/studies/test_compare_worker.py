@@ -7,8 +7,9 @@ from torch import Tensor
 from subquad.measure.cost import Row, Spread
 from subquad.mechanisms.linear import Linear
 from subquad.mechanisms.local import Local
-from subquad.studies.compare_worker import Bench, work
+from subquad.studies.compare_worker import Bench
 from subquad.studies.settings import Settings
+from tests.studies.in_process import work
 
 TINY: dict[str, Any] = {"dim": 8, "heads": 2, "repeats": 1, "threads": 1}
 

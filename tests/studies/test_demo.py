@@ -13,7 +13,6 @@ from subquad.cli import app
 from subquad.data import digits
 from subquad.report.drawing import INK, Drawing
 from subquad.studies import demo as module
-from subquad.studies.compare_worker import work
 from subquad.studies.demo import CONTENDERS, demo
 from subquad.studies.results import Comparison, from_json, to_json
 from subquad.tasks.digits import MODEL, Digits
@@ -21,6 +20,7 @@ from subquad.tasks.images import Images
 from subquad.tasks.write_images import write_images
 from subquad.training.config import TrainingConfig
 from subquad.training.train import Learned
+from tests.studies.in_process import work
 
 QUIET = Console(quiet=True)
 

@@ -97,6 +97,6 @@ def test_data_that_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_task_is_chosen_by_form() -> None:
-    both = make_task(Settings(task="listops", threads=1), causal=False)
+    both, _ = make_task(Settings(task="listops", threads=1), causal=False)
     assert both is not None
-    assert both.task.name == "listops"
+    assert both.name == "listops"

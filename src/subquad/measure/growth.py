@@ -14,6 +14,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
 FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
+RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}  # to softmax
 LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
 
 
@@ -149,11 +150,10 @@ def growths(rows: Sequence[Row]) -> list[Growth]:
 
 def crossovers(rows: Sequence[Row]) -> list[Crossover]:
     """Where each mechanism that was measured beside softmax becomes cheaper, in each respect."""
-    fields = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
     return [
-        Crossover(mechanism=name, **{what: crossover(*series(rows, name, ratio)) for what, ratio in fields.items()})
+        Crossover(mechanism=name, **{what: crossover(*series(rows, name, ratio)) for what, ratio in RATIOS.items()})
         for name in names(rows)
-        if any(series(rows, name, ratio)[0] for ratio in fields.values())
+        if any(series(rows, name, ratio)[0] for ratio in RATIOS.values())
     ]
 
 

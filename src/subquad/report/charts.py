@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from subquad.measure.cost import Row, Spread
-from subquad.measure.growth import amount, between, crossover, grouped, names, series, steady_times, usual_softmax
+from subquad.measure.growth import (
+    RATIOS,
+    amount,
+    between,
+    crossover,
+    grouped,
+    names,
+    series,
+    steady_times,
+    usual_softmax,
+)
 from subquad.mechanisms import MECHANISMS
 from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
@@ -20,7 +30,6 @@ PAIRED = (  # what every page with curves says about them
     "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
     "where the ratio is 1; a ring marks that point."
 )
-RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}
 LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
 MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers, key of the ratio to softmax
     ("training_ms", "Training step: time over length", "forward + backward, ms", "ms", "training", "training_ratio"),

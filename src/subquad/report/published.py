@@ -18,11 +18,9 @@ Place = tuple[int, Run | None]  # a column of the paper's table, or (with a run)
 
 def ours(column: Column, run: Run, mechanism: str | None) -> float | None:
     """The figure of a run that belongs beside a published one, if it has it."""
+    if column.ours is None or mechanism is None:
+        return None
     match column.ours:
-        case None:
-            return None
-        case _ if mechanism is None:
-            return None
         case Quality(task, metric):
             return _quality(run, mechanism, task, metric)
         case Speed(length, arena):

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from subquad.disk import blaming
 from subquad.machine import readable
 from subquad.measure.cost import Row, Spread
-from subquad.measure.growth import names, series
+from subquad.measure.growth import RATIOS, names, series
 from subquad.report import charts, reproduce_html, training_runs
 from subquad.report.html import Cell, number, render, size, spelt
 from subquad.report.published import beside
@@ -156,10 +156,10 @@ def _figure(column: Column, value: Spread | float | None) -> Cell:
 
 def _crossovers(run: Run) -> list[list[Cell]]:
     """A row for each mechanism that was measured beside softmax; nothing if none was."""
-    won = {what: charts.wins(run, what) for what in charts.RATIOS}
+    won = {what: charts.wins(run, what) for what in RATIOS}
     rows = []
     for name in names(run.rows):
-        measured = {what: series(run.rows, name, ratio)[0] for what, ratio in charts.RATIOS.items()}
+        measured = {what: series(run.rows, name, ratio)[0] for what, ratio in RATIOS.items()}
         if name != "softmax" and any(measured.values()):
             cells = (_crossover(won[what].get(name), lengths) for what, lengths in measured.items())
             rows.append([Cell(name), Cell(charts.family(name)), *cells])

@@ -170,7 +170,7 @@ def _save(results: Comparison, out: Path) -> None:
 
 
 def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[Event]:
-    """worker.work in another process; Died if that ends early."""
+    """Do the jobs in another process; Died if that ends early."""
     # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a short
     # spin costs nothing where there is none
     setup, defaults = {"settings": settings.to_dict(), "rows": to_json(rows)}, {"GOMP_SPINCOUNT": "1000"}

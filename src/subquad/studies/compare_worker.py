@@ -1,7 +1,7 @@
 """The process that measures, apart from the one that keeps the figures: if it dies, only one figure is lost."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,6 @@ POISONED = ("CUDA error", "device-side assert", "illegal memory access")  # afte
 
 class Skip(Exception):
     """Why something is not measured."""
-
-
-def work(settings: Settings, jobs: Sequence[Job], rows: Sequence[Row]) -> Iterator[Event]:
-    """Do the jobs in turn, in this process."""
-    bench = Bench(settings, rows)
-    for job in jobs:
-        yield {"begin": job}
-        yield bench.do(job)
 
 
 def warm(name: str, shape: Shape) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from subquad.mechanisms import mechanism
 from subquad.studies.settings import Settings
@@ -20,13 +20,6 @@ DIM, DEPTH, HEADS, BATCH = 64, 2, 2, 32  # of every model here
 POINTS = 50  # of a curve
 
 
-class Short(NamedTuple):
-    """A task, and how many examples of its test part are enough."""
-
-    task: Task
-    examples: int | None = None
-
-
 def quality(settings: Settings, name: str) -> dict[str, Any]:
     """The record of one mechanism, or the reason why there is none; nothing is raised."""
     record: dict[str, Any] = {"mechanism": name, "task": task_name(settings)}
@@ -34,10 +27,10 @@ def quality(settings: Settings, name: str) -> dict[str, Any]:
     if not (traits.causal if causal else traits.bidirectional):
         return {**record, "reason": f"has no {'causal' if causal else 'bidirectional'} form"}
     try:
-        short = make_task(settings, causal)
-        if short is None:
+        task, examples = make_task(settings, causal)
+        if task is None:
             return {**record, "reason": "has no causal form, which this task needs"}
-        return {**record, **_train(short, name, settings, causal)}
+        return {**record, **_train(task, examples, name, settings, causal)}
     except Exception as error:
         return {**record, "reason": f"{type(error).__name__}: {error}"}
 
@@ -46,20 +39,20 @@ def task_name(settings: Settings) -> str:
     return settings.task or Path(settings.data or "").name
 
 
-def make_task(settings: Settings, causal: bool) -> Short | None:
-    """The task of these settings in this form; None if it has no such form."""
+def make_task(settings: Settings, causal: bool) -> tuple[Task | None, int | None]:
+    """(the task, how many examples of its test part are enough) in this form; None if it has no such form."""
     if settings.data is not None:
-        return Short(Tokens(settings.data), 64) if causal else None
+        return Tokens(settings.data) if causal else None, 64
     if settings.task == "copy":
-        return Short(Copy(), 256) if causal else None
+        return Copy() if causal else None, 256
     if settings.task == "listops":
-        return Short(ListOps(train=2000, held_out=500, shortest=16, longest=128))
-    return Short(Images("digits", validation=1)) if causal else Short(DigitClasses())
+        return ListOps(train=2000, held_out=500, shortest=16, longest=128), None
+    return Images("digits", validation=1) if causal else DigitClasses(), None
 
 
-def _train(short: Short, name: str, settings: Settings, causal: bool) -> dict[str, Any]:
+def _train(task: Task, examples: int | None, name: str, settings: Settings, causal: bool) -> dict[str, Any]:
     """A short run, the same for all mechanisms."""
-    task, every = short.task, max(1, settings.steps // POINTS)
+    every = max(1, settings.steps // POINTS)
     fields: dict[str, Any] = {"mechanism": name, "dim": DIM, "depth": DEPTH, "heads": HEADS}
     if isinstance(task, Classification):
         fields["causal"] = causal
@@ -67,7 +60,7 @@ def _train(short: Short, name: str, settings: Settings, causal: bool) -> dict[st
         steps=settings.steps, batch=BATCH, lr=2e-3, betas=(0.9, 0.98), warmup=max(1, settings.steps // 20),
         log_every=every, precision="fp32",
     )  # fmt: skip
-    learned = learn(task, fields, training, device=settings.device, examples=short.examples)
+    learned = learn(task, fields, training, device=settings.device, examples=examples)
     percent = isinstance(task, Classification)  # a record holds the share
     unit = math.log(2) if task.metric.startswith("bits/") else 1.0
     return {

@@ -63,8 +63,11 @@ def reproduce(
     check_count("samples", samples, 0)
     table, folder = TABLES[name], out / name
     chosen = choose(table, rows)
-    if table.kind == "train":
-        _check(table, chosen, budget)
+    for row in chosen if table.kind == "train" else ():  # refuse wrong settings before any process starts
+        try:
+            configure(table.task, settings_of(table, row, budget))
+        except ValueError as error:
+            raise ValueError(f"{name}, row {row.name}: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder, "another process reproduces this table there"):
         run = Reproduction(table, chosen, budget, folder, console, _begin(table, budget, folder), draw)
@@ -107,15 +110,6 @@ def choose(table: Table, names: Sequence[str]) -> list[Row]:
     for name in (given for plain, given in wanted.items() if plain not in known):
         raise ValueError(f"{table.name} has no row {name!r}{nearest(name, known)} Accepted: {', '.join(known)}")
     return [row for name, row in known.items() if not names or name in wanted]
-
-
-def _check(table: Table, rows: Sequence[Row], budget: Budget) -> None:
-    """Refuse wrong settings before any process starts."""
-    for row in rows:
-        try:
-            configure(table.task, settings_of(table, row, budget))
-        except ValueError as error:
-            raise ValueError(f"{table.name}, row {row.name}: {error}") from error
 
 
 def _train(run: Reproduction) -> None:
