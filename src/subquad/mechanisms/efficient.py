@@ -30,7 +30,7 @@ from subquad.ops.linear import (
     linear_attention_sums,
 )
 from subquad.ops.precision import uncast, wide, wide_type
-from subquad.ops.running import running_sum
+from subquad.ops.prefix import running_sum
 
 BLOCK = 64
 LIMIT = 30.0  # of logits whose exponentials, their sums and the quotients of these stay far inside float32 and bfloat16

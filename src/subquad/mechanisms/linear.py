@@ -21,6 +21,7 @@ from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
+from subquad.ops.linear.spec import Spec
 from subquad.ops.precision import wide
 
 
@@ -92,10 +93,8 @@ class Linear(Kernelised):
         if not isinstance(state, Deferred):
             return super().step(x, state, inplace)
         q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        o = deferred_linear_attention_step(
-            q, k, v, state.s, state.z, state.queue, state.position,
-            feature_map=str(self.options.feature_map), eps=self.options.eps,
-        )  # fmt: skip
+        spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
+        o = deferred_linear_attention_step(q, k, v, state.s, state.z, state.queue, state.position, spec)
         state.position.add_(1)
         return self.heads.merge(o), state
 

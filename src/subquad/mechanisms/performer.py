@@ -32,8 +32,8 @@ from subquad.mechanisms.kernelised import Features, Kernelised
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
+from subquad.ops.prefix import running_max
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
-from subquad.ops.running import running_max
 
 LOG_2 = math.log(2)
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
