@@ -201,7 +201,7 @@ def test_few_tokens_take_all_pairs_and_get_what_slots_give(monkeypatch: pytest.M
     x, lengths = tokens(2, 20, 16), torch.tensor([20, 13])
     called, short = [], mix._all_pairs
     monkeypatch.setattr(mix, "_all_pairs", lambda *given: called.append(1) or short(*given))  # type: ignore[func-returns-value]
-    same_after(lambda: monkeypatch.setattr("subquad.mechanisms.routing.slot_pairs", lambda *_: 0), mix, x, lengths)
+    same_after(lambda: monkeypatch.setattr("subquad.ops.buckets.slot_pairs", lambda *_: 0), mix, x, lengths)
     assert len(called) == 1
 
 

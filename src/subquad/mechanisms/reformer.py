@@ -30,21 +30,7 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
-from subquad.ops.buckets import (
-    Lists,
-    give_back,
-    in_reach,
-    lookup,
-    pair_attention,
-    rank_slots,
-    ranks,
-    rounds_together,
-    same_bucket,
-    slot_attention,
-    slot_pairs,
-    sorted_places,
-    sorted_slots,
-)
+from subquad.ops import buckets
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import uncast, wide, wide_type
 
@@ -116,20 +102,23 @@ class Reformer(Bucketed):
             bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
         return bucket
 
-    def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
+    def _attend_near(self, tokens: Tokens, lists: buckets.Lists | None = None, start: Tensor | None = None) -> Tensor:
         q, k, v, _, bucket = tokens
         size, chunk = q.shape[1], self.options.chunk
         if lists is None and not symbolic(size) and size**2 <= self._pairs(size):
             return self._attend_short(q, k, v, bucket)
         token = torch.arange(size, device=q.device).expand_as(bucket)  # [B, H, R, T]
         if lists is not None and start is not None:
-            bucket, token = in_reach(lists, bucket, start)
+            bucket, token = buckets.in_reach(lists, bucket, start)
         if self.strict:
-            slots = rank_slots(bucket, self.buckets, at_most(chunk, bucket.shape[-1]))
+            slots = buckets.rank_slots(bucket, self.buckets, at_most(chunk, bucket.shape[-1]))
         else:
-            slots = sorted_slots(bucket, at_most(chunk, size), ahead=not self.options.causal)
-        queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)  # [B, H, R, N, C] and [..., W]
-        visible = same_bucket(bucket, slots)
+            slots = buckets.sorted_slots(bucket, at_most(chunk, size), ahead=not self.options.causal)
+        queries, keys = (
+            buckets.lookup(token, slots.query, -1),
+            buckets.lookup(token, slots.key, -1),
+        )  # [B, H, R, N, C] and [..., W]
+        visible = buckets.same_bucket(bucket, slots)
         if self.options.causal:
             visible &= keys[..., None, :] <= queries[..., :, None]
         rows = slots.query - (bucket.shape[-1] - size)  # earlier tokens are no queries: they are below 0
@@ -141,26 +130,30 @@ class Reformer(Bucketed):
             code = slots.place // width + bucket * (places + 1)
             codes = torch.full((*code.shape[:-1], k.shape[1] + 1), -9, device=q.device)  # the last one is for padding
             codes = codes.scatter_(-1, torch.where(bucket < 0, k.shape[1], token), code)
-            bias = bias - rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
+            bias = (
+                bias - buckets.rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
+            )
         rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are but more slots
-        o, lse = slot_attention(q, k, v, rows, keys, visible, bias, self._dropout())  # [B, H, R·N, C, V], without V
+        o, lse = buckets.slot_attention(
+            q, k, v, rows, keys, visible, bias, self._dropout()
+        )  # [B, H, R·N, C, V], without V
         rounds = torch.arange(self.options.rounds, device=q.device)[:, None]
         place = slots.place[..., -size:] + rounds * (places * width)  # [B, H, R, T]
-        share = give_back(lse[..., None], place).softmax(dim=2)  # of each round
-        o = (give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
+        share = buckets.give_back(lse[..., None], place).softmax(dim=2)  # of each round
+        o = (buckets.give_back(o, place) * share.to(o.dtype)).sum(2)  # [B, H, T, V]
         return o.transpose(1, 2)
 
     def _pairs(self, size: int) -> int:
         """How many pairs of a query and a key the slots of all rounds hold."""
         chunk, rounds = self.options.chunk, self.options.rounds
         if self.strict:
-            return rounds * slot_pairs(size, self.buckets, chunk)
+            return rounds * buckets.slot_pairs(size, self.buckets, chunk)
         return rounds * size * (2 if self.options.causal else 3) * chunk
 
     def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
         """By all pairs, because few tokens in many buckets would leave most places of the slots empty."""
         size = q.shape[1]
-        place = ranks(bucket, self.buckets)[0] if self.strict else sorted_places(bucket)
+        place = buckets.ranks(bucket, self.buckets)[0] if self.strict else buckets.sorted_places(bucket)
         # number the chunks of all buckets, with a gap between buckets: chunks are near if their numbers are
         number = (bucket * (size + 2) + place // self.options.chunk).to(torch.int32)  # [B, H, R, T]
         own = torch.eye(size, dtype=torch.bool, device=q.device)
@@ -170,7 +163,7 @@ class Reformer(Bucketed):
             seen = seen | (gap >= behind) & (gap <= 1)
         if self.options.causal:
             seen = seen & torch.ones_like(own).tril()
-        return pair_attention(q, k, v, seen, -SELF * own, self._dropout())
+        return buckets.pair_attention(q, k, v, seen, -SELF * own, self._dropout())
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Softmax over the union of the rounds' sets."""

@@ -35,19 +35,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.mechanisms.checking import check_padded
-from subquad.ops.buckets import (
-    Lists,
-    asking_slots,
-    give_back,
-    in_reach,
-    lookup,
-    pair_attention,
-    rank_slots,
-    ranks,
-    same_bucket,
-    slot_attention,
-    slot_pairs,
-)
+from subquad.ops import buckets
 from subquad.ops.clusters import kmeans_step
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import uncast, wide, wide_type
@@ -169,7 +157,7 @@ class Routing(Bucketed):
         visible = (queries >= 0)[..., :, None] & (keys >= 0)[..., None, :]
         if self.options.causal:
             visible &= keys[..., None, :] <= queries[..., :, None]
-        o, _ = slot_attention(q, k, v, queries, keys, visible, None, self._dropout())  # [B, H, clusters, w, V]
+        o, _ = buckets.slot_attention(q, k, v, queries, keys, visible, None, self._dropout())  # [B, H, clusters, w, V]
         o = torch.cat((o, visible.any(-1, keepdim=True).to(o.dtype)), dim=-1)  # one more column, to count
         index = queries.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, width + 1)
         total = torch.zeros(batch, heads, size, width + 1, dtype=wide_type(o), device=o.device)
@@ -186,24 +174,24 @@ class Routing(Bucketed):
         clusters = self._nearest(routed, lengths)
         return Tokens(*routed[:3], clusters[0], clusters[-1])
 
-    def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
+    def _attend_near(self, tokens: Tokens, lists: buckets.Lists | None = None, start: Tensor | None = None) -> Tensor:
         q, k, v, asked, cluster = tokens
         size, clusters, window = q.shape[1], self.options.clusters, self.options.window
-        if lists is None and not symbolic(size) and size**2 <= slot_pairs(size, clusters, window):
+        if lists is None and not symbolic(size) and size**2 <= buckets.slot_pairs(size, clusters, window):
             return self._all_pairs(tokens)
         token = torch.arange(size, device=q.device).expand_as(cluster)  # [B, H, T]
         if lists is not None and start is not None:
-            cluster, token = in_reach(lists, cluster, start)
+            cluster, token = buckets.in_reach(lists, cluster, start)
             asked = F.pad(asked, (cluster.shape[-1] - size, 0), value=-1)
-        slots = rank_slots(cluster, clusters, at_most(window, cluster.shape[-1]))
+        slots = buckets.rank_slots(cluster, clusters, at_most(window, cluster.shape[-1]))
         if not self.shared:
-            slots = asking_slots(slots, cluster, asked)
-        queries, keys = lookup(token, slots.query, -1), lookup(token, slots.key, -1)
-        visible = same_bucket(cluster, slots, asked) & (keys[..., None, :] <= queries[..., :, None])
+            slots = buckets.asking_slots(slots, cluster, asked)
+        queries, keys = buckets.lookup(token, slots.query, -1), buckets.lookup(token, slots.key, -1)
+        visible = buckets.same_bucket(cluster, slots, asked) & (keys[..., None, :] <= queries[..., :, None])
         rows = slots.query - (cluster.shape[-1] - size)
         visible &= (rows >= 0)[..., None]
-        o, _ = slot_attention(q, k, v, rows, keys, visible, None, self._dropout())  # [B, H, N, C, V]
-        return give_back(o, slots.place[..., -size:]).transpose(1, 2)
+        o, _ = buckets.slot_attention(q, k, v, rows, keys, visible, None, self._dropout())  # [B, H, N, C, V]
+        return buckets.give_back(o, slots.place[..., -size:]).transpose(1, 2)
 
     def _all_pairs(self, tokens: Tokens) -> Tensor:
         """By all pairs, because few tokens would leave most places of the slots empty."""
@@ -211,8 +199,8 @@ class Routing(Bucketed):
         same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
         same &= torch.ones_like(same[0, 0]).tril()
         newest = (same.sum(-1, keepdim=True) - 1) // self.options.window
-        chunk = ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
-        return pair_attention(q, k, v, same & (chunk[..., None, :] >= newest - 1), dropout=self._dropout())
+        chunk = buckets.ranks(cluster, self.options.clusters)[0] // self.options.window  # [B, H, T]
+        return buckets.pair_attention(q, k, v, same & (chunk[..., None, :] >= newest - 1), dropout=self._dropout())
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One row and head after the other."""

@@ -8,17 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from subquad.checks import (
-    check_count,
-    check_methods,
-    check_plain,
-    counts,
-    nearest,
-    one_of,
-    refuse,
-    refuse_keyword,
-    shown,
-)
+from subquad.checks import check_count, check_methods, check_plain, counts, nearest, one_of, refuse, refuse_keyword
 from subquad.disk import parse_json
 from subquad.mechanisms import mechanism as mechanism_class
 
@@ -70,7 +60,7 @@ class Config:
         known = [f.name for f in dataclasses.fields(cls)]
         accepted = f"ccepted in data: {', '.join(known)}"
         if not isinstance(data, Mapping):
-            raise ValueError(f"{cls.__name__} cannot be made of {shown(data)}: a{accepted}")
+            raise ValueError(f"{cls.__name__} cannot be made of {data!r:.100}: a{accepted}")
         for key in data:
             if key not in known:
                 raise ValueError(f"{cls.__name__} has no key {key!r}{nearest(key, known)} A{accepted}")

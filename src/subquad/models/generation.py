@@ -209,18 +209,6 @@ def read_prompts(
     model: Any, prompt: Prompt, lengths: Tensor | None, state: State | None, seed: Seed, name: str = "prompt"
 ) -> Prompts:
     """Prompts in any form, with their seeds and the state before them; ValueError if the model cannot read them."""
-    tokens, lengths, single = _as_tokens(prompt, lengths, model.device, name)
-    check_ids(name, tokens, vocab_of(model))
-    seeds = make_seeds(seed, len(tokens), tokens.device)
-    if state is not None:
-        _check_given_state(model, state, len(tokens))
-    return Prompts(tokens, lengths, seeds, state, single)
-
-
-def _as_tokens(
-    prompt: Prompt, lengths: Tensor | None, device: torch.device, name: str
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Tokens [B, T], lengths [B] or None, and whether it was one row without a batch."""
     if not isinstance(prompt, Tensor):
         check_plain(name, prompt, Prompt)
         if prompt and all(isinstance(row, int) for row in prompt):
@@ -239,7 +227,7 @@ def _as_tokens(
     if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype not in INTEGERS:
         kind = f"{prompt.dtype} {shape_of(prompt)}"
         raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one a stream")
-    if tokens.device.type == "meta" and device.type != "meta":
+    if tokens.device.type == "meta" and model.device.type != "meta":
         raise ValueError(f"{name} is on meta and has no values: accepted are tokens on a device that holds them")
     check_strided(name, tokens)
     lengths = check_lengths(lengths, tokens)
@@ -249,8 +237,13 @@ def _as_tokens(
         lengths = None
     if lengths is not None:
         tokens = torch.where(torch.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens[:, :1])
-        lengths = lengths.to(device)
-    return tokens.to(device, torch.int64), lengths, prompt.ndim == 1
+        lengths = lengths.to(model.device)
+    tokens = tokens.to(model.device, torch.int64)
+    check_ids(name, tokens, vocab_of(model))
+    seeds = make_seeds(seed, len(tokens), tokens.device)
+    if state is not None:
+        _check_given_state(model, state, len(tokens))
+    return Prompts(tokens, lengths, seeds, state, prompt.ndim == 1)
 
 
 def _check_given_state(model: Any, state: State, batch: int) -> None:

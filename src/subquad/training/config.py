@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from subquad.checks import at_least, check_count, check_plain, nearest, refuse
+from subquad.checks import at_least, check_plain, nearest, refuse
 from subquad.models.config import Config
 
 # settings that may change on resume: they decide where and how often, not what is learned
@@ -58,15 +58,8 @@ class TrainingConfig(Config):
         for name, hint in typing.get_type_hints(type(self)).items():
             check_plain(name, getattr(self, name), hint)
         at_least(self, steps=1, batch=1, warmup=0, patience=1, keep=1, log_every=1, seed=0)
-        for name in (
-            "micro_batch",
-            "drop_at",
-            "evaluate_every",
-            "evaluate_batches",
-            "evaluate_batch",
-            "checkpoint_every",
-        ):
-            check_count(name, 1 if getattr(self, name) is None else getattr(self, name))
+        some = ("micro_batch", "drop_at", "evaluate_every", "evaluate_batches", "evaluate_batch", "checkpoint_every")
+        at_least(self, **{name: 1 for name in some if getattr(self, name) is not None})
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
         for names, fits, accepted in (
