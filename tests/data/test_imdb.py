@@ -39,7 +39,6 @@ def test_reviews_are_read_with_label_stars_and_film(data: Path) -> None:
         ]
         assert texts_of(test)[5].decode() == "test pos 10 «été»!!!!!!!!!!"
         assert training["labels"].tolist() == [0, 0, 0, 1, 1, 1]
-        assert training["ratings"].tolist() == [3, 3, 3, 8, 8, 8]
         assert training["films"].tolist() == [1000, 1002, 1010] * 2
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from subquad.data import audio, music
 from subquad.data.files import Broken, Missing
-from subquad.data.midi import Note, Song, read_midi, write_midi
+from subquad.data.midi import Note, read_midi, write_midi
 
 pitches = st.integers(35, 81).map(lambda pitch: 0 if pitch == 35 else pitch)
 grids = arrays.arrays(np.int64, st.tuples(st.integers(1, 20), st.just(4)), elements=pitches)
@@ -49,12 +49,12 @@ def test_a_piece_survives_as_a_midi_file(tmp_path_factory: pytest.TempPathFactor
     grid[-1] = grid[0] = (60, 57, 52, 45)  # silence at the end leaves no trace, nor a voice that never sings
     path = tmp_path_factory.getbasetemp() / "piece.mid"
     music.save_midi(music.to_tokens(grid), path)
-    np.testing.assert_array_equal(music.from_song(read_midi(path)), grid)
+    np.testing.assert_array_equal(music.from_notes(read_midi(path)), grid)
 
 
 def test_chords_of_one_channel_are_voices_from_the_top() -> None:
     notes = [Note(0, 1, 24), Note(0, 1, 60), Note(0, 0.5, 64), Note(0.5, 1, 100)]
-    grid = music.from_song(Song(notes, [(0.0, 120.0)]))
+    grid = music.from_notes(notes)
     assert grid.tolist() == [[64, 60, 36, 0]] * 2 + [[76, 60, 36, 0]] * 2
 
 
@@ -186,5 +186,5 @@ def test_a_folder_of_midi_files_is_split(tmp_path: Path) -> None:
 
 
 def test_a_short_last_note_is_kept() -> None:
-    grid = music.from_song(Song([Note(0, 1, 60), Note(1, 1.1, 62)], [(0.0, 120.0)]))
+    grid = music.from_notes([Note(0, 1, 60), Note(1, 1.1, 62)])
     assert grid[:, 0].tolist() == [60] * 4 + [62]

@@ -50,8 +50,6 @@ def test_imdb() -> None:
     for part in (training, test):
         assert len(part["labels"]) == 25000
         assert part["labels"].sum() == 12500
-        assert sorted(set(part["ratings"])) == [1, 2, 3, 4, 7, 8, 9, 10]
-        assert bool(((part["ratings"] >= 7) == part["labels"].astype(bool)).all())
         assert np.unique(part["films"], return_counts=True)[1].max() == 30
         assert int(np.diff(part["starts"]).min()) >= 32
     assert training["text"][training["starts"][12500] :].tobytes().startswith(b"Bromwell High is a cartoon comedy.")

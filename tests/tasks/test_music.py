@@ -11,6 +11,7 @@ from subquad.data.midi import read_midi
 from subquad.models import LanguageModel
 from subquad.tasks import music
 from subquad.tasks.music import LONGEST, START, Music, write_pieces
+from subquad.training.task import WriteOptions
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -64,19 +65,19 @@ def test_sound_is_cut_into_windows(tmp_path: Path) -> None:
 def test_pieces_can_be_played(tmp_path: Path, grids: data.Grids) -> None:
     notes = Music().make_model({**Music.model, **SMALL, "mechanism": "linear"})
     assert isinstance(notes, LanguageModel)
-    paths = write_pieces(notes, tmp_path / "a" / "piece", count=2, steps=64, seed=1)
+    paths = write_pieces(notes, WriteOptions(out=tmp_path / "a" / "piece", count=2, steps=64, seed=1))
     assert [path.name for path in paths] == ["piece_1.mid", "piece_2.mid"]
-    song = read_midi(paths[0])
-    assert song.notes
-    assert {note.channel for note in song.notes} <= {0, 1, 2, 3}
-    assert max(note.end for note in song.notes) <= 4.0  # 16 sixteenths
+    played = read_midi(paths[0])
+    assert played
+    assert {note.channel for note in played} <= {0, 1, 2, 3}
+    assert max(note.end for note in played) <= 4.0  # 16 sixteenths
     sound = Music(set="audio", length=64).make_model({**Music.model, **SMALL, "mechanism": "linear"})
     assert isinstance(sound, LanguageModel)
-    (path,) = write_pieces(sound, tmp_path / "sound", count=1, rate=4000)
+    (path,) = write_pieces(sound, WriteOptions(out=tmp_path / "sound", count=1), rate=4000)
     with wave.open(str(path)) as file:
         assert (file.getframerate(), file.getnframes(), file.getsampwidth()) == (4000, 64, 2)
     with pytest.raises(ValueError, match="vocab"):
-        write_pieces(LanguageModel(vocab=9, **SMALL), tmp_path / "none")
+        write_pieces(LanguageModel(vocab=9, **SMALL), WriteOptions(out=tmp_path / "none"))
 
 
 def test_wrong_settings_raise() -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.models import LSTM, LanguageModel
-from subquad.tasks.text import Text, context_table
+from subquad.tasks.text import Text, measure_context
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -52,11 +52,11 @@ def test_more_context_helps_a_model_that_uses_it(file: Path) -> None:
             return (seen + 1 / 64).log()
 
     test = np.random.default_rng(1).choice(np.arange(97, 105, dtype=np.uint8), 2000, p=[0.65] + [0.05] * 7)
-    rows = context_table(Counts(), test, 128, contexts=(0, 64, 120))
-    assert [row["bytes"] for row in rows] == [2000 - 1 - 128] * 3
-    assert rows[0]["bits/byte"] > rows[1]["bits/byte"] > rows[2]["bits/byte"]
-    scaled = context_table(Counts(), test, 128)
-    assert [row["context"] for row in scaled] == [64, 96, 112, 124, 126, 126]
+    bits, counts = zip(
+        *(measure_context(Counts(), test, 128, context, 4, None) for context in (0, 64, 120)), strict=True
+    )
+    assert counts == (2000 - 1 - 128,) * 3
+    assert bits[0] > bits[1] > bits[2]
 
 
 def test_training_sees_other_windows_each_epoch(file: Path) -> None:

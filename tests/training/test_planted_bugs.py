@@ -36,7 +36,7 @@ LINES: dict[str, tuple[Slip, Callable[..., None]]] = {
         lambda: _with_patches(test_clusters.test_all_ranks_move_to_the_mean_of_all_tokens),
     ),
     "means of 16-bit tokens": (
-        Slip(kmeans_step, "x.to(torch.promote_types(x.dtype, torch.float32))", "x"),
+        Slip(kmeans_step, "wide(x)", "x"),
         test_clusters.test_means_of_many_tokens_in_16_bits_are_exact,
     ),
     # the order of data, where a run is resumed

@@ -30,7 +30,6 @@ def load() -> tuple[Arrays, Arrays]:
     text     uint8, all reviews one after the other, UTF-8
     starts   [N + 1]: review i is text[starts[i] : starts[i + 1]]
     labels   [N] int64: 0 unfavourable, 1 favourable
-    ratings  [N] int64: stars, 1 to 4 and 7 to 10
     films    [N] int64: the number in IMDb's address of the film, 453418 of tt0453418
     """
     folder = files.get(FOLDER)
@@ -46,34 +45,32 @@ def _part(folder: Path) -> Arrays:
 
 
 def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
-    texts, labels, ratings, films = [], [], [], []
+    texts, labels, films = [], [], []
     for label, kind in enumerate(kinds):
         addresses = files.read_text(folder / f"urls_{kind.name}.txt", "ascii").split()
-        found = sorted(((*_numbers(path), path) for path in kind.glob("*.txt")), key=lambda entry: entry[0])
+        found = sorted((_number(path), path) for path in kind.glob("*.txt"))
         if not found:
             raise files.Broken(f"{kind} holds no reviews")
         if found[-1][0] >= len(addresses):
             place = folder / f"urls_{kind.name}.txt"
-            raise files.Broken(f"{place} has {len(addresses)} lines, none for {found[-1][2].name}")
-        for number, rating, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
+            raise files.Broken(f"{place} has {len(addresses)} lines, none for {found[-1][1].name}")
+        for number, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
             texts.append(files.read(path))
             labels.append(label)
-            ratings.append(rating)
             films.append(int(addresses[number].partition("/title/tt")[2].partition("/")[0]))
     arrays = {
         "text": np.frombuffer(b"".join(texts), np.uint8),
         "starts": np.cumsum([0, *map(len, texts)]),
         "labels": np.array(labels),
-        "ratings": np.array(ratings),
         "films": np.array(films),
     }
     with new.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def _numbers(path: Path) -> tuple[int, int]:
-    """Of 127_9.txt the line in the list of films, and the stars."""
+def _number(path: Path) -> int:
+    """Of 127_9.txt, a review with nine stars: its line in the list of films."""
     found = re.fullmatch(r"(\d+)_(\d+)", path.stem)
     if found is None:
         raise files.Broken(f"{path} is not a review: their names are like 127_9.txt")
-    return int(found[1]), int(found[2])
+    return int(found[1])

@@ -1,6 +1,6 @@
-"""Standard MIDI files, read and written with mido (subquad[midi]): notes in quarter notes, and the tempo."""
+"""Standard MIDI files, read and written with mido (subquad[midi]): notes in quarter notes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +18,13 @@ class Note(NamedTuple):
     channel: int = 0  # 0 to 15; 9 is the drums
 
 
-class Song(NamedTuple):
-    notes: list[Note]  # by start, then pitch
-    tempos: list[tuple[float, float]]  # (from this quarter note on, quarter notes a minute)
-
-
 def require_mido() -> Any:
     """The package that reads and writes MIDI files."""
     return files.extra("mido", "midi", "MIDI files")
 
 
-def read_midi(path: Path) -> Song:
-    """Formats 0 and 1. A note that is never ended ends with its track."""
+def read_midi(path: Path) -> list[Note]:
+    """The notes of formats 0 and 1, by start, then pitch. A note that is never ended ends with its track."""
     mido = require_mido()
     if files.read(path)[:4] != b"MThd":
         raise files.Broken(f"{path} is not a MIDI file: it does not begin with MThd")
@@ -43,31 +38,28 @@ def read_midi(path: Path) -> Song:
     if file.type > 1 or ticks & 0x8000 or not ticks:
         kind = f"MIDI of format {file.type}, division {ticks}"
         raise files.Broken(f"{path} is {kind}: accepted are formats 0 and 1, in ticks")
-    notes, tempos = list[Note](), list[tuple[float, float]]()
+    notes: list[Note] = []
     for track in file.tracks:
         if sum(message.time for message in track) > LONGEST * ticks:
             raise files.Broken(f"{path} lasts too long: accepted are at most {LONGEST:,} quarter notes")
-        _read_track(track, ticks, notes, tempos)
-    notes.sort(key=lambda note: (note.start, note.pitch, note.channel))
-    return Song(notes, sorted(tempos) or [(0.0, 120.0)])
+        notes.extend(_read_track(track, ticks))
+    return sorted(notes, key=lambda note: (note.start, note.pitch, note.channel))
 
 
-def _read_track(track: Iterable[Any], ticks: int, notes: list[Note], tempos: list[tuple[float, float]]) -> None:
+def _read_track(track: Iterable[Any], ticks: int) -> Iterator[Note]:
     sounding: dict[tuple[int, int], list[tuple[float, int]]] = {}  # (channel, pitch) -> (start, velocity) of each
     now = 0
     for message in track:
         now += message.time
         if message.type == "end_of_track":
             break
-        if message.type == "set_tempo":
-            tempos.append((now / ticks, 60e6 / max(1, message.tempo)))
-        elif message.type == "note_on" and message.velocity:
+        if message.type == "note_on" and message.velocity:
             sounding.setdefault((message.channel, message.note), []).append((now / ticks, message.velocity))
         elif message.type in ("note_on", "note_off") and sounding.get((message.channel, message.note)):
             start, velocity = sounding[message.channel, message.note].pop(0)
-            notes.append(Note(start, now / ticks, message.note, velocity, message.channel))
+            yield Note(start, now / ticks, message.note, velocity, message.channel)
     for (channel, pitch), left in sounding.items():
-        notes.extend(Note(start, now / ticks, pitch, velocity, channel) for start, velocity in left)
+        yield from (Note(start, now / ticks, pitch, velocity, channel) for start, velocity in left)
 
 
 def write_midi(path: Path, notes: Iterable[Note], tempo: float = 100.0, programs: Sequence[int] = (0,)) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from subquad.data import audio, files, speech
-from subquad.data.midi import Note, Song, read_midi, write_midi
+from subquad.data.midi import Note, read_midi, write_midi
 from subquad.data.order import tenths
 from subquad.data.text import Corpus, any_file, made_corpus
 
@@ -80,16 +80,16 @@ def to_notes(grid: np.ndarray) -> list[Note]:
     return notes
 
 
-def from_song(song: Song, voices: int = VOICES) -> np.ndarray:
+def from_notes(notes: Sequence[Note], voices: int = VOICES) -> np.ndarray:
     """The grid [T, voices] of a MIDI file. Where it has 2 to `voices` channels each is a voice, in their order; else
     the voices are at each sixteenth the highest notes that sound. Octaves bring all notes into the range."""
-    starts = [round(note.start / STEP) for note in song.notes]
-    ends = [max(round(note.end / STEP), start + 1) for note, start in zip(song.notes, starts, strict=True)]
+    starts = [round(note.start / STEP) for note in notes]
+    ends = [max(round(note.end / STEP), start + 1) for note, start in zip(notes, starts, strict=True)]
     rows = max(ends, default=0)
-    channels = sorted({note.channel for note in song.notes})
+    channels = sorted({note.channel for note in notes})
     grid = np.zeros((rows, voices), np.int64)
     sounding: list[set[int]] = [set() for _ in range(rows)]
-    for note, start, end in zip(song.notes, starts, ends, strict=True):  # lowest first where several begin at once
+    for note, start, end in zip(notes, starts, ends, strict=True):  # lowest first where several begin at once
         pitch = note.pitch + 12 * (max(0, -(-(LOWEST - note.pitch) // 12)) - max(0, -(-(note.pitch - HIGHEST) // 12)))
         if 1 < len(channels) <= voices:
             grid[start:end, channels.index(note.channel)] = pitch
@@ -108,7 +108,7 @@ def midi_files(folder: Path) -> Grids:
     found = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
     if len(found) < 10:
         raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, to be split")
-    grids = [from_song(read_midi(path)) for path in files.shown(found, "MIDI files onto a grid")]
+    grids = [from_notes(read_midi(path)) for path in files.shown(found, "MIDI files onto a grid")]
     silent = [path for path, grid in zip(found, grids, strict=True) if not len(grid)]
     if silent:
         raise files.Broken(f"{silent[0]} holds no notes, as {len(silent)} of {len(found)} files: accepted are others")

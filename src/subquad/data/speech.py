@@ -181,9 +181,8 @@ def an4_dictionary() -> dict[str, tuple[str, ...]]:
 
 def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
     """Lines of a word and its phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
-    lines = map(str.split, files.read_text(path).splitlines())
     words: dict[str, tuple[str, ...]] = {}
-    for line in lines:
+    for line in map(str.split, files.read_text(path).splitlines()):
         if line and not line[0].startswith(";;;"):
             words.setdefault(line[0], tuple(line[1:]))
     return words
@@ -200,15 +199,14 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
 
 
 def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Utterance]:
-    sounds = files.read_text(root / f"etc/an4_{part}.fileids").split()
-    path = root / f"etc/an4_{part}.transcription"
+    lists, path = (root / f"etc/an4_{part}.{kind}" for kind in ("fileids", "transcription"))
     spoken = _transcripts(path)
     found = []
-    for sound in sounds:
+    for sound in files.read_text(lists).split():
         name = sound.rpartition("/")[2]
         if name not in spoken:
             raise files.Broken(f"{path} has no line for {name}")
-        features = files.inside(root / "feat", f"{sound}.mfc", root / f"etc/an4_{part}.fileids")
+        features = files.inside(root / "feat", f"{sound}.mfc", lists)
         found.append(Utterance(sound, features, _phones(spoken[name], words, path)))
     return found
 

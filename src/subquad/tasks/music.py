@@ -110,12 +110,10 @@ class Music(Task):
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
         """A file for each piece: MIDI from a model of chorales, WAV from a model of sound."""
-        out, rate = Path("generated") if options.out is None else options.out, data.get("rate", cls.rate)
-        check_folder("out", out.parent)
+        rate = data.get("rate", cls.rate)
         if not counts([rate]):
             raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
-        given = {"count": 4 if options.count is None else options.count, "steps": options.steps, "rate": rate}
-        written = write_pieces(model, out, **given, sampling=options.sampling, seed=options.seed)
+        written = write_pieces(model, options, rate)
         for path in written:
             console.print(escape(f"piece: {path}"), soft_wrap=True)
         return Written(written)
@@ -131,20 +129,12 @@ def _grids(path: str | None) -> music.Grids:
     return music.chorales() if path is None else music.midi_files(Path(path))
 
 
-def write_pieces(
-    model: LanguageModel,
-    out: Path,
-    *,
-    count: int = 4,
-    steps: int | None = None,
-    rate: int = 8000,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-) -> list[Path]:
-    """`count` pieces, a file each: out_1.mid, out_2.mid, .. or .wav.
-
-    steps: tokens of a piece; None: 32 quarter notes of a chorale, a window of sound.
-    """
+def write_pieces(model: LanguageModel, options: WriteOptions, rate: int = Music.rate) -> list[Path]:
+    """Four pieces or options.count, a file each: out_1.mid, out_2.mid, .. or .wav. By default a piece has 32 quarter
+    notes of a chorale, or a window of sound."""
+    out, count = options.out or Path("generated"), 4 if options.count is None else options.count
+    steps, sampling = options.steps, options.sampling
+    check_folder("out", out.parent)
     vocab = model.config.embedding.vocab
     if vocab not in (START + 1, audio.LEVELS):
         accepted = f"{START + 1} (notes), {audio.LEVELS} (sound)"
@@ -164,11 +154,11 @@ def write_pieces(
     batch = max(1, largest_batch(model, steps))
     if notes:
         require_mido()  # before the work of generating, not after it
-        sampling = Sampling(**{**vars(sampling or Sampling()), "exclude": (START,)})
+        sampling = Sampling(**{**vars(sampling), "exclude": (START,)})
     parts = []
     for begin in range(0, count, batch):
         prompt = torch.full((min(batch, count - begin), 1), START if notes else audio.LEVELS // 2)
-        parts.append(model.generate(prompt, steps, sampling=sampling, seed=seed + begin).cpu())
+        parts.append(model.generate(prompt, steps, sampling=sampling, seed=options.seed + begin).cpu())
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.stem}_{n}{ending}") for n in range(1, count + 1)]
     for piece, path in zip(torch.cat(parts), paths, strict=True):

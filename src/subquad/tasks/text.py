@@ -1,19 +1,19 @@
 """Text byte after byte, of any file: bits/byte, time for an iteration at long context, what a longer context is worth.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.2: enwik8 at a context of 12,288; Table 3, the least context during
-          evaluation, is `context_table`
+          evaluation, is measured by `measure_context`
 """
 
 import codecs
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from subquad.checks import at_least, check_count, refuse
 from subquad.data import text
@@ -27,7 +27,6 @@ from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions
 IGNORED = -100
 BYTES = 256
 COLUMNS = 128  # of a grid of positions: the paper's stride
-TABLE_3 = (6144, 9216, 10752, 11904, 12096, 12160)  # least contexts, of 12,288
 
 
 @dataclass(frozen=True)
@@ -119,32 +118,20 @@ def window_loss(model: nn.Module, batch: Batch) -> Loss:
 
 
 @torch.no_grad()
-def context_table(
-    model: LanguageModel,
-    tokens: np.ndarray,
-    length: int,
-    contexts: Iterable[int] | None = None,
-    *,
-    batch: int = 4,
-    precision: torch.dtype | None = None,
-) -> list[dict[str, Any]]:
-    """bits/byte at each least context (Table 3's by default, in proportion to `length`), always over the same bytes:
-    those after the first window, which all have that much context."""
-    if contexts is None:
-        contexts = [context * length // 12288 for context in TABLE_3]
-    rows = []
+def measure_context(
+    model: LanguageModel, tokens: np.ndarray, length: int, context: int, batch: int, precision: torch.dtype | None
+) -> tuple[float, int]:
+    """(bits/byte with at least `context` bytes before each, how many bytes were predicted: all after the first window,
+    whatever the context)"""
     model.eval()
-    for context in contexts:
-        windows = text.Windows(tokens, length, context)
-        if len(windows) < 2:
-            raise ValueError(f"tokens holds {len(tokens):,}: accepted are more than one window of {length:,}")
-        total = count = torch.zeros((), dtype=torch.float64, device=model.device)
-        for start in range(1, len(windows), batch):
-            made = windows.batch(np.arange(start, min(start + batch, len(windows))))
-            made = {name: tensor.to(model.device) for name, tensor in made.items()}
-            with torch.autocast(model.device.type, precision, enabled=precision is not None):
-                loss = window_loss(model, made)
-            total, count = total + loss.total, count + loss.count
-        bits: Tensor = total / count / math.log(2)
-        rows.append({"context": context, "bits/byte": float(bits), "bytes": int(count)})
-    return rows
+    windows = text.Windows(tokens, length, context)
+    if len(windows) < 2:
+        raise ValueError(f"tokens holds {len(tokens):,}: accepted are more than one window of {length:,}")
+    total = count = torch.zeros((), dtype=torch.float64, device=model.device)
+    for start in range(1, len(windows), batch):
+        made = windows.batch(np.arange(start, min(start + batch, len(windows))))
+        made = {name: tensor.to(model.device) for name, tensor in made.items()}
+        with torch.autocast(model.device.type, precision, enabled=precision is not None):
+            loss = window_loss(model, made)
+        total, count = total + loss.total, count + loss.count
+    return float(total / count / math.log(2)), int(count)

@@ -37,10 +37,8 @@ def image_shape(model: LanguageModel, asked: str | None = None, known: tuple[int
         if not 2 <= len(parts) <= 3 or not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
             raise ValueError(f"shape={asked!r} cannot work: accepted is rows x columns [x channels], such as 32x32x3")
         numbers = tuple(int(part) for part in parts)
-    elif model.config.embedding.shape is not None:
-        numbers = tuple(model.config.embedding.shape)
-    elif known is not None:
-        numbers = known
+    elif (given := model.config.embedding.shape or known) is not None:
+        numbers = tuple(given)
     elif model.config.mixture is not None and model.config.transformer.max_length is not None:
         numbers = _square(model.config.transformer.max_length)
     else:
@@ -134,15 +132,13 @@ def write_png(
     model: LanguageModel, options: WriteOptions, console: Console, known: tuple[int, ...] | None = None
 ) -> Written:
     """Generate with a progress bar and save one sheet; `known` is the shape of the images it was trained on."""
-    count = 64 if options.count is None else options.count
-    out = Path("generated.png") if options.out is None else options.out
+    count, out = 64 if options.count is None else options.count, options.out or Path("generated.png")
     check_file("out", out, ENDINGS)
     shape = image_shape(model, options.shape, known)
     if shape is None:
         raise ValueError("neither this model nor its card says what shape its images have: pass it, as --shape 28x28")
     _check_memory(count, shape)
-    vocab = model.config.embedding.vocab or 0
-    shades = min(values_of(model), vocab - 1)
+    shades = min(values_of(model), (model.config.embedding.vocab or 0) - 1)
     upper = None if options.complete is None else read_upper(options.complete, shape, shades)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     state = bytes_per_stream(model, math.prod(shape))

@@ -1,6 +1,5 @@
 """Measures over a whole split."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from subquad.training.distributed import Ranks
 from subquad.training.feed import in_order
 from subquad.training.precision import Precision
+from subquad.training.signals import Signals
 from subquad.training.task import Batch, Loss, Source, Sums, Task
 
 
@@ -33,18 +33,17 @@ def evaluate(
     source: Source,
     ranks: Ranks,
     precision: Precision,
-    *,
     batch: int,
     examples: int | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    signals: Signals | None = None,
 ) -> dict[str, float] | None:
-    """The task's summary over a split, or its first examples; None if `stop` says so on any rank before the end."""
+    """The task's summary over a split, or its first examples; None if any rank gets a signal before the end."""
     training = wired.training
     wired.eval()
     sums: dict[str, Tensor] = {}
     try:
         for made, counts in in_order(source, batch, examples, ranks):
-            if ranks.largest(float(stop()))[0]:
+            if ranks.largest(0.0 if signals is None else float(signals.number))[0]:
                 return None
             # to compile for another mode and batch would take longer than the evaluation
             compiled = wired._compiled_call_impl is not None

@@ -43,12 +43,7 @@ class Log:
         self.file = self.path.open("a")
         self.board = _board(path / "tensorboard", step, console)
         if console.is_terminal:
-            columns = (
-                "{task.description}",
-                BarColumn(bar_width=20),
-                "step {task.fields[step]:,}",
-                "{task.fields[info]}",
-            )
+            columns = ("{task.description}", BarColumn(bar_width=20), "step {task.fields[step]:,} {task.fields[info]}")
             self.bar = Progress(*columns, console=console, transient=True)
             self.task = self.bar.add_task(title, total=1.0, step=step, info="starting")
 

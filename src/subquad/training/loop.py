@@ -276,19 +276,12 @@ class Run:
 
     def measure(self, split: Split, examples: int | None, signals: Signals | None = None) -> dict[str, float] | None:
         """The measures of a split or of its first `examples`; None if a signal came before the end."""
-        training = self.training
+        training, ranks = self.training, self.ranks
+        batch = training.evaluate_batch or training.micro_batch or max(1, training.batch // ranks.world)
         self._seed(1)
         self._note_peak()
         with self._averaged():
-            measures = evaluate(
-                self.wired,
-                self.sources[split],
-                self.ranks,
-                self.precision,
-                batch=training.evaluate_batch or training.micro_batch or max(1, training.batch // self.ranks.world),
-                examples=examples,
-                stop=lambda: signals is not None and signals.number != 0,
-            )
+            measures = evaluate(self.wired, self.sources[split], ranks, self.precision, batch, examples, signals)
         # a GPU's peak can be reset; a process on a CPU only knows its peak so far
         self.peak_is_of_training = self.ranks.device.type == "cuda"
         if self.peak_is_of_training:

@@ -116,13 +116,11 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     kinds = {local(p).device.type for p in named.values()}
     adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     fused: dict[str, Any] = {"fused": True} if kinds == {"cuda"} else {}
-    parts: list[Optimizer] = []
-    if groups and config.optimiser == "radam":
-        parts.append(RAdam(groups, **adam, decoupled_weight_decay=True, foreach=True))
-    elif groups and config.optimiser == "adam":
-        parts.append(Adam(groups, **adam, decoupled_weight_decay=True, **fused))
-    elif groups:
-        parts.append(AdamW(groups, **adam, **fused))
+    kind, options = {
+        "radam": (RAdam, {"decoupled_weight_decay": True, "foreach": True}),
+        "adam": (Adam, {"decoupled_weight_decay": True, **fused}),
+    }.get(config.optimiser, (AdamW, fused))
+    parts: list[Optimizer] = [kind(groups, **adam, **options)] if groups else []
     if hidden:
         matrices, decay = [named[name] for name in named if name in hidden], config.weight_decay
         same = "match_rms_adamw"  # updates as large as AdamW's, so that one lr fits both

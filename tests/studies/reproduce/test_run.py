@@ -20,6 +20,7 @@ from subquad.studies.reproduce.tables import TABLES
 from subquad.studies.results import ReproducedTable, ScalingRow, TrainedRow
 from subquad.tasks.configure import configure, start
 from subquad.training.folder import Folder, read_config
+from subquad.training.task import WriteOptions
 
 TINY = (
     "data.length=24", "model.dim=16", "model.depth=1", "model.heads=2", "training.steps=2", "training.batch=4",
@@ -443,9 +444,11 @@ def test_sound_is_written_at_the_rate_of_its_run(
 ) -> None:
     rates = []
 
-    def pieces(_model: LanguageModel, out: Path, *, count: int, rate: int, **_: Any) -> list[Path]:
+    def pieces(_model: LanguageModel, options: WriteOptions, rate: int) -> list[Path]:
         rates.append(rate)
-        return [out.with_name(f"{out.name}_{number}.wav") for number in range(count)]
+        assert options.out is not None
+        assert options.count is not None
+        return [options.out.with_name(f"{options.out.name}_{number}.wav") for number in range(options.count)]
 
     monkeypatch.setattr("subquad.tasks.music.write_pieces", pieces)
     table, name = TABLES["music"], "audio-linear"

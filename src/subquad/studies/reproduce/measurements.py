@@ -100,7 +100,7 @@ def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> N
     """
     from subquad.data import text
     from subquad.models import LanguageModel
-    from subquad.tasks.text import context_table
+    from subquad.tasks.text import measure_context
 
     config = read_config(trained)
     length, corpus = config.data["length"], text.load(config.data["set"])
@@ -110,11 +110,10 @@ def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> N
     for row in run.rows:
         least = int(row.published["context"]) * length // 12288
         precision = torch.bfloat16 if cuda else None
-        (scored,) = context_table(model, tokens, length, (least,), batch=8 if cuda else 1, precision=precision)
-        value = scored["bits/byte"]
+        value, count = measure_context(model, tokens, length, least, 8 if cuda else 1, precision)
         run.results.results[row.name] = heading(
             run.table, row, data=corpus.name, settings=settings, value=value, context=least, window=length,
-            bytes=scored["bytes"],
+            bytes=count,
         )  # fmt: skip
         run.say(row.name, f"{value:.4f} bits/byte with at least {least:,} bytes before each")
         run.measured_now()

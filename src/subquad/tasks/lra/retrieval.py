@@ -22,14 +22,10 @@ from subquad.data.order import permutation
 from subquad.models import Matcher
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import Texts, stored
-from subquad.training.task import Batch, Source, Split
+from subquad.training.task import SPLITS, Batch, Source, Split
 
 STAND_IN = "IMDb same-movie pairs"
-FILES: dict[Split, str] = {
-    "train": "new_aan_pairs.train.tsv",
-    "validation": "new_aan_pairs.eval.tsv",
-    "test": "new_aan_pairs.test.tsv",
-}
+FILES = {split: f"new_aan_pairs.{'eval' if split == 'validation' else split}.tsv" for split in SPLITS}
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 SHARES: dict[Split, tuple[float, float]] = {"train": (0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of films
 
