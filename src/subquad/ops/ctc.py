@@ -1,8 +1,6 @@
-"""Connectionist temporal classification: -log of the total probability of all alignments of labels to frames.
+"""Connectionist temporal classification: -log of the probability of all alignments of labels to frames (Graves 2006).
 
-Paper: Graves et al. 2006, "Connectionist Temporal Classification". A frame says a label or nothing (the blank, symbol
-0). Repeated labels count as one unless a blank is between them.
-
+A frame says a label or nothing (the blank, symbol 0). Repeated labels count as one unless a blank is between them.
 torch's own loss copies the lengths from the GPU, so it cannot be captured in a CUDA graph; this one can.
 """
 

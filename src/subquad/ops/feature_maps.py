@@ -57,12 +57,8 @@ def _relu_pull_(d: Tensor, f: Tensor) -> Tensor:
     return d.masked_fill_(f <= 0, 0)
 
 
-def _identity(x: Tensor) -> Tensor:
+def _identity(x: Tensor, _f: Tensor | None = None) -> Tensor:
     return x
-
-
-def _identity_pull_(d: Tensor, _f: Tensor) -> Tensor:
-    return d
 
 
 def _quadratic(x: Tensor) -> Tensor:
@@ -92,7 +88,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
         fused=Fused(torch.exp_, torch.Tensor.mul_, triton="tl.exp(x)", triton_pull="d * f", zero=-math.inf),
     ),
     # x + 0.0, so that the operand passes through registers: Triton 3.6 refills a loaded tile that a dot still reads
-    "identity": FeatureMap(_identity, fused=Fused(_identity, _identity_pull_, triton="x + 0.0", triton_pull="d")),
+    "identity": FeatureMap(_identity, fused=Fused(_identity, _identity, triton="x + 0.0", triton_pull="d")),
     "quadratic": FeatureMap(_quadratic),
 }
 FUSED = {name: row.fused for name, row in FEATURE_MAPS.items() if row.fused is not None}

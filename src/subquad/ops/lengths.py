@@ -91,8 +91,7 @@ def symbolic(*sizes: int) -> bool:
 def padding(size: int, block: int) -> int:
     """How many tokens to add to make whole blocks.
 
-    In an exported program one block, or no padding, would be special cases: there the padding makes at least three
-    blocks, and it is never zero.
+    In an exported program one block or no padding would be special cases: there it makes at least three blocks.
     """
     return more_blocks(size, block, 3) * block - size if symbolic(size) else -size % block
 
@@ -100,9 +99,8 @@ def padding(size: int, block: int) -> int:
 def more_blocks(size: int, block: int, more: int) -> int:
     """⌈size / block⌉ + more - 1, for a size that stands for any number.
 
-    Written so that torch cannot turn it into a sum: else it does not see that this number divides its product with
-    block. For sizes of at least 2, which `Dim("length")` means, torch sees that it is at least `more`; with a larger
-    `min=` it asks for `Dim.AUTO`.
+    Written so that torch cannot turn it into a sum, where it would not see that this number divides its product with
+    block. For sizes of at least 2, as `Dim("length")` means, torch sees that it is at least `more`.
     """
     return (size + more * block - 1) // block
 

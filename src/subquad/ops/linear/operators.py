@@ -53,10 +53,9 @@ def _filled(like: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...
     return tuple(like.new_empty((0,), dtype=fused.state_type(like)) if t is None else t for t in tensors)
 
 
-def _forward(*args: Any) -> tuple[Tensor | None, ...]:
+def _forward(*args: Any) -> Any:
     x, spec, (impl, save) = _joined(args)
-    done: tuple[Tensor | None, ...] = _PATHS[impl].forward(x, spec, save)
-    return done
+    return _PATHS[impl].forward(x, spec, save)
 
 
 def _forward_filled(*args: Any) -> tuple[Tensor, ...]:
@@ -71,10 +70,9 @@ def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
 _operator("linear_attention", f"{INPUTS}, {SPEC}, str impl, bool save", 5, _forward_filled, _forward_shapes)
 
 
-def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> Any:
     x, spec, (impl, *done) = _joined(args)
-    grads: tuple[Tensor | None, ...] = _PATHS[impl].backward(do, ds, dz, x, spec, done)
-    return grads
+    return _PATHS[impl].backward(do, ds, dz, x, spec, done)
 
 
 def _backward_filled(*args: Any) -> tuple[Tensor, ...]:

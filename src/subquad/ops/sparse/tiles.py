@@ -106,8 +106,8 @@ def cut(job: Job) -> Iterator[Tiles]:
 def _straight(job: Job, unused: int) -> Iterator[Tiles]:
     """Tiles of consecutive queries: each atom gives a range of keys, and the ranges are concatenated."""
     atoms = [a for a in job.atoms if isinstance(a, STRAIGHT)]
-    sizes = [a.l for a in atoms if isinstance(a, Block) and _makes_a_tile(a.l)]
-    m = min(sizes[0] if sizes else TILE, max(job.T - job.rows, 1))
+    size = next((a.l for a in atoms if isinstance(a, Block) and _makes_a_tile(a.l)), TILE)
+    m = min(size, max(job.T - job.rows, 1))
     first = job.rows // m * m  # a tile that is one block of the pattern reaches fewer blocks
     tiles = -(-(job.T - first) // m)
     # a causal prefix grows from tile to tile, and all tiles of a chunk are as wide as the last: use at least 8 chunks
@@ -139,10 +139,9 @@ def _straight(job: Job, unused: int) -> Iterator[Tiles]:
 
 def _interior(job: Job, atoms: Sequence[Atom], first: int, m: int) -> range:
     """The tiles that have the same mask: those far from both ends, if no atom's rule changes from tile to tile."""
-    none = range(0)
     before = after = tokens = 0
     if job.lengths is not None:
-        return none
+        return range(0)
     for atom in atoms:
         if isinstance(atom, Local):
             before, after = max(before, atom.before), max(after, atom.after)
@@ -151,10 +150,10 @@ def _interior(job: Job, atoms: Sequence[Atom], first: int, m: int) -> range:
         elif isinstance(atom, Global):
             tokens = atom.tokens
         else:
-            return none
+            return range(0)
     low = max(-(-(max(before + tokens, job.rows) - first) // m), 0)
     high = (min(job.T, job.S - (0 if job.causal else after)) - first) // m
-    return range(low, high) if low < high else none
+    return range(low, high) if low < high else range(0)
 
 
 def _run(job: Job, atom: Atom, a: Tensor, m: int) -> Tensor:
