@@ -164,7 +164,7 @@ class Sample(NamedTuple):
 SINGLE = Sample()
 
 
-def once(run: Callable[[], None], device: str, sample: Sample = SINGLE) -> float:
+def once(run: Callable[[], object], device: str, sample: Sample = SINGLE) -> float:
     """Milliseconds a call."""
     if isinstance(run, Decode):
         run.rewind()

@@ -14,6 +14,7 @@ from subquad.mechanisms import MECHANISMS, mechanism
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TASKS = ("copy", "digits", "listops")
+CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +105,8 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         for name in self.names():
-            if name not in MECHANISMS or not MECHANISMS[name].traits.causal:
-                accepted = ", ".join(name for name, cls in MECHANISMS.items() if cls.traits.causal)
-                raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {accepted}")
+            if name not in CAUSAL:
+                raise ValueError(f"mechanisms has {name!r}: accepted are those with a causal form, {', '.join(CAUSAL)}")
         if self.dtype not in DTYPES or self.dtype == "float16":
             raise ValueError(f"dtype={self.dtype!r} cannot work: accepted are float32, bfloat16, float64")
         at_least(self, most=1, steps=1)
@@ -120,8 +120,7 @@ class GenerationSettings:
         return [part.strip() for part in getattr(self, name).split(",")]
 
     def names(self) -> list[str]:
-        causal = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
-        return causal if self.mechanisms == "all" else self.parts("mechanisms")
+        return CAUSAL if self.mechanisms == "all" else self.parts("mechanisms")
 
 
 def parse_mechanisms(text: str) -> tuple[str, ...]:
