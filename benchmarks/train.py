@@ -12,6 +12,7 @@ Forward, backward, clipping and update of whole models on made-up data, in the p
 
 import argparse
 import gc
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,7 +39,7 @@ def images(name: str, batch: int, mode: str, device: str, **changes: Any) -> Ite
     task = Images(set=name)
     torch.manual_seed(0)
     model = task.make_model({**task.model, **changes}).to(device)
-    pixels = torch.randint(256, (batch, SETS[name].length), dtype=torch.uint8, device=device)
+    pixels = torch.randint(256, (batch, math.prod(SETS[name].shape)), dtype=torch.uint8, device=device)
     return iteration(task, model, {"pixels": pixels}, mode)
 
 

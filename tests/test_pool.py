@@ -46,7 +46,12 @@ def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     worker = Worker("tests.answering", {"name": "here"}, {})
-    watchdog = threading.Timer(120, lambda: worker.process and worker.process.kill())  # a failure rather than a hang
+
+    def kill() -> None:
+        if worker.process is not None:
+            worker.process.kill()
+
+    watchdog = threading.Timer(120, kill)  # a failure rather than a hang
     watchdog.start()
     yield worker
     watchdog.cancel()

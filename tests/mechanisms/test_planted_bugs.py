@@ -197,7 +197,7 @@ class OtherWaves(TransformerXL):
     """Sinusoids of other rates than the paper's."""
 
     def _relative(self, like: Tensor) -> Tensor:
-        distances = self.options.memory - torch.arange(self.options.memory + self._after() + 1)
+        distances = self.options.memory - torch.arange(self.options.memory + self.after + 1)
         rates = 1000 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
         angle = distances[:, None] * rates
         waves = torch.cat((angle.sin(), angle.cos()), dim=-1).to(like.dtype)

@@ -11,11 +11,11 @@ from subquad.cli import app
 from subquad.measure.cost import Row, Spread
 from subquad.pool import Died
 from subquad.studies import compare as module
-from subquad.studies import compare_worker as worker
 from subquad.studies.compare import compare, plan, tables
 from subquad.studies.compare_worker import Job
 from subquad.studies.results import to_json
 from subquad.studies.settings import Settings
+from tests.studies.in_process import work
 
 TINY: dict[str, Any] = {"dim": 8, "heads": 2, "repeats": 1, "threads": 1}
 QUIET = Console(quiet=True)
@@ -54,7 +54,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_everything_measured_is_written_in_the_format_of_the_report(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear", "fnet"), lengths=(16, 32), task="digits", steps=1, **TINY)
-    results = compare(settings, tmp_path, QUIET, work=worker.work)
+    results = compare(settings, tmp_path, QUIET, work=work)
     written = read(tmp_path)
     assert written == to_json(results)
     assert written.keys() == KEYS
@@ -202,7 +202,7 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
 
 def test_quality_is_shown_at_every_width(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear",), lengths=(16,), task="digits", steps=1, **TINY)
-    results = compare(settings, tmp_path, QUIET, work=worker.work)
+    results = compare(settings, tmp_path, QUIET, work=work)
     for width in (80, 140):
         console = Console(width=width, record=True, file=(tmp_path / "out.txt").open("w"))
         for table in tables(results, width):
@@ -213,7 +213,7 @@ def test_quality_is_shown_at_every_width(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_elsewhere", worker.work)
+    monkeypatch.setattr(module, "_elsewhere", work)
     run = CliRunner(env={"COLUMNS": "160"})
     out = tmp_path / "run"
     arguments = ["compare", "--mechanisms", "linear", "--lengths", "16,32", "--dim", "8", "--repeats", "1"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from subquad import models
 from subquad.data.order import Order
-from subquad.disk import DIGEST, lock_folder
+from subquad.disk import DIGEST, lock_folder, write_whole
 from subquad.training import checkpoints
 from subquad.training import loop as loop_module
 from subquad.training.loop import Stopped
@@ -211,7 +211,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path: 
 def test_a_full_disk_stops_and_keeps_the_last_good_state(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoints.write_whole
+    write = write_whole
 
     def full(path: Path, data: bytes) -> None:
         if "step_000009" in str(path):

@@ -115,7 +115,7 @@ class Sinkhorn(Attention):
             past = logits.masked_fill(later, -math.inf)[:, :, 1:, :-1].softmax(-1)  # row 0 has no past
             return F.pad(past, (0, 1, 1, 0))
         real = starts < n[:, None]  # [B, N]
-        identity = torch.eye(len(starts), dtype=torch.bool, device=q.device) & ~real[:, None]  # for blocks of padding
+        identity = torch.eye(starts.shape[0], dtype=torch.bool, device=q.device) & ~real[:, None]  # padding
         logits = logits.masked_fill(~(real[:, None] & real[..., None])[:, None], -math.inf)
         logits = logits.masked_fill(identity[:, None], 0)
         return balance(logits, self.options.iterations)[:, :, : self.options.sortcut]
