@@ -31,8 +31,8 @@ from subquad.ops import feature_maps
 from subquad.ops.buckets import empty_lists, slot_attention
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.linear import chunked
+from subquad.ops.prefix import running_sum
 from subquad.ops.rotary import rotate
-from subquad.ops.running import running_sum
 from subquad.ops.sparse import SparseCache, cache, tiles
 from tests.mechanisms import laws
 from tests.mechanisms.draws import set_threshold
@@ -441,7 +441,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "sums of earlier blocks": (
         (Slip(running_sum, "running_sum(blocks[:, :-1].sum(2), start)", "running_sum(blocks[:, 1:].sum(2), start)"),),
         few("efficient", True),
-        lowered("ops.running.SUM_BLOCK", 7, laws.forward_equals_reference),
+        lowered("ops.prefix.SUM_BLOCK", 7, laws.forward_equals_reference),
     ),
     # borders
     "one tile too far": (

@@ -10,8 +10,10 @@ from subquad import LanguageModel
 from subquad.models.decoding import Loop, defer, settle
 from subquad.models.sampling import Sampling
 from subquad.models.state import leaves
+from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.linear import LinearState, deferred, linear_attention_step
 from subquad.ops.linear.deferred import GROUP, deferred_linear_attention_step, make_queue
+from subquad.ops.linear.spec import Spec
 from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
@@ -32,11 +34,12 @@ def test_a_group_of_steps_is_as_many_single_ones(widths: tuple[int, int], featur
     queue = make_queue(s, position, 2, *widths)
     for part in queue[:2]:
         part.fill_(float("nan"))  # what was not written is not read
+    spec = Spec(True, feature_map, FEATURE_MAPS[feature_map].signed)
     for t in range(2 * GROUP + 3):
         q, k = torch.randn(2, 3, 2, widths[0]).unbind(0)
         v = torch.randn(3, 2, widths[1])
         wanted, state = linear_attention_step(q, k, v, state, feature_map=feature_map, impl="triton")
-        o = deferred_linear_attention_step(q, k, v, s, z, queue, position, feature_map=feature_map)
+        o = deferred_linear_attention_step(q, k, v, s, z, queue, position, spec)
         position += 1
         torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(s, state.s) == (t % GROUP == GROUP - 1)
@@ -53,12 +56,12 @@ def test_projections_are_read_where_they_lie_and_lanes_are_views() -> None:
     wanted, state = linear_attention_step(q, k, v, LinearState(s, z), impl="triton")
     for rows in (slice(0, 1), slice(1, 3)):
         queue = make_queue(s, position[rows], 2, 16, 16)
-        o = deferred_linear_attention_step(q[rows], k[rows], v[rows], s[rows], z[rows], queue, position[rows])
+        o = deferred_linear_attention_step(q[rows], k[rows], v[rows], s[rows], z[rows], queue, position[rows], Spec())
         deferred.settle(s[rows], z[rows], queue, 1)
         torch.testing.assert_close(o, wanted[rows])
     torch.testing.assert_close((s, z), tuple(state))
     with pytest.raises(ValueError, match="K and V contiguous"):
-        deferred_linear_attention_step(q, k, v, s.mT, z, make_queue(s, position, 2, 16, 16), position)
+        deferred_linear_attention_step(q, k, v, s.mT, z, make_queue(s, position, 2, 16, 16), position, Spec())
 
 
 @interpreted

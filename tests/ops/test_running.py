@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.ops.running import running_max, running_sum
+from subquad.ops.prefix import running_max, running_sum
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

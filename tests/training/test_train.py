@@ -211,7 +211,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path: 
 def test_a_full_disk_stops_and_keeps_the_last_good_state(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoints._write_synced
+    write = checkpoints.write_whole
 
     def full(path: Path, data: bytes) -> None:
         if "step_000009" in str(path):
@@ -220,7 +220,7 @@ def test_a_full_disk_stops_and_keeps_the_last_good_state(
         write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_write_synced", full)
+        patch.setattr(checkpoints, "write_whole", full)
         with pytest.raises(Stopped, match=r"the disk is full.*step_000006.*--resume"):
             run(tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000003", "step_000006"]

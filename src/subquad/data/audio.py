@@ -74,12 +74,10 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
         samples = np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
     elif bits == 8:
         samples = np.frombuffer(body, np.uint8).astype(np.float32) / 128 - 1
-    elif bits == 24:
-        whole = np.zeros((len(body) // 3, 4), np.uint8)
-        whole[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)  # the upper three bytes of 32 bits
-        samples = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
     else:
-        samples = np.frombuffer(body, f"<i{bits // 8}").astype(np.float32) / 2 ** (bits - 1)
+        whole = np.zeros((8 * len(body) // bits, 4), np.uint8)
+        whole[:, 4 - bits // 8 :] = np.frombuffer(body, np.uint8).reshape(-1, bits // 8)  # the upper bytes of 32 bits
+        samples = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
     return samples.reshape(-1, channels).mean(1), rate
 
 

@@ -293,3 +293,9 @@ class Mixer(nn.Module):
     def extra_repr(self) -> str:
         fields = ((field, getattr(self.options, field.name)) for field in dataclasses.fields(self.options))
         return ", ".join(f"{field.name}={value!r}" for field, value in fields if value != field.default)
+
+
+def own_type(cls: type[Mixer], kind: str, shared: type) -> None:
+    """A state_type or memory_type for one class alone: what one mechanism keeps means nothing to another."""
+    names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.{kind}"}  # where pickle finds it
+    setattr(cls, kind, type(shared.__name__, (shared,), names))

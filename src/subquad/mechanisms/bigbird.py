@@ -32,10 +32,6 @@ from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Block, Dense, Global, Pattern, Random
 
 
-class State(SparseState):
-    """Its own type: the cache of one pattern means nothing to another."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options(base.KernelOptions):
     block: AtLeast1 = 64  # tokens of a block
@@ -44,7 +40,6 @@ class Options(base.KernelOptions):
 
 
 class Bigbird(Patterned):
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.0
     small = ({"block": 3, "random": 2}, {"block": 3, "random": 2, "construction": "etc"}, {"block": 4, "random": 0})

@@ -21,16 +21,10 @@ from torch import Tensor
 
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
+from subquad.ops import linear
 from subquad.ops.lengths import first, keep, padding, symbolic
-from subquad.ops.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_read,
-    linear_attention_step,
-    linear_attention_sums,
-)
 from subquad.ops.precision import uncast, wide, wide_type
-from subquad.ops.running import running_sum
+from subquad.ops.prefix import running_sum
 
 BLOCK = 64
 LIMIT = 30.0  # of logits whose exponentials, their sums and the quotients of these stay far inside float32 and bfloat16
@@ -69,10 +63,10 @@ class Efficient(Kernelised):
                 weight, z = _exponentials(_mask(_roomy(k), key_lengths))
                 # a feature's normaliser divides its queries, so that no softmax runs along positions
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
-            return linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
+            return linear.linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
         n = k.shape[1] if key_lengths is None else key_lengths.clamp(min=1).to(wide_type(k))[:, None, None, None]
         q, k = (q / n**0.5).to(v.dtype), (k / n**0.5).to(v.dtype)
-        return linear_attention(q, k, v, causal=False, key_lengths=key_lengths, **self._how())
+        return linear.linear_attention(q, k, v, causal=False, key_lengths=key_lengths, **self._how())
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         state = self._init_state(x.shape[0], None) if state is None else state
@@ -88,23 +82,28 @@ class Efficient(Kernelised):
         # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
-        how = {"lengths": lengths, "initial_state": LinearState(state.s, state.z), **self._how()}
-        o, added = linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
+        how = {"lengths": lengths, "initial_state": linear.LinearState(state.s, state.z), **self._how()}
+        o, added = linear.linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
         return self._merge(o / root), State(added.s, added.z, state.max, position)
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
         if self.options.normalize == "scaling":
-            root, before = (state.position + 1).to(state.s.dtype).sqrt()[:, None, None], LinearState(state.s, state.z)
-            o, added = linear_attention_step((q / root).to(v.dtype), k, v, before, **self._how())
+            root, before = (
+                (state.position + 1).to(state.s.dtype).sqrt()[:, None, None],
+                linear.LinearState(state.s, state.z),
+            )
+            o, added = linear.linear_attention_step((q / root).to(v.dtype), k, v, before, **self._how())
             return self._merge(o / root), State(*added, state.max, state.position + 1)
         q, k = wide(q), wide(k)
         largest = torch.maximum(state.max, k.detach())
         gain, gate = (k - largest).exp().flatten(1)[..., None], (state.max - largest).flatten(1)
         values = wide(v)[:, :, None].expand_as(state.s).flatten(1, 2)  # every feature sums all values: [B, H*K, V]
-        before = LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
+        before = linear.LinearState(state.s.flatten(1, 2)[:, :, None], state.z.flatten(1)[..., None])
         with uncast(x):
-            _, sums = linear_attention_step(torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how())
+            _, sums = linear.linear_attention_step(
+                torch.ones_like(gain), gain, values, before, log_gate=gate, **self._how()
+            )
             s, z = sums.s.view_as(state.s), sums.z.view_as(state.z)
             o = (q.softmax(-1) / z)[:, :, None] @ s  # [B, H, 1, V]
         return self._merge(o[:, :, 0]), State(s, z, largest, state.position + 1)
@@ -113,16 +112,16 @@ class Efficient(Kernelised):
         k, v = self.heads.keys(context)
         if self.options.normalize == "softmax":
             weight, z = _exponentials(_mask(wide(k), lengths))
-            sums = linear_attention_sums(weight, v, feature_map="identity")
+            sums = linear.linear_attention_sums(weight, v, feature_map="identity")
             return Memory(sums.s / z[..., None], lengths)
         k = wide(k) / lengths.clamp(min=1)[:, None, None, None]
-        return Memory(linear_attention_sums(k, v, feature_map="identity", lengths=lengths).s, lengths)
+        return Memory(linear.linear_attention_sums(k, v, feature_map="identity", lengths=lengths).s, lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
         rho = wide(q).softmax(-1) if self.options.normalize == "softmax" else wide(q)
-        sums = LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
-        return self._merge(linear_attention_read(rho, sums, feature_map="identity", normalize=False))
+        sums = linear.LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
+        return self._merge(linear.linear_attention_read(rho, sums, feature_map="identity", normalize=False))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         s, z, position = self._empty(batch, self.width)
@@ -131,11 +130,11 @@ class Efficient(Kernelised):
     def _plain_sums(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`_running_softmax` for logits up to LIMIT: their exponentials are summed as they are, in one unit."""
         weight, unit = k.exp(), state.max.clamp(-LIMIT, LIMIT).exp()
-        before = LinearState(state.s * unit[..., None], state.z * unit)
+        before = linear.LinearState(state.s * unit[..., None], state.z * unit)
         z = running_sum(wide(weight).flatten(2), before.z.flatten(1)).unflatten(2, weight.shape[2:])
         z = z.clamp(min=math.exp(-LIMIT) / 2)  # less there is only where no key is
         q = (q.softmax(-1, z.dtype) / z).to(weight.dtype)
-        o, sums = linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
+        o, sums = linear.linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
         largest = torch.maximum(state.max, k.detach().amax(1))
         unit = largest.clamp(-LIMIT, LIMIT).neg().exp()
         return o, sums.s * unit[..., None], sums.z * unit, largest
@@ -163,9 +162,9 @@ class Efficient(Kernelised):
         start = torch.cat((state.s, state.z[..., None]), dim=-1)  # [B, H, K, V+1]
         tokens = added.transpose(1, 2).flatten(2, 3)  # [B, N, H*K, V+1]
         one = torch.ones_like(tokens[..., :1])
-        before_all = LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0]))
+        before_all = linear.LinearState(start.flatten(1, 2)[:, :, None], torch.zeros_like(one[:, 0]))
         how = {"log_gate": gate.transpose(1, 2).flatten(2), "initial_state": before_all, **self._how()}
-        sums = linear_attention(one, one, tokens, **how)
+        sums = linear.linear_attention(one, one, tokens, **how)
         sums = sums.unflatten(2, start.shape[1:3]).transpose(1, 2)  # [B, H, N, K, V+1], after each block
         enter = torch.cat((start[:, :, None], sums[:, :, :-1]), dim=2)
         z = enter[..., -1].clamp(min=0.5)  # at least 1, the largest key's part, where there was any key

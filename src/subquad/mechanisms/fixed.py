@@ -22,12 +22,7 @@ from torch import Tensor
 from subquad.checks import refuse
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import CombinedOptions, Patterned, combine
-from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Block, Pattern, Summary
-
-
-class State(SparseState):
-    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +37,6 @@ class Options(CombinedOptions):
 
 
 class Fixed(Patterned):
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.5
     small = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits
+from subquad.mechanisms.base import Traits, own_type
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
 from subquad.ops.precision import wide_type
 
@@ -37,6 +37,11 @@ class Kernelised(Attention):
     family, exponent = "kernels", 1.0
     equivariant = True
     unused = Attention.unused | {"dropout"}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.memory_type is Memory:
+            own_type(cls, "memory_type", Memory)
 
     # What a mechanism writes
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_eps
-from subquad.mechanisms import base, kernelised
-from subquad.mechanisms.kernelised import Features, Kernelised
+from subquad.mechanisms import base
+from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
+from subquad.ops.linear.spec import Spec
 from subquad.ops.precision import wide
 
 
@@ -37,10 +38,6 @@ class Deferred(NamedTuple):
     z: Tensor
     position: Tensor
     queue: Queue
-
-
-class Memory(kernelised.Memory):
-    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +89,8 @@ class Linear(Kernelised):
         if not isinstance(state, Deferred):
             return super().step(x, state, inplace)
         q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        o = deferred_linear_attention_step(
-            q, k, v, state.s, state.z, state.queue, state.position,
-            feature_map=str(self.options.feature_map), eps=self.options.eps,
-        )  # fmt: skip
+        spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
+        o = deferred_linear_attention_step(q, k, v, state.s, state.z, state.queue, state.position, spec)
         state.position.add_(1)
         return self.heads.merge(o), state
 
@@ -105,7 +100,9 @@ class Linear(Kernelised):
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
-        return Memory(*linear_attention_sums(k, v, feature_map=self.options.feature_map, lengths=lengths), lengths)
+        return self.memory_type(
+            *linear_attention_sums(k, v, feature_map=self.options.feature_map, lengths=lengths), lengths
+        )
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q, sums, options = self.heads.queries(x), LinearState(memory.s, memory.z), self.options

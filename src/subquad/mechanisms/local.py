@@ -16,13 +16,8 @@ from torch import Tensor
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
-from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Local as Window
 from subquad.ops.sparse.patterns import Pattern
-
-
-class State(SparseState):
-    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +26,6 @@ class Options(base.KernelOptions):
 
 
 class Local(Patterned):
-    state_type = State
     exponent = 1.0
     small = ({"window": 5},)
     options: Options

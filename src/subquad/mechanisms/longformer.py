@@ -27,12 +27,7 @@ from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
 from subquad.ops.sparse import sparse_attention
-from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
-
-
-class State(SparseState):
-    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +50,6 @@ class Options(base.KernelOptions):
 
 
 class Longformer(Patterned):
-    state_type = State
     exponent = 1.0
     small = (
         {"window": 4, "global_tokens": 2},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad.checks import refuse
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import KernelOptions, Traits
+from subquad.mechanisms.base import KernelOptions, Traits, own_type
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
@@ -45,6 +45,10 @@ class Patterned(Attention):
     unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
     approximates = True
     options: KernelOptions
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own_type(cls, "state_type", SparseState)
 
     def __init__(self, options: KernelOptions):
         super().__init__(options)

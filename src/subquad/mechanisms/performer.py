@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from subquad.checks import at_least, check_eps, refuse
-from subquad.mechanisms import base, kernelised
-from subquad.mechanisms.kernelised import Features, Kernelised
+from subquad.mechanisms import base
+from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
+from subquad.ops.prefix import running_max
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
-from subquad.ops.running import running_max
 
 LOG_2 = math.log(2)
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
@@ -45,10 +45,6 @@ class State(NamedTuple):
     z: Tensor  # [B, H, M]
     max: Tensor  # [B, H], the largest exponent of a key so far
     position: Tensor  # [B]
-
-
-class Memory(kernelised.Memory):
-    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +100,7 @@ class Performer(Kernelised):
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
         k, v, _, _ = self._prepare_keys(k, v, lengths, None)
-        return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
+        return self.memory_type(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self._query_features(self.heads.queries(x), memory.s.dtype)

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import check_eps, refuse
-from subquad.mechanisms import base, kernelised
+from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast1
-from subquad.mechanisms.kernelised import Features, Kernelised
+from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import SHORT, draw_directions, fourier
@@ -38,10 +38,6 @@ class State(NamedTuple):
     z: Tensor  # [B, H, M]
     weight_squares: Tensor  # [B, H] Σ wₛ²
     position: Tensor  # [B]
-
-
-class Memory(kernelised.Memory):
-    """Its own type: the sums of one feature map mean nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +96,7 @@ class RFA(Kernelised):
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         k, v = self.heads.keys(context)
         k = fourier(k, self._frequencies(), unit=True)
-        return Memory(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
+        return self.memory_type(*linear_attention_sums(k, v, feature_map="identity", lengths=lengths), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = fourier(self.heads.queries(x), self._frequencies(), unit=True)

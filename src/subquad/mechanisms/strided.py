@@ -19,13 +19,8 @@ from torch import Tensor
 
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.mechanisms.patterned import CombinedOptions, Patterned, combine
-from subquad.ops.sparse.cache import SparseState
 from subquad.ops.sparse.patterns import Local, Pattern
 from subquad.ops.sparse.patterns import Strided as Stride
-
-
-class State(SparseState):
-    """Its own type: the cache of one pattern means nothing to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +29,6 @@ class Options(CombinedOptions):
 
 
 class Strided(Patterned):
-    state_type = State
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.5
     small = ({"stride": 6}, {"stride": 5, "combine": "interleave", "layer": 1}, {"stride": 7, "combine": "heads"})

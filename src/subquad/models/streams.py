@@ -101,10 +101,9 @@ class Streams:
 
     def step(self) -> dict[int, int]:
         """One token for every running stream, by id; `logprobs` then holds theirs."""
-        with self._alone():
+        with self._alone(), torch.no_grad():
             return self._step() if self.slot_of else {}
 
-    @torch.no_grad()
     def _step(self) -> dict[int, int]:
         self.whole = False
         if self.free:

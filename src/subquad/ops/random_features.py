@@ -38,13 +38,7 @@ class Exponents(NamedTuple):
 
 
 def draw_directions(
-    heads: int,
-    count: int,
-    width: int,
-    generator: torch.Generator | None = None,
-    *,
-    orthogonal: bool = True,
-    norms: Norms = "chi",
+    heads: int, count: int, width: int, generator: torch.Generator | None, orthogonal: bool = True, norms: Norms = "chi"
 ) -> Tensor:
     """`count` random directions per head, [H, M, K] in float32.
 

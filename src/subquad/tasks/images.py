@@ -36,10 +36,6 @@ class Set(NamedTuple):
     published: tuple[tuple[int, int], ...]  # pictures for training and testing, for each release of the set
     values: int = 256
 
-    @property
-    def length(self) -> int:
-        return math.prod(self.shape)
-
 
 SETS = {
     "mnist": Set((28, 28), 8, ((60_000, 10_000),)),
@@ -97,7 +93,7 @@ class Images(Task):
         known = SETS[self.set]
         given: dict[str, Any] = {
             "vocab": known.values + 1,
-            "max_length": known.length,
+            "max_length": math.prod(known.shape),
             "depth": known.depth,
             "mixture": COMPONENTS if known.values == logistic_mixture.VALUES else None,
             **fields,

@@ -19,10 +19,6 @@ LSTM_FIELDS = _names(LSTMConfig, EmbeddingConfig) - {"positions", "shape"}
 TRANSFORMER_ONLY = _names(TransformerConfig, EmbeddingConfig) - LSTM_FIELDS - {"mechanism"}
 
 
-def is_lstm(mechanism: Any) -> bool:
-    return bool(mechanism == "lstm")
-
-
 def make_kind(
     transformer: type[Model],
     fields: Mapping[str, Any],
@@ -35,7 +31,7 @@ def make_kind(
 
     An LSTM ignores a task's `defaults` that it does not know, such as heads=8. It refuses those that the user chose.
     """
-    if not is_lstm(fields.get("mechanism")):
+    if fields.get("mechanism") != "lstm":
         return transformer(**{**given, **fields})
     known = {
         name: value

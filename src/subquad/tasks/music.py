@@ -22,7 +22,7 @@ from torch import nn
 from subquad.checks import at_least, check_count, counts, one_of, refuse
 from subquad.data import audio, music
 from subquad.data.midi import require_mido
-from subquad.data.text import Corpus, Windows
+from subquad.data.text import Windows
 from subquad.disk import check_folder
 from subquad.machine import free_bytes
 from subquad.models import LanguageModel
@@ -119,9 +119,7 @@ class Music(Task):
         return Written(written)
 
 
-@lru_cache(maxsize=1)
-def _sound(path: str | None, rate: int) -> Corpus:
-    return music.sound(path, rate)
+_sound = lru_cache(maxsize=1)(music.sound)
 
 
 @lru_cache(maxsize=1)

@@ -137,7 +137,14 @@ def write_png(
     shape = image_shape(model, options.shape, known)
     if shape is None:
         raise ValueError("neither this model nor its card says what shape its images have: pass it, as --shape 28x28")
-    _check_memory(count, shape)
+    check_count("count", count)
+    # tokens of 8 bytes, and enlarged pixels: more images than that do not fit into memory as a sheet
+    size = 16 * math.prod(shape) * (1 + _enlargement(shape) ** 2)
+    most = free_bytes("cpu") // size
+    if most < 1:
+        refuse("shape", "x".join(map(str, shape)), f"a smaller one: an image takes {size:,} bytes of memory")
+    if count > most:
+        refuse("count", count, f"at most {most:,} at this shape: more do not fit into memory")
     shades = min(values_of(model), (model.config.embedding.vocab or 0) - 1)
     upper = None if options.complete is None else read_upper(options.complete, shape, shades)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -155,17 +162,6 @@ def write_png(
     save_sheet(images, shades, out)
     console.print(f"{count} images, {rate:.1f} images/s: {out}", soft_wrap=True)
     return Written([out], rate)
-
-
-def _check_memory(count: int, shape: Shape) -> None:
-    """Refuse more images than fit into memory as a sheet, however fast they are written."""
-    check_count("count", count)
-    size = 16 * math.prod(shape) * (1 + _enlargement(shape) ** 2)  # tokens of 8 bytes, and enlarged pixels
-    most = free_bytes("cpu") // size
-    if most < 1:
-        refuse("shape", "x".join(map(str, shape)), f"a smaller one: an image takes {size:,} bytes of memory")
-    if count > most:
-        refuse("count", count, f"at most {most:,} at this shape: more do not fit into memory")
 
 
 def _enlargement(shape: tuple[int, ...]) -> int:

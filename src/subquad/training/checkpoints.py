@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from subquad.disk import read_sealed, write_sealed
+from subquad.disk import read_sealed, write_sealed, write_whole
 from subquad.training import sharded
 from subquad.training.distributed import Ranks
 from subquad.training.history import METRICS
@@ -87,7 +87,7 @@ def write(
             write_tensors(part / TENSORS, tensors)
         if ranks.first:
             for name, data in (files or {}).items():
-                _write_synced(part / name, data)
+                write_whole(part / name, data)
             made = sorted(part.iterdir())
             seals = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in made}
             state = {"format": FORMAT, "step": step, "facts": dict(facts), "files": seals}
@@ -188,7 +188,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _write_synced(file, save(plain))
+    write_whole(file, save(plain))
 
 
 @torch.no_grad()
@@ -209,13 +209,6 @@ def copy_into(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], sour
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_directory(path: Path) -> None:

@@ -101,11 +101,7 @@ class RunConfig(Config):
 
         Unknown keys of training and data are refused here, those of the model when it is built.
         """
-        parts: dict[str, dict[str, Any]] = {
-            "data": dict(self.data),
-            "model": dict(self.model),
-            "training": self.training.to_dict(),
-        }
+        parts = {"data": dict(self.data), "model": dict(self.model), "training": self.training.to_dict()}
         for setting in settings:
             path, value = parse(setting)
             part, *keys = path

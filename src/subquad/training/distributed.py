@@ -164,12 +164,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, to be sharded one by one; none if they share parameters or are reversible, as reversible
     layers are not called as modules."""
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
-    if any(getattr(getattr(module, "config", None), "reversible", False) for module in model.modules()):
-        return []
-    seen: set[int] = set()
-    for block in blocks:
-        own = {id(p) for p in block.parameters()}
-        if own & seen:
-            return []
-        seen |= own
-    return blocks
+    reversible = any(getattr(getattr(module, "config", None), "reversible", False) for module in model.modules())
+    parameters = [p for block in blocks for p in block.parameters()]
+    return [] if reversible or len(set(parameters)) < len(parameters) else blocks

@@ -38,21 +38,10 @@ def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
 
 
 def deferred_linear_attention_step(
-    q_t: Tensor,
-    k_t: Tensor,
-    v_t: Tensor,
-    s: Tensor,
-    z: Tensor,
-    queue: Queue,
-    position: Tensor,
-    *,
-    feature_map: str = "elu+1",
-    normalize: bool = True,
-    eps: float = 1e-6,
+    q_t: Tensor, k_t: Tensor, v_t: Tensor, s: Tensor, z: Tensor, queue: Queue, position: Tensor, spec: Spec
 ) -> Tensor:
     """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed."""
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
-    spec = Spec(True, feature_map, FEATURE_MAPS[feature_map].signed, normalize, eps)
     return torch.ops.subquad.linear_attention_step_deferred(q_t, k_t, v_t, s, z, *queue, position, *spec)
 
 

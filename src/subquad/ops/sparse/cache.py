@@ -61,6 +61,7 @@ class SparseCache:
             self.pinned = max((atom.tokens for atom in atoms if isinstance(atom, Global)), default=0)
             self.ring = max(map(_newest, atoms))
             self.block, self.columns = shapes.pop() if shapes else (1, 0)
+        self.growing = self.columns > 0
         # the keys of patterns that differ only in the head of their draws are looked up together
         self.families: dict[Pattern, list[tuple[int, Pattern]]] = {}
         for pattern in dict.fromkeys(self.patterns):
@@ -91,7 +92,7 @@ class SparseCache:
             k, v = append(state.k, k, state.position), append(state.v, v, state.position)
             return state._replace(k=k, v=v, position=after)
         caches = [state.k, state.v]
-        if self.columns:
+        if self.growing:
             used = self.pinned + self.ring + (after + self.block - 1) // self.block * self.columns
             caches = [with_room(cache, used, 0) for cache in caches]
         held = self._per_head(lambda p: self._held(p, caches[0].shape[1], after))  # [B, C, H or 1]

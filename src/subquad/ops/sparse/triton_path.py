@@ -303,15 +303,11 @@ def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
         lengths = torch.full((B,), T, device=device) if lengths is None else lengths
         key_lengths = torch.full((B,), S, device=device) if key_lengths is None else key_lengths
         both = lengths.clamp(max=T), key_lengths.clamp(max=S)
-    q, k, v = (_dense_rows(t) for t in x[:3])
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in x[:3])
     drawn = (0, 0, 0) if random is None else (*_shared_strides(random.table), random.table.shape[2])
     sizes, strides = (B, T, S, H, Hkv, x.q.shape[3]), tuple(t.stride()[:3] for t in (q, k, v))
     kind = Kind(sizes, strides, q.dtype, spec, work, both is not None, firsts is not None, drawn)
     return Call(x._replace(q=q, k=k, v=v), kind, both, random, firsts)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -347,7 +343,7 @@ def backward(
     # the backward of torch's attention takes no gradient of the log-sum-exp
     call = _call(x, spec, split_off=dlse is None)
     q, (B, T, S, H, Hkv, D) = call.x.q, call.kind.sizes
-    do = _dense_rows(do)
+    do = do if do.stride(-1) == 1 else do.contiguous()
     lse = lse.transpose(1, 2).contiguous()  # [B, H, T]
     dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
     given = Given(o, lse, do, dlse, torch.empty(*lse.shape, 2, device=q.device, dtype=lse.dtype))

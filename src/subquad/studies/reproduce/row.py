@@ -18,7 +18,7 @@ from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import Quality, ReproducedTable, TableBudget, TrainedRow, save
 from subquad.tasks import TASKS
 from subquad.tasks.configure import configure
-from subquad.tasks.kinds import TRANSFORMER_ONLY, is_lstm
+from subquad.tasks.kinds import TRANSFORMER_ONLY
 from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
@@ -100,7 +100,7 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
 
 def without(row: Row, budget: Budget) -> list[str]:
     """Settings of the call that this row cannot have: an LSTM has no heads."""
-    if not is_lstm(row.mechanism):
+    if row.mechanism != "lstm":
         return []
     keys = {setting: parse(setting)[0] for setting in budget.given}
     return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in TRANSFORMER_ONLY]

@@ -16,7 +16,6 @@ from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, 
 from subquad.measure.growth import Growth, amount, exponent
 from subquad.mechanisms import build, mechanism
 from subquad.studies.results import Json, ScalingRow, to_json
-from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
 from subquad.training.task import Batch, Loss, Task
@@ -45,7 +44,7 @@ class Contender(Subject):
     def __init__(self, label: str, shape: Shape):
         super().__init__("linear", shape)  # for the input and the gradient
         (name, options), self.name = CONTENDERS[label], label
-        if is_lstm(name):
+        if name == "lstm":
             self.mix: Any = Recurrent(shape.dim, shape.dim, batch_first=True)
         else:
             self.mix = build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
@@ -103,7 +102,7 @@ def _measure(row: ScalingRow, shape: Shape, samples: int) -> None:
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
     """ms of a training step, by what a sample took at the length before."""
     name, _ = CONTENDERS[label]
-    if is_lstm(name):  # whose steps wait for each other, however many samples make them
+    if name == "lstm":  # whose steps wait for each other, however many samples make them
         return grown(ms * samples, before, length, 1.0)
     return grown(ms, before, length, mechanism(name).exponent) * batch
 
