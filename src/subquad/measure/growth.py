@@ -102,12 +102,9 @@ def usual_softmax(
 def steady_times(
     rows: Sequence[Row], name: str, cost: str = "training_ms", ratio: str = "training_ratio"
 ) -> tuple[list[int], list[float]]:
-    """(lengths, training times) of a mechanism as its ratio to softmax times what softmax usually took at that length.
-
-    Machines change speed from one minute to the next; the ratio was measured within a second, and what softmax usually
-    took is the median over the whole run. Where there is no ratio it is the time itself. `cost` and `ratio` name other
-    fields that come in such a pair.
-    """
+    """(lengths, training times) of a mechanism as its ratio to softmax times what softmax usually took at that length:
+    machines change speed from one minute to the next, but the ratio was measured within a second. Where there is no
+    ratio it is the time itself. `cost` and `ratio` name other fields that come in such a pair."""
     usual = usual_softmax(rows, cost, ratio)
     times = {}
     for row in sorted(rows, key=lambda row: row.length):

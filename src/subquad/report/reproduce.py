@@ -1,6 +1,6 @@
 """A reproduced table: ours beside the published figures, in the terminal and as a plot."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,14 +57,13 @@ def not_run(results: ReproducedTable) -> dict[str, float]:
     return {name: value for name, value in results.published.items() if name not in results.results}
 
 
-def cost_of(milliseconds: float, peak: float) -> str:
-    return f"{number(milliseconds).shown} ms, {number(peak / 1e6).shown} MB"
-
-
 def _cells(row: TrainedRow) -> Iterator[str]:
     published, metric = row.published, row.metric
     if row.longest and row.training_ms is not None and row.peak_bytes is not None:
-        yield f"N = {row.longest:,}: {cost_of(row.training_ms, row.peak_bytes)}{_growth(row.growth or {})}"
+        cost = f"{number(row.training_ms).shown} ms, {number(row.peak_bytes / 1e6).shown} MB"
+        time, memory = ((row.growth or {}).get(key) for key in ("time", "memory"))
+        growth = "" if time is None else f"; time as N^{time:.2f}, memory as N^{memory:.2f}"
+        yield f"N = {row.longest:,}: {cost}{growth}"
         yield f"N = {published['longest']:,.0f}" if "longest" in published else "-"
     else:
         yield "unfinished" if row.unfinished else "-" if row.value is None else f"{row.value:.4g} {metric}"
@@ -76,11 +75,6 @@ def _cells(row: TrainedRow) -> Iterator[str]:
     epoch = f"; {row.seconds_per_epoch:,.1f} s an epoch{theirs}" if (row.epochs or 0) > PARTLY else ""
     cold = ", warm-up counted" if row.warm_up_counted else ""
     yield "-" if row.examples_per_second is None else f"{row.examples_per_second:,.0f}/s{epoch}{cold}"
-
-
-def _growth(exponents: Mapping[str, Any]) -> str:
-    time, memory = (exponents.get(key) for key in ("time", "memory"))
-    return "" if time is None else f"; time as N^{time:.2f}, memory as N^{memory:.2f}"
 
 
 def copy_to(results: ReproducedTable, path: Path) -> None:

@@ -91,7 +91,10 @@ def read(paths: Iterable[Path]) -> list[Run]:
         runs += [training_runs.load(path)] if trained else []
         if not trained or (path / "results.json").is_file():
             loaded = [_load(file) for file in _files(path)]
-            figures = [run for run in loaded if _holds_figures(run.data)]  # a folder may hold other JSON too
+            # a folder may hold other JSON too: figures name their kind, or the machine they were measured on
+            figures = [
+                r for r in loaded if isinstance(r.data.get("kind"), str) or {"machine", "device"} & r.data.keys()
+            ]
             if not figures:
                 refuse("RUN", str(path), FIGURES)
             runs += figures
@@ -148,11 +151,6 @@ def _load(file: Path) -> Run:
     run = Run(file.resolve().parent.name if file.name == "results.json" else file.stem, file, read_object(file))
     run.figures  # noqa: B018 -- read now, so that damage is refused before anything is shown
     return run
-
-
-def _holds_figures(data: Json) -> bool:
-    """Every file of figures names its kind, or the machine it was measured on."""
-    return isinstance(data.get("kind"), str) or any(key in data for key in ("machine", "device"))
 
 
 def _with_distinct_names(runs: list[Run]) -> list[Run]:

@@ -131,8 +131,9 @@ class Bench:
         length, spent = before.length, before.training_ms.low / 1000
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
         if expected > limit:
+            about = f"{expected:.2g}" if expected < 99.5 else f"{expected:,.0f}"  # never a power of ten
             raise Skip(
-                f"too slow: a training step took {spent:.2g} s at T = {length}, so about {_seconds(expected)} s here; "
+                f"too slow: a training step took {spent:.2g} s at T = {length}, so about {about} s here; "
                 f"the limit is {limit:g} s"
             )
 
@@ -168,11 +169,6 @@ def _build(name: str, shape: Shape) -> Subject:
         return Subject(name, shape)
     except ValueError as error:  # a shape that this mechanism does not take
         raise Skip(str(error)) from None
-
-
-def _seconds(value: float) -> str:
-    """Two digits, and never a power of ten."""
-    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
 
 
 def begin(setup: dict[str, Any]) -> Callable[[Job], Event]:

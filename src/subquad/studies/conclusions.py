@@ -72,22 +72,18 @@ def _quality(quality: Sequence[Quality]) -> str:
     figure = f"{_value(best):.2f} ± {2 * (best.standard_error or 0):.2f} {best.metric} on unseen {best.task}"
     if not others:
         return f"Quality: {best.mechanism} alone was trained, and reaches {figure} after {best.steps:,} steps."
-    near: list[str] = []
-    behind: dict[str, float] = {}
-    for other in others:
-        gap, noise = _value(other) - _value(best), math.hypot(other.standard_error or 0, best.standard_error or 0)
-        if gap <= 2 * noise:
-            near.append(other.mechanism)
-        else:
-            behind[other.mechanism] = gap
+    noise = {q.mechanism: 2 * math.hypot(q.standard_error or 0, best.standard_error or 0) for q in others}
+    gaps = {q.mechanism: _value(q) - _value(best) for q in others}
+    near = [name for name, gap in gaps.items() if gap <= noise[name]]
+    behind = {name: gap for name, gap in gaps.items() if name not in near}
     parts = []
     if near:
         names = _list(near) if behind else "all others"
         parts.append(f"{names} {'is' if len(near) == 1 and behind else 'are'} within the noise of that")
     if behind:
-        gaps = list(dict.fromkeys(f"{gap:.2f}" for gap in (min(behind.values()), max(behind.values()))))
+        ends = dict.fromkeys(f"{gap:.2f}" for gap in (min(behind.values()), max(behind.values())))
         names = "all others" if not near and len(behind) > 1 else _list(list(behind))
-        parts.append(f"{names} {'is' if len(behind) == 1 else 'are'} {' to '.join(gaps)} behind")
+        parts.append(f"{names} {'is' if len(behind) == 1 else 'are'} {' to '.join(ends)} behind")
     return (
         f"Quality: after {best.steps:,} steps each, {best.mechanism} learned best, {figure}; "
         f"{'; '.join(parts)} (one training each)."

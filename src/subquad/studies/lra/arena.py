@@ -194,7 +194,10 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
     """The answers as they come, from at most `arena.jobs` workers; jobs that time is too short for have none."""
     count = max(1, min(arena.jobs, len(todo)))
-    workers = [_worker(arena, count) for _ in range(count)]
+    # on a GPU one thread each is enough to issue the work
+    threads = max(1, (os.cpu_count() or 1) // count) if arena.place == "cpu" else 1
+    setup, environment = {"device": arena.place, "threads": threads}, {"OMP_NUM_THREADS": str(threads)}
+    workers = [Worker("subquad.studies.lra.worker", setup, environment) for _ in range(count)]
     free = queue.SimpleQueue[Worker]()
     for worker in workers:
         free.put(worker)
@@ -211,8 +214,8 @@ def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> 
         finally:
             free.put(worker)
 
-    threads = ThreadPoolExecutor(count)
-    futures = [threads.submit(ask, job) for job in todo]
+    pool = ThreadPoolExecutor(count)
+    futures = [pool.submit(ask, job) for job in todo]
     try:
         yield from (answer for future in as_completed(futures) if (answer := future.result()) is not None)
     except BaseException:
@@ -225,14 +228,7 @@ def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> 
     finally:
         for worker in workers:
             worker.close()
-        threads.shutdown()
-
-
-def _worker(arena: Arena, count: int) -> Worker:
-    """One of `count` that train side by side. On a GPU one thread each is enough to issue the work."""
-    threads = max(1, (os.cpu_count() or 1) // count) if arena.place == "cpu" else 1
-    setup = {"device": arena.place, "threads": threads}
-    return Worker("subquad.studies.lra.worker", setup, {"OMP_NUM_THREADS": str(threads)})
+        pool.shutdown()
 
 
 def _same(run: ArenaRun, job: Json) -> bool:

@@ -50,9 +50,8 @@ def reproduce(
     samples: int = 0,
     draw: Draw | None = None,
 ) -> ReproducedTable:
-    """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds.
-
-    Its "failed" names what was asked for and is not there, with the reason.
+    """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds, in which
+    "failed" names what was asked for and is not there, with the reason.
 
     timing   whether iterations of whole models are timed too; None: on a GPU
     samples  images or pieces of music that each trained model then writes
