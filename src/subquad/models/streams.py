@@ -142,7 +142,7 @@ class Streams:
         """Keep other threads from the states meanwhile; RuntimeError if an interrupted step left them half written."""
         with self.lock, evaluating(self.model, self.modules):
             if not self.whole:
-                raise RuntimeError("a step was interrupted while it wrote the states: start again with a new Streams")
+                raise RuntimeError("an interrupted step left half-written states: admit the streams to a new Streams")
             yield
 
     def _slot(self, id: int) -> int:
