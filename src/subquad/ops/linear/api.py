@@ -2,7 +2,8 @@
 
 Causal sums run in chunks: inside a chunk of C tokens the masked scores are a small matrix, and between chunks one state
 (s and z) is handed on, so time is O(T·(C + M)·V) and nothing of size [T, T] exists. Gates, and the borders of packed
-sequences, only change how a state travels from chunk to chunk: it is multiplied by exp(g), or by zero.
+sequences, only change how a state travels from chunk to chunk: it is multiplied by exp(g), or by zero. Other rules of
+how a token changes the sums, such as the delta rule, stand in rules.py.
 
 Legend: B batch, T queries, S keys, H heads, K key width, M features, V value width.
 """
@@ -19,9 +20,11 @@ from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import check_attention, readable, shape_of, zero_padding
-from subquad.ops.linear import chunked
+from subquad.ops.linear import chunked, rule_chunked, rule_fused
 from subquad.ops.linear.operators import attend, fused_step
-from subquad.ops.linear.spec import Inputs, Spec
+from subquad.ops.linear.rule_operators import recur
+from subquad.ops.linear.rules import RuleName, check_beta, check_gate, rule_of
+from subquad.ops.linear.spec import Inputs, RuleInputs, Spec
 from subquad.ops.precision import uncast, wide, wide_type
 
 Map = str | Callable[[Tensor], Tensor]
@@ -49,13 +52,15 @@ def linear_attention(
     v: Tensor,
     *,
     causal: bool = True,
-    feature_map: Map = "elu+1",
-    normalize: bool = True,
+    rule: RuleName | None = None,
+    feature_map: Map | None = None,
+    normalize: bool | None = None,
     eps: float = 1e-6,
     lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     log_gate: Tensor | None = None,
+    beta: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: bool = False,
     impl: Impl = "auto",
@@ -64,15 +69,25 @@ def linear_attention(
 
     S may differ from T when not causal. Sums, states and denominators are at least float32.
 
-    feature_map    a name of FEATURE_MAPS or a callable [..., K] -> [..., M], applied to q and k
-    normalize      divide by d = φ(q)·z: by d + eps for positive maps, by sign(d)·max(|d|, eps) for signed ones
+    rule           how a token changes the sums: "linear", "gated", "delta" or "gated_delta", as rules.py defines them;
+                   None means "gated" where log_gate is given and "linear" otherwise
+    feature_map    a name of FEATURE_MAPS or a callable [..., K] -> [..., M], applied to q and k; None means "elu+1", or
+                   "identity" for the delta rules, which are stable where |φ(k)| <= 1: that is up to you
+    normalize      divide by d = φ(q)·z: by d + eps for positive maps, by sign(d)·max(|d|, eps) for signed ones; None
+                   means True, or False for the delta rules
     lengths        [B] right padding of q, k and v alike: padded keys add nothing, padded outputs are zero, the state is
                    the one at the row's own length. Where T differs from S it is taken as key_lengths
     key_lengths    [B] right padding of keys and values alone, for cross-attention, where T may equal S by chance
     cu_seqlens     [N+1] rising from 0 to T: B is 1 and holds N sequences one after the other; states are [N, ...]
-    log_gate       [B, T, H] <= 0, causal only: S_t = exp(g_t) S_{t-1} + φ(k_t) v_tᵀ, z likewise; -inf forgets all
-    initial_state  added to the sums, decayed by the gates
+    log_gate       [B, T, H] or [B, T, H, M] <= 0, causal only: S_t = exp(g_t) S_{t-1} + φ(k_t) v_tᵀ, z likewise; -inf
+                   forgets all
+    beta           [B, T, H] in [0, 2], for the delta rules: how far a token moves what its key reads towards its value
+    initial_state  added to the sums, decayed by the gates. With a delta rule or a gate for each channel, z is used and
+                   changed only where normalize is on
     """
+    means = rule_of(rule, causal, log_gate, beta)
+    feature_map = means.feature_map if feature_map is None else feature_map
+    normalize = means.normalize if normalize is None else normalize
     phi = find_map(feature_map)
     check_attention(q, k, v, causal, lengths, key_lengths)
     if k.shape[3] != q.shape[3]:
@@ -82,10 +97,10 @@ def linear_attention(
         if lengths is not None or key_lengths is not None:
             raise ValueError("cu_seqlens and lengths together: accepted is a pack or a padded batch")
         _check_pack(cu_seqlens, q, k)
-    if log_gate is not None:
-        if not causal:
-            raise ValueError("log_gate with causal=False: accepted is causal=True, since a decay needs an order")
-        _check_gate(log_gate, q, "[B, T, H]")
+    if beta is not None or (log_gate is not None and log_gate.dim() == 4):
+        return _follow_rule(q, k, v, log_gate, beta, lengths, cu_seqlens, initial_state, phi, normalize, eps, impl,
+                            return_state)  # fmt: skip
+    _check_rule_inputs(log_gate, None, q, "[B, T, H]")
     spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
@@ -104,6 +119,32 @@ def linear_attention(
     return (o, LinearState(s, z)) if return_state else o
 
 
+def _follow_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, lengths: Tensor | None,
+    cu_seqlens: Tensor | None, initial_state: LinearState | None, phi: FeatureMap, normalize: bool, eps: float,
+    impl: Impl, return_state: bool,
+) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
+    """linear_attention by a rule that multiplies the state by a matrix. z is a column of s, for values of one."""
+    shape, dtype = q.shape, v.dtype
+    q, k = phi.apply(q), phi.apply(k)
+    _check_features(q, k, v, shape)
+    _check_rule_inputs(log_gate, beta, q, "[B, T, H]")
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    s, z = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
+    if normalize:
+        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+        s = None if s is None or z is None else torch.cat((s, z[..., None]), -1)
+    x = RuleInputs(q, k, v, log_gate, beta, lengths, cu_seqlens, s)
+    o, s = recur(x, normalize, choose(impl, "linear_attention", q, rule_fused.unsupported(x)))
+    if normalize:
+        d = chunked.divisor_of(o[..., -1:], phi.signed, eps)
+        o = chunked.saturate(o[..., :-1] / d, dtype).to(dtype)
+        s, z = s[..., :-1], s[..., -1]
+    if not return_state:
+        return o
+    return o, LinearState(s, s.new_zeros(s.shape[:-1]) if z is None else z)
+
+
 @checked
 def linear_attention_step(
     q_t: Tensor,
@@ -111,17 +152,23 @@ def linear_attention_step(
     v_t: Tensor,
     state: LinearState,
     *,
-    feature_map: Map = "elu+1",
-    normalize: bool = True,
+    rule: RuleName | None = None,
+    feature_map: Map | None = None,
+    normalize: bool | None = None,
     eps: float = 1e-6,
     log_gate: Tensor | None = None,
+    beta: Tensor | None = None,
     inplace: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, LinearState]:
-    """One token, causal: q_t, k_t [B, H, K], v_t [B, H, V], log_gate [B, H] -> o [B, H, V] and the new state.
+    """One token, causal: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V] and the new state.
 
-    The old state is left alone unless `inplace`, which writes the new one over it and returns it.
+    log_gate is [B, H] or [B, H, M], beta [B, H], the rest as for `linear_attention`. The old state is left alone unless
+    `inplace`, which writes the new one over it and returns it.
     """
+    means = rule_of(rule, True, log_gate, beta)
+    feature_map = means.feature_map if feature_map is None else feature_map
+    normalize = means.normalize if normalize is None else normalize
     phi = find_map(feature_map)
     check_heads("[B, H, D]", q_t=q_t, k_t=k_t, v_t=v_t)
     if k_t.shape != q_t.shape:
@@ -129,13 +176,16 @@ def linear_attention_step(
     if v_t.shape[:2] != q_t.shape[:2]:
         raise ValueError(f"v_t has shape {tuple(v_t.shape)}, q_t {tuple(q_t.shape)}: accepted is one batch and heads")
     check_eps(eps)
-    if log_gate is not None:
-        _check_gate(log_gate, q_t, "[B, H]")
-    if phi.fused is None:
+    follows = beta is not None or (log_gate is not None and log_gate.dim() == 3)
+    if phi.fused is None or follows:
         shape = q_t.shape
         q_t, k_t = phi.apply(q_t), phi.apply(k_t)
         _check_features(q_t, k_t, v_t, shape)
+    _check_rule_inputs(log_gate, beta, q_t, "[B, H]")
     s, z = _check_state("state", state, q_t.shape[0], q_t, v_t)
+    if follows:
+        o, s, z = rule_chunked.step(q_t, k_t, v_t, log_gate, beta, s, z, normalize, phi.signed, eps, inplace)
+        return o, LinearState(s, z)
     spec = Spec(True, _name_of(phi, feature_map), phi.signed, normalize, eps)
     triton = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton"
     o, s, z = (fused_step if triton else chunked.step)(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
@@ -202,14 +252,11 @@ def _check_pack(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
             raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
 
 
-def _check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
-    shape = tuple(q.shape[:-1])
-    if log_gate.shape != shape or not log_gate.is_floating_point() or log_gate.device != q.device:
-        accepted = f"floating point numbers of shape {letters} = {shape} on {q.device}"
-        raise ValueError(f"log_gate is {shown(log_gate)}: accepted are {accepted}")
-    check_strided("log_gate", log_gate)
-    if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
-        raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
+def _check_rule_inputs(log_gate: Tensor | None, beta: Tensor | None, q: Tensor, letters: str) -> None:
+    if log_gate is not None:
+        check_gate(log_gate, q, letters)
+    if beta is not None:
+        check_beta(beta, q, letters)
 
 
 def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:

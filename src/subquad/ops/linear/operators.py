@@ -37,7 +37,7 @@ def attend(x: Inputs, spec: Spec, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     return o, s, z
 
 
-def _operator(name: str, inputs: str, results: int, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+def operator(name: str, inputs: str, results: int, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
     returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     torch.library.define(f"subquad::{name}", f"({inputs}) -> {returned}")
     torch.library.impl(f"subquad::{name}", "CompositeExplicitAutograd", run)
@@ -48,7 +48,7 @@ def _joined(args: Sequence[Any]) -> tuple[Inputs, Spec, Sequence[Any]]:
     return Inputs(*args[:_N]), Spec(*args[_N : _N + _M]), args[_N + _M :]
 
 
-def _filled(like: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def filled(like: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """An operator returns tensors: empty ones for None."""
     return tuple(like.new_empty((0,), dtype=fused.state_type(like)) if t is None else t for t in tensors)
 
@@ -59,15 +59,15 @@ def _forward(*args: Any) -> Any:
 
 
 def _forward_filled(*args: Any) -> tuple[Tensor, ...]:
-    return _filled(args[0], _forward(*args))
+    return filled(args[0], _forward(*args))
 
 
 def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
     x, spec, (impl, save) = _joined(args)
-    return _filled(x.q, _PATHS[impl].outputs(x, spec, save))
+    return filled(x.q, _PATHS[impl].outputs(x, spec, save))
 
 
-_operator("linear_attention", f"{INPUTS}, {SPEC}, str impl, bool save", 5, _forward_filled, _forward_shapes)
+operator("linear_attention", f"{INPUTS}, {SPEC}, str impl, bool save", 5, _forward_filled, _forward_shapes)
 
 
 def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> Any:
@@ -76,11 +76,11 @@ def _backward(do: Tensor, ds: Tensor | None, dz: Tensor | None, *args: Any) -> A
 
 
 def _backward_filled(*args: Any) -> tuple[Tensor, ...]:
-    return _filled(args[0], _backward(*args))
+    return filled(args[0], _backward(*args))
 
 
 def _backward_shapes(do: Tensor, _ds: Tensor | None, _dz: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return _filled(do, [None if t is None else t.new_empty(t.shape) for t in _differentiable(args)])
+    return filled(do, [None if t is None else t.new_empty(t.shape) for t in _differentiable(args)])
 
 
 def _differentiable(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -90,7 +90,7 @@ def _differentiable(inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
 
 _GIVEN, _DONE = "Tensor do, Tensor? ds, Tensor? dz", "Tensor o, Tensor s, Tensor z, Tensor kept, Tensor states"
 _GRADIENTS = f"{_GIVEN}, {INPUTS}, {SPEC}, str impl, {_DONE}"
-_operator("linear_attention_backward", _GRADIENTS, 6, _backward_filled, _backward_shapes)
+operator("linear_attention_backward", _GRADIENTS, 6, _backward_filled, _backward_shapes)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -109,7 +109,7 @@ def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, dz: Tensor | None,
     if ctx.spec[-1] == "triton" and _eager(do):
         grads = _backward(do, ds, dz, *inputs, *ctx.spec, *done)
     else:
-        grads = torch.ops.subquad.linear_attention_backward(do, ds, dz, *inputs, *ctx.spec, *_filled(do, done))
+        grads = torch.ops.subquad.linear_attention_backward(do, ds, dz, *inputs, *ctx.spec, *filled(do, done))
         grads = tuple(None if t is None else g for t, g in zip(_differentiable(inputs), grads, strict=True))
     dq, dk, dv, dg, ds0, dz0 = grads
     return dq, dk, dv, dg, None, None, ds0, dz0, *[None] * (_M + 2)
@@ -183,9 +183,9 @@ def _output_shape(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor s, Tensor z"
-_operator("linear_attention_step", f"{_STEP}, {SPEC}", 3, _step, _step_shapes)
+operator("linear_attention_step", f"{_STEP}, {SPEC}", 3, _step, _step_shapes)
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z"
-_operator("linear_attention_step_", f"{_STEP}, {SPEC}", 1, _step_inplace, _output_shape)
+operator("linear_attention_step_", f"{_STEP}, {SPEC}", 1, _step_inplace, _output_shape)
 _QUEUE = "Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position"
 _STEP = f"Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, {_QUEUE}"
-_operator("linear_attention_step_deferred", f"{_STEP}, {SPEC}", 1, _step_deferred, _output_shape)
+operator("linear_attention_step_deferred", f"{_STEP}, {SPEC}", 1, _step_deferred, _output_shape)
