@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
+from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
 
 
 @triton.jit
@@ -53,68 +54,13 @@ def _rows(x, COLS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _mask(left, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    m = (tl.arange(0, ROWS) < left)[:, None]
-    if D % COLS != 0:
-        m = m & ((d0 + tl.arange(0, COLS)) < D)[None, :]
-    return m
-
-
-@triton.jit
-def _load(
-    ptr, t, left, stride: tl.constexpr, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EVEN: tl.constexpr, other=0.0,
-):  # fmt: skip
-    """Rows t .. t + ROWS of a [T, D] array, `other` from `left` rows on. EVEN: there is nothing to mask."""
-    ptr += tl.cast(t, tl.int64) * stride
-    p = ptr + tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
-    if EVEN:
-        x = tl.load(p)
-    else:
-        x = tl.load(p, mask=_mask(left, d0, D, ROWS, COLS), other=other)
-    return x
-
-
-@triton.jit
 def _features(
     ptr, t, left, stride: tl.constexpr, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """φ of rows t .. t + ROWS, and zeros where there is no token: what is loaded there is where φ vanishes."""
-    x = _load(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN, phi_zero(MAP))
+    x = load_rows(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN, phi_zero(MAP))
     return phi(x.to(ACC), MAP)
-
-
-@triton.jit
-def _store(
-    ptr, x, t, left, stride: tl.constexpr, d0, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    ptr += tl.cast(t, tl.int64) * stride
-    if ptr.dtype.element_ty == tl.float16:
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)  # large but finite: an infinity would turn gradients into NaN
-    p = ptr + tl.arange(0, ROWS)[:, None] * stride + (d0 + tl.arange(0, COLS))[None, :]
-    if EVEN:
-        tl.store(p, x.to(ptr.dtype.element_ty))
-    else:
-        tl.store(p, x.to(ptr.dtype.element_ty), mask=_mask(left, d0, D, ROWS, COLS))
-
-
-@triton.jit
-def _column(ptr, t, left, stride, ROWS: tl.constexpr, ACC: tl.constexpr, other):
-    r = tl.arange(0, ROWS)
-    return tl.load(ptr + tl.cast(t, tl.int64) * stride + r * stride, mask=r < left, other=other).to(ACC)
-
-
-@triton.jit
-def _gate(ptr, t, left, stride, ROWS: tl.constexpr, ACC: tl.constexpr):
-    """log_gate of a chunk. Below the floor its exponential is zero anyway; sums stay small enough to subtract."""
-    g = _column(ptr, t, left, stride, ROWS, ACC, 0.0)
-    if ACC == tl.float64:
-        g = tl.maximum(g, -800.0)
-    else:
-        g = tl.maximum(g, -110.0)
-    return g
 
 
 @triton.jit
@@ -124,39 +70,6 @@ def _pull(do, o, w, eps, SIGNED: tl.constexpr):
     if SIGNED:
         p = tl.where(tl.abs(w) * eps < 0.999999, p, 0.0)
     return p
-
-
-@triton.jit
-def _locate(slot, cu, owner, lengths, T, L, NS, PACKED: tl.constexpr, LENGTHS: tl.constexpr):
-    """Slot -> sequence n, segment j, first token, tokens, tokens that are not padding, segments of n."""
-    if PACKED:
-        n = tl.load(owner + slot).to(tl.int32)
-        first = tl.load(cu + n).to(tl.int64)
-        size = (tl.load(cu + n + 1).to(tl.int64) - first).to(tl.int32)
-        j = slot - (first // L).to(tl.int32) - n
-        segments = tl.maximum((size + L - 1) // L, 1)
-        real = size
-    else:
-        n = slot // NS
-        j = slot % NS
-        first = n.to(tl.int64) * T
-        size = n * 0 + T
-        segments = n * 0 + NS
-        if LENGTHS:
-            real = tl.minimum(tl.load(lengths + n).to(tl.int32), size)
-        else:
-            real = size
-    return n, j, first, size, real, segments
-
-
-@triton.jit
-def _head(n, h, first, sb, st, sh, PACKED: tl.constexpr):
-    """Where head h of sequence n begins in an input with these strides."""
-    if PACKED:
-        at = first * st
-    else:
-        at = n.to(tl.int64) * sb
-    return at + h.to(tl.int64) * sh
 
 
 @triton.jit
@@ -193,15 +106,15 @@ def states(
     slot = pid // (NK * H)
     h = (pid // NK) % H
     k0 = (pid % NK) * BK
-    n, j, first, _, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    n, j, first, _, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
     if CAUSAL:
         if j == segments - 1:
             return
-    k += _head(n, h, first, kb, KT, kh, PACKED)
-    v += _head(n, h, first, vb, VT, vh, PACKED)
-    g += _head(n, h, first, gb, gt, gh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
     dk = k0 + tl.arange(0, BK)
     dv = tl.arange(0, BV)
     tile = dk[:, None] * V + dv[None, :]
@@ -218,9 +131,9 @@ def states(
     for t in range(start, stop, C):
         left = real - t
         f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
-        vx = _load(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
+        vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
         if GATED:
-            gate = _gate(g, t, left, gt, C, ACC)
+            gate = load_gate(g, t, left, gt, C, ACC)
             whole = tl.sum(gate, 0)
             f = f * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
             s = s * tl.exp(whole)
@@ -316,13 +229,13 @@ def forward(
     slot = pid // (NV * H)
     h = (pid // NV) % H
     v0 = (pid % NV) * BV
-    n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, QT, qh, PACKED)
-    k += _head(n, h, first, kb, KT, kh, PACKED)
-    v += _head(n, h, first, vb, VT, vh, PACKED)
-    g += _head(n, h, first, gb, gt, gh, PACKED)
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
     o += (first * H + h) * V
     inv += first * H + h
 
@@ -354,7 +267,7 @@ def forward(
             d = tl.sum(tl.dot(qx, zx, input_precision=PREC, out_dtype=ACC), 1) * zscale
         if CAUSAL:
             f = _features(k, t, left, KT, 0, MAP, K, C, BK, EVEN, ACC)
-            vx = _load(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
+            vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
             if not GATED:
                 z += tl.sum(f, 0)
@@ -363,7 +276,7 @@ def forward(
             sx, sscale = _fit(s, DOT)
             num = tl.dot(qx, tl.trans(sx), input_precision=PREC, out_dtype=ACC) * sscale
             if GATED:
-                gate = _gate(g, t, left, gt, C, ACC)
+                gate = load_gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
                 a = a * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
@@ -391,7 +304,7 @@ def forward(
             if SAVE:
                 if v0 == 0:
                     tl.store(inv + (tl.cast(t, tl.int64) + i) * H, w, mask=i < size - t)
-        _store(o, num, t, size - t, H * V, v0, V, C, BV, EVEN)
+        store_rows(o, num, t, size - t, H * V, v0, V, C, BV, EVEN)
 
     if CAUSAL:
         if j == segments - 1:
@@ -423,14 +336,14 @@ def backward_q(
     slot = pid // (NK * H)
     h = (pid // NK) % H
     k0 = (pid % NK) * BK
-    n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, QT, qh, PACKED)
-    k += _head(n, h, first, kb, KT, kh, PACKED)
-    v += _head(n, h, first, vb, VT, vh, PACKED)
-    g += _head(n, h, first, gb, gt, gh, PACKED)
-    do += _head(n, h, first, ob, OT, oh, PACKED)
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    do += head_of(n, h, first, ob, OT, oh, PACKED)
     o += (first * H + h) * V
     dq += (first * H + h) * K
     inv += first * H + h
@@ -464,15 +377,15 @@ def backward_q(
     begin = j * L
     stop = tl.minimum(begin + L, size)
     if NORM:  # Triton loads ahead what a dot takes, and that is not o
-        ox = _load(o, begin, real - begin, H * V, 0, V, C, BV, EVEN)
+        ox = load_rows(o, begin, real - begin, H * V, 0, V, C, BV, EVEN)
     for t in range(begin, stop, C):
         left = real - t
-        dox = _load(do, t, left, OT, 0, V, C, BV, EVEN)
+        dox = load_rows(do, t, left, OT, 0, V, C, BV, EVEN)
         if NORM:
-            w = _column(inv, t, left, H, C, ACC, 0.0)
+            w = load_column(inv, t, left, H, C, ACC, 0.0)
             p = _pull(dox, ox, w, eps, SIGNED)
             ahead = tl.minimum(t + C, stop - C) if EVEN else t + C
-            ox = _load(o, ahead, real - ahead, H * V, 0, V, C, BV, EVEN)
+            ox = load_rows(o, ahead, real - ahead, H * V, 0, V, C, BV, EVEN)
             if k0 == 0:
                 tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
         dox = dox.to(DOT)
@@ -487,7 +400,7 @@ def backward_q(
             back += tl.dot(px, zx, input_precision=PREC, out_dtype=ACC) * (pscale * zscale)
         if CAUSAL:
             f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
-            vx = _load(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
+            vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
             if not GATED:
                 z += tl.sum(f, 0)
@@ -496,7 +409,7 @@ def backward_q(
                 da += p[:, None]
             da = tl.where(i[:, None] >= i[None, :], da, 0.0)
             if GATED:
-                gate = _gate(g, t, left, gt, C, ACC)
+                gate = load_gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
                 back = back * tl.exp(age)[:, None]
@@ -514,7 +427,7 @@ def backward_q(
             back = back * w[:, None]
         if GATED:
             tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, tl.sum(f * back, 1), mask=i < size - t)
-        _store(dq, phi_pull(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
+        store_rows(dq, phi_pull(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
         if SUMS:
             if NORM:
                 f = f * w[:, None]
@@ -566,14 +479,14 @@ def backward_kv(
     h = (pid // (NK * NV)) % H
     k0 = (pid // NV % NK) * BK
     v0 = (pid % NV) * BV
-    n, j, first, size, real, segments = _locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
-    q += _head(n, h, first, qb, QT, qh, PACKED)
-    k += _head(n, h, first, kb, KT, kh, PACKED)
-    v += _head(n, h, first, vb, VT, vh, PACKED)
-    g += _head(n, h, first, gb, gt, gh, PACKED)
-    do += _head(n, h, first, ob, OT, oh, PACKED)
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    do += head_of(n, h, first, ob, OT, oh, PACKED)
     dk += (first * H + h) * K
     dv += (first * H + h) * V
     inv += first * H + h
@@ -619,17 +532,17 @@ def backward_kv(
             zx, zscale = _rows(rz, BK, DOT, ACC)
         if CAUSAL:
             rx, rscale = _fit(rs, DOT)
-            dox = _load(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
+            dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
             f = _features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
             if NORM:
-                f = f * _column(inv, t, left, H, C, ACC, 0.0)[:, None]
+                f = f * load_column(inv, t, left, H, C, ACC, 0.0)[:, None]
             fx, fscale = _fit(f, DOT)
             if NORM and DK:
-                p = _column(pull, t, left, H, C, ACC, 0.0)
+                p = load_column(pull, t, left, H, C, ACC, 0.0)
                 if not GATED:
                     px, pscale = _rows(p, C, DOT, ACC)
             if GATED:
-                gate = _gate(g, t, left, gt, C, ACC)
+                gate = load_gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
                 rest = tl.exp(tl.minimum(whole - age, 0.0))
@@ -654,9 +567,9 @@ def backward_kv(
                     gv = gv * rest[:, None]
                 ax, ascale = _fit(a, DOT)
                 gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
-            _store(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
+            store_rows(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
         if DK:
-            vx = _load(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
+            vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
             if GATED:
                 gk += after_z[None, :]
@@ -677,14 +590,14 @@ def backward_kv(
                 dax, dascale = _fit(da, DOT)
                 gk += tl.dot(dax, fx, input_precision=PREC, out_dtype=ACC) * (dascale * fscale)
             if GATED:
-                push = _column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f_k * gk, 1)
+                push = load_column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f_k * gk, 1)
                 here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
                 tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
                 carried += tl.sum(push, 0)
             gk = phi_pull(gk, f_k, MAP)
             if not EVEN:
                 gk = tl.where((i < left)[:, None], gk, 0.0)
-            _store(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
+            store_rows(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
 
     if FINAL and DK:
         if j == 0:

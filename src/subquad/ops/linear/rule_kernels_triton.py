@@ -1,0 +1,616 @@
+"""Delta rules, and gates for each channel, on the GPU: chunks of C tokens, and a state that walks from chunk to chunk.
+
+With G the running sum of log gates in a chunk, A the strictly lower part of diag(β)·(decayed k·k) and T = (I + A)⁻¹,
+a chunk turns the state S before it into the one after it like this (without β, V' is v):
+
+    W = T (β eᴳ k),  U = T (β v),  V' = U - W S        what the delta rule writes, all tokens of the chunk at once
+    o = (eᴳ q) S + (decayed q·k) V'
+    S ← e^{G_C} S + (e^{G_C - G} k)ᵀ V'
+
+Only V' and S need the chunk before, so only `walk` goes through the chunks in order; the others take all at once.
+
+    decay       e^{G_C - G} k, eᴳ q and e^{G_C}, where each channel has its gate     forward and backward
+    solve       W, U and, for the gradients, T                                       forward and backward
+    walk        V' and the state before each chunk                                   forward and backward
+    read        o                                                                    forward
+    read_back   the part of dV' that comes from o in the same chunk                  backward
+    walk_back   dV' and dS after each chunk, last chunk first                        backward
+    gradients   dq, dk, d log_gate, d beta and dv from these                         backward
+
+With X = Tᵀ dV', d(βv) = X, dA = -X V'ᵀ and d(β eᴳ k) = -X Sᵀ: no other inverse is needed.
+Decays enter as exponentials of sums of log gates. Where each channel has its own, the decayed product of two tokens is
+a product of q e^{G - R} and k e^{R - G} for a reference R in the middle of the chunk, if no channel decays by more than
+e^-60 in it. Otherwise the chunk is halved again and again, with R at the border between the halves: then no exponent is
+above zero, and any gate is exact.
+
+Legend: C chunk, N sequences; a slot is a (sequence, chunk) pair. GATE: 0 none, 1 a number per head, 2 per channel.
+"""
+
+import triton
+import triton.language as tl
+
+from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
+
+MILD = tl.constexpr(-60.0)  # a sum of log gates whose exponential, and its inverse, leave room in float32
+
+
+@triton.jit
+def _gates(ptr, t, left, stride: tl.constexpr, d0, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """log gates of a chunk for each channel, [C, BD]; below the floor the exponential is zero anyway."""
+    return tl.maximum(load_rows(ptr, t, left, stride, d0, D, C, BD, False).to(tl.float32), -110.0)
+
+
+@triton.jit
+def _row(x, r, C: tl.constexpr):
+    """Row r of a tile [C, D]."""
+    return tl.sum(tl.where((tl.arange(0, C) == r)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def _dot(a, b, DOT: tl.constexpr, PREC: tl.constexpr):
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PREC, out_dtype=tl.float32)
+
+
+@triton.jit
+def _halves(gate, b, C: tl.constexpr):
+    """Blocks of b tokens in pairs: the decay of each token to its pair's border [C, D], and who sees whom [C, C]."""
+    i = tl.arange(0, C)
+    right = (i // b) % 2 == 1
+    same = (i[:, None] // b) == (i[None, :] // b)
+    between = tl.where(right[:, None], i[None, :] <= i[:, None], i[None, :] > i[:, None]) & same
+    decay = tl.exp(tl.dot(between.to(tl.float32), gate, input_precision="ieee", out_dtype=tl.float32))
+    sees = ((i[:, None] // (2 * b)) == (i[None, :] // (2 * b))) & right[:, None] & ((i[None, :] // b) % 2 == 0)
+    return decay, sees
+
+
+@triton.jit
+def _scores(q, k, gate, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Σ q·k e^{Gₜ - Gₛ} over the channels for s <= t, [C, C], with a gate for each channel."""
+    i = tl.arange(0, C)
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    total = tl.sum(gate, 0)
+    if tl.min(total, 0) > MILD:
+        age = tl.cumsum(gate, 0)
+        middle = _row(age, C // 2, C)
+        a = _dot(q * tl.exp(age - middle[None, :]), tl.trans(k * tl.exp(middle[None, :] - age)), DOT, PREC)
+        a = tl.where(i[:, None] >= i[None, :], a, 0.0)
+    else:
+        a = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0.0)
+        b = 1
+        while b < C:
+            decay, sees = _halves(gate, b, C)
+            a += tl.where(sees, _dot(q * decay, tl.trans(k * decay), DOT, PREC), 0.0)
+            b *= 2
+    return a
+
+
+@triton.jit
+def _scores_back(da, q, k, gate, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Gradients of q and k from da, that of `_scores`."""
+    i = tl.arange(0, C)
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
+    total = tl.sum(gate, 0)
+    if tl.min(total, 0) > MILD:
+        age = tl.cumsum(gate, 0)
+        middle = _row(age, C // 2, C)
+        up = tl.exp(age - middle[None, :])
+        down = tl.exp(middle[None, :] - age)
+        da = tl.where(i[:, None] >= i[None, :], da, 0.0)
+        dq = _dot(da, k * down, DOT, PREC) * up
+        dk = _dot(tl.trans(da), q * up, DOT, PREC) * down
+    else:
+        own = tl.sum(tl.where(i[:, None] == i[None, :], da, 0.0), 1)[:, None]
+        dq = own * k
+        dk = own * q
+        b = 1
+        while b < C:
+            decay, sees = _halves(gate, b, C)
+            part = tl.where(sees, da, 0.0)
+            dq += _dot(part, k * decay, DOT, PREC) * decay
+            dk += _dot(tl.trans(part), q * decay, DOT, PREC) * decay
+            b *= 2
+    return dq, dk
+
+
+@triton.jit
+def decay(
+    q, k, g, qd, kd, fade, cu, owner, lengths,
+    T, L, NS, qb, qh, kb, kh, gb, gh,
+    QT: tl.constexpr, KT: tl.constexpr, GT: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Keys decayed to the chunk's end, the decay of the whole chunk and, for gradients, queries from its start."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    slot = pid // (NK * H)
+    h = (pid // NK) % H
+    k0 = (pid % NK) * BK
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    g += head_of(n, h, first, gb, GT, gh, PACKED)
+    at = (first * H + h) * K
+    t = j * C
+    left = real - t
+    gate = _gates(g, t, left, GT, k0, K, C, BK)
+    age = tl.cumsum(gate, 0)
+    total = tl.sum(gate, 0)
+    x = load_rows(k, t, left, KT, k0, K, C, BK, False).to(tl.float32)
+    store_rows(kd + at, x * tl.exp(tl.minimum(total[None, :] - age, 0.0)), t, size - t, H * K, k0, K, C, BK, False)
+    c = k0 + tl.arange(0, BK)
+    tl.store(fade + (slot.to(tl.int64) * H + h) * K + c, tl.exp(total), mask=c < K)
+    if QUERIES:
+        q += head_of(n, h, first, qb, QT, qh, PACKED)
+        x = load_rows(q, t, left, QT, k0, K, C, BK, False).to(tl.float32)
+        store_rows(qd + at, x * tl.exp(age), t, size - t, H * K, k0, K, C, BK, False)
+
+
+@triton.jit
+def _product(a, x, xx):
+    """Two 16 x 16 tiles in float32, added to xx."""
+    return xx + tl.dot(a, x, input_precision="ieee", out_dtype=tl.float32)
+
+
+@triton.jit
+def _scaled(ki, kj, beta, gi, gj, DOT: tl.constexpr, PREC: tl.constexpr):
+    """A tile of A: β k·k, decayed from key to query."""
+    a = _dot(ki, tl.trans(kj), DOT, PREC)
+    return a * beta[:, None] * tl.exp(tl.minimum(gi[:, None] - gj[None, :], 0.0))
+
+
+@triton.jit
+def _unit_inverses(a, b, c, d):
+    """(I + A)⁻¹ of four strictly lower triangular tiles, row by row."""
+    i = tl.arange(0, 16)
+    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    x, y, z, w = eye, eye, eye, eye
+    a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
+    for r in range(1, 16):
+        row = (i == r)[None, :]
+        here = (i == r)[:, None]
+        x -= tl.where(here, tl.sum(tl.sum(tl.where(row, a, 0.0), 1)[:, None] * x, 0)[None, :], 0.0)
+        y -= tl.where(here, tl.sum(tl.sum(tl.where(row, b, 0.0), 1)[:, None] * y, 0)[None, :], 0.0)
+        z -= tl.where(here, tl.sum(tl.sum(tl.where(row, c, 0.0), 1)[:, None] * z, 0)[None, :], 0.0)
+        w -= tl.where(here, tl.sum(tl.sum(tl.where(row, d, 0.0), 1)[:, None] * w, 0)[None, :], 0.0)
+    return x, y, z, w
+
+
+@triton.jit
+def _store_tile(ptr, x, row, col, size, H: tl.constexpr, C: tl.constexpr):
+    i = tl.arange(0, 16)
+    p = ptr + tl.cast(row + i, tl.int64)[:, None] * (H * C) + (col + i)[None, :]
+    tl.store(p, x.to(ptr.dtype.element_ty), mask=(row + i < size)[:, None])
+
+
+@triton.jit
+def solve(
+    k, v, g, beta, w, u, inverse, cu, owner, lengths,
+    T, L, NS, kb, kh, vb, vh, gb, gt, gh, bb, bt, bh,
+    KT: tl.constexpr, VT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, KEEP: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """W and U of a chunk of 64 tokens, in tiles of 16; KEEP: T as well."""
+    pid = tl.program_id(0)
+    slot = pid // H
+    h = pid % H
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    beta += head_of(n, h, first, bb, bt, bh, PACKED)
+    w += (first * H + h) * K
+    u += (first * H + h) * V
+    inverse += (first * H + h) * C
+    t = j * C
+    left = real - t
+    i = tl.arange(0, 16)
+    low = i[:, None] > i[None, :]
+
+    b0 = load_column(beta, t, left, bt, 16, tl.float32, 0.0)
+    b1 = load_column(beta, t + 16, left - 16, bt, 16, tl.float32, 0.0)
+    b2 = load_column(beta, t + 32, left - 32, bt, 16, tl.float32, 0.0)
+    b3 = load_column(beta, t + 48, left - 48, bt, 16, tl.float32, 0.0)
+    g0 = tl.zeros([16], tl.float32)
+    g1, g2, g3 = g0, g0, g0
+    if GATE == 1:
+        x0 = load_gate(g, t, left, gt, 16, tl.float32)
+        x1 = load_gate(g, t + 16, left - 16, gt, 16, tl.float32)
+        x2 = load_gate(g, t + 32, left - 32, gt, 16, tl.float32)
+        x3 = load_gate(g, t + 48, left - 48, gt, 16, tl.float32)
+        g0 = tl.cumsum(x0, 0)
+        g1 = tl.cumsum(x1, 0) + tl.sum(x0, 0)
+        g2 = tl.cumsum(x2, 0) + tl.sum(x0, 0) + tl.sum(x1, 0)
+        g3 = tl.cumsum(x3, 0) + tl.sum(x0, 0) + tl.sum(x1, 0) + tl.sum(x2, 0)
+
+    k0 = load_rows(k, t, left, KT, 0, K, 16, BK, False)
+    k1 = load_rows(k, t + 16, left - 16, KT, 0, K, 16, BK, False)
+    k2 = load_rows(k, t + 32, left - 32, KT, 0, K, 16, BK, False)
+    k3 = load_rows(k, t + 48, left - 48, KT, 0, K, 16, BK, False)
+    a10 = _scaled(k1, k0, b1, g1, g0, DOT, PREC)
+    a20 = _scaled(k2, k0, b2, g2, g0, DOT, PREC)
+    a21 = _scaled(k2, k1, b2, g2, g1, DOT, PREC)
+    a30 = _scaled(k3, k0, b3, g3, g0, DOT, PREC)
+    a31 = _scaled(k3, k1, b3, g3, g1, DOT, PREC)
+    a32 = _scaled(k3, k2, b3, g3, g2, DOT, PREC)
+    t00, t11, t22, t33 = _unit_inverses(
+        tl.where(low, _scaled(k0, k0, b0, g0, g0, DOT, PREC), 0.0),
+        tl.where(low, _scaled(k1, k1, b1, g1, g1, DOT, PREC), 0.0),
+        tl.where(low, _scaled(k2, k2, b2, g2, g2, DOT, PREC), 0.0),
+        tl.where(low, _scaled(k3, k3, b3, g3, g3, DOT, PREC), 0.0),
+    )
+    none = tl.zeros([16, 16], tl.float32)
+    t10 = -_product(t11, _product(a10, t00, none), none)
+    t21 = -_product(t22, _product(a21, t11, none), none)
+    t32 = -_product(t33, _product(a32, t22, none), none)
+    t20 = -_product(t22, _product(a21, t10, _product(a20, t00, none)), none)
+    t31 = -_product(t33, _product(a32, t21, _product(a31, t11, none)), none)
+    t30 = -_product(t33, _product(a32, t20, _product(a31, t10, _product(a30, t00, none))), none)
+
+    if KEEP:
+        _store_tile(inverse, t00, t, 0, size, H, C)
+        _store_tile(inverse, none, t, 16, size, H, C)
+        _store_tile(inverse, none, t, 32, size, H, C)
+        _store_tile(inverse, none, t, 48, size, H, C)
+        _store_tile(inverse, t10, t + 16, 0, size, H, C)
+        _store_tile(inverse, t11, t + 16, 16, size, H, C)
+        _store_tile(inverse, none, t + 16, 32, size, H, C)
+        _store_tile(inverse, none, t + 16, 48, size, H, C)
+        _store_tile(inverse, t20, t + 32, 0, size, H, C)
+        _store_tile(inverse, t21, t + 32, 16, size, H, C)
+        _store_tile(inverse, t22, t + 32, 32, size, H, C)
+        _store_tile(inverse, none, t + 32, 48, size, H, C)
+        _store_tile(inverse, t30, t + 48, 0, size, H, C)
+        _store_tile(inverse, t31, t + 48, 16, size, H, C)
+        _store_tile(inverse, t32, t + 48, 32, size, H, C)
+        _store_tile(inverse, t33, t + 48, 48, size, H, C)
+
+    t00, t10, t20, t30 = t00 * b0[None, :], t10 * b0[None, :], t20 * b0[None, :], t30 * b0[None, :]
+    t11, t21, t31 = t11 * b1[None, :], t21 * b1[None, :], t31 * b1[None, :]
+    t22, t32, t33 = t22 * b2[None, :], t32 * b2[None, :], t33 * b3[None, :]
+    for v0 in range(0, V, BV):
+        v0 = tl.multiple_of(v0, BV)
+        x0 = load_rows(v, t, left, VT, v0, V, 16, BV, False)
+        x1 = load_rows(v, t + 16, left - 16, VT, v0, V, 16, BV, False)
+        x2 = load_rows(v, t + 32, left - 32, VT, v0, V, 16, BV, False)
+        x3 = load_rows(v, t + 48, left - 48, VT, v0, V, 16, BV, False)
+        y0 = _dot(t00, x0, DOT, PREC)
+        y1 = _dot(t10, x0, DOT, PREC) + _dot(t11, x1, DOT, PREC)
+        y2 = _dot(t20, x0, DOT, PREC) + _dot(t21, x1, DOT, PREC) + _dot(t22, x2, DOT, PREC)
+        y3 = _dot(t30, x0, DOT, PREC) + _dot(t31, x1, DOT, PREC) + _dot(t32, x2, DOT, PREC) + _dot(t33, x3, DOT, PREC)
+        store_rows(u, y0, t, size - t, H * V, v0, V, 16, BV, False)
+        store_rows(u, y1, t + 16, size - t - 16, H * V, v0, V, 16, BV, False)
+        store_rows(u, y2, t + 32, size - t - 32, H * V, v0, V, 16, BV, False)
+        store_rows(u, y3, t + 48, size - t - 48, H * V, v0, V, 16, BV, False)
+    if GATE == 1:
+        e0, e1, e2, e3 = tl.exp(g0)[None, :], tl.exp(g1)[None, :], tl.exp(g2)[None, :], tl.exp(g3)[None, :]
+        t00, t10, t20, t30 = t00 * e0, t10 * e0, t20 * e0, t30 * e0
+        t11, t21, t31 = t11 * e1, t21 * e1, t31 * e1
+        t22, t32, t33 = t22 * e2, t32 * e2, t33 * e3
+    y0 = _dot(t00, k0, DOT, PREC)
+    y1 = _dot(t10, k0, DOT, PREC) + _dot(t11, k1, DOT, PREC)
+    y2 = _dot(t20, k0, DOT, PREC) + _dot(t21, k1, DOT, PREC) + _dot(t22, k2, DOT, PREC)
+    y3 = _dot(t30, k0, DOT, PREC) + _dot(t31, k1, DOT, PREC) + _dot(t32, k2, DOT, PREC) + _dot(t33, k3, DOT, PREC)
+    store_rows(w, y0, t, size - t, H * K, 0, K, 16, BK, False)
+    store_rows(w, y1, t + 16, size - t - 16, H * K, 0, K, 16, BK, False)
+    store_rows(w, y2, t + 32, size - t - 32, H * K, 0, K, 16, BK, False)
+    store_rows(w, y3, t + 48, size - t - 48, H * K, 0, K, 16, BK, False)
+
+
+@triton.jit
+def walk(
+    k, u, w, g, fade, rows, new, init, final, cu, owner, lengths,
+    T, L, NS, kb, kh, ub, uh, gb, gt, gh,
+    KT: tl.constexpr, UT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    INIT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """V' of a sequence to `new` (DELTA), the state before each chunk to `rows`, and the last one to `final`.
+
+    u is U (DELTA) or v; k is already decayed where each channel has its gate.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    n = pid // (NV * H)
+    h = (pid // NV) % H
+    v0 = (pid % NV) * BV
+    if PACKED:
+        slot = (tl.load(cu + n).to(tl.int64) // C).to(tl.int32) + n
+    else:
+        slot = n * NS
+    n, _, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    u += head_of(n, h, first, ub, UT, uh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    w += (first * H + h) * K
+    new += (first * H + h) * V
+    dk = tl.arange(0, BK)
+    dv = v0 + tl.arange(0, BV)
+    tile = dk[:, None] * V + dv[None, :]
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    s = tl.zeros([BK, BV], tl.float32)
+    here = (n.to(tl.int64) * H + h) * (K * V)
+    if INIT:
+        s += tl.load(init + here + tile, mask=inside, other=0.0)
+    at = slot.to(tl.int64) * H + h
+    for t in range(0, segments * C, C):
+        left = real - t
+        held = s.to(rows.dtype.element_ty)
+        tl.store(rows + at * (K * V) + tile, held, mask=inside)
+        x = load_rows(u, t, left, UT, v0, V, C, BV, EVEN)
+        if DELTA:
+            x = x.to(tl.float32) - _dot(load_rows(w, t, left, H * K, 0, K, C, BK, EVEN), held, DOT, PREC)
+            store_rows(new, x, t, size - t, H * V, v0, V, C, BV, EVEN)
+        if GATE == 1:
+            gate = load_gate(g, t, left, gt, C, tl.float32)
+            whole = tl.sum(gate, 0)
+            x = x.to(tl.float32) * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
+            s = s * tl.exp(whole)
+        if GATE == 2:
+            s = s * tl.load(fade + at * K + dk, mask=dk < K, other=0.0)[:, None]
+        s += _dot(tl.trans(load_rows(k, t, left, KT, 0, K, C, BK, EVEN)), x, DOT, PREC)
+        at += H
+    tl.store(final + here + tile, s, mask=inside)
+
+
+@triton.jit
+def read(
+    q, k, new, g, rows, o, cu, owner, lengths,
+    T, L, NS, qb, qh, kb, kh, ub, uh, gb, gt, gh,
+    QT: tl.constexpr, KT: tl.constexpr, UT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, BACK: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """o of a chunk from V'. BACK: from do, what its o contributes to dV'; then `new` is do, and `rows` is not used."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    slot = pid // (NV * H)
+    h = (pid // NV) % H
+    v0 = (pid % NV) * BV
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    new += head_of(n, h, first, ub, UT, uh, PACKED)
+    o += (first * H + h) * V
+    t = j * C
+    left = real - t
+    i = tl.arange(0, C)
+    qx = load_rows(q, t, left, QT, 0, K, C, BK, EVEN)
+    kx = load_rows(k, t, left, KT, 0, K, C, BK, EVEN)
+    if GATE == 2:
+        g += head_of(n, h, first, gb, gt, gh, PACKED)
+        dk = tl.arange(0, BK)
+        p = g + tl.cast(t + i, tl.int64)[:, None] * gt + dk[None, :]
+        gate = tl.load(p, mask=(i < left)[:, None] & (dk < K)[None, :], other=0.0).to(tl.float32)
+        gate = tl.maximum(gate, -110.0)
+        a = _scores(qx, kx, gate, C, DOT, PREC)
+        if not BACK:
+            qx = qx.to(tl.float32) * tl.exp(tl.cumsum(gate, 0))
+    else:
+        a = tl.where(i[:, None] >= i[None, :], _dot(qx, tl.trans(kx), DOT, PREC), 0.0)
+        if GATE == 1:
+            age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, tl.float32), 0)
+            a = a * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
+    x = load_rows(new, t, left, UT, v0, V, C, BV, EVEN)
+    if BACK:
+        y = _dot(tl.trans(a), x, DOT, PREC)
+    else:
+        dk = tl.arange(0, BK)
+        dv = v0 + tl.arange(0, BV)
+        tile = dk[:, None] * V + dv[None, :]
+        inside = (dk < K)[:, None] & (dv < V)[None, :]
+        held = tl.load(rows + (slot.to(tl.int64) * H + h) * (K * V) + tile, mask=inside, other=0.0)
+        y = _dot(qx, held, DOT, PREC)
+        if GATE == 1:
+            y = y * tl.exp(age)[:, None]
+        y += _dot(a, x, DOT, PREC)
+    store_rows(o, y, t, size - t, H * V, v0, V, C, BV, EVEN)
+
+
+@triton.jit
+def walk_back(
+    q, k, w, g, fade, do, dnew, drows, end, dinit, cu, owner, lengths,
+    T, L, NS, qb, qh, kb, kh, ob, oh, gb, gt, gh,
+    QT: tl.constexpr, KT: tl.constexpr, OT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    END: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The last chunk first: dS after each chunk to `drows`, its part of dV' added to `dnew`, and dS of the start.
+
+    q and k are already decayed where each channel has its gate. END: dS after the last token is in `end`.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    n = pid // (NV * H)
+    h = (pid // NV) % H
+    v0 = (pid % NV) * BV
+    if PACKED:
+        slot = (tl.load(cu + n).to(tl.int64) // C).to(tl.int32) + n
+    else:
+        slot = n * NS
+    n, _, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    do += head_of(n, h, first, ob, OT, oh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    w += (first * H + h) * K
+    dnew += (first * H + h) * V
+    dk = tl.arange(0, BK)
+    dv = v0 + tl.arange(0, BV)
+    tile = dk[:, None] * V + dv[None, :]
+    inside = (dk < K)[:, None] & (dv < V)[None, :]
+    ds = tl.zeros([BK, BV], tl.float32)
+    here = (n.to(tl.int64) * H + h) * (K * V)
+    if END:
+        ds += tl.load(end + here + tile, mask=inside, other=0.0)
+    for c in range(segments):
+        j = segments - 1 - c
+        t = j * C
+        left = real - t
+        at = (slot + j).to(tl.int64) * H + h
+        held = ds.to(drows.dtype.element_ty)
+        tl.store(drows + at * (K * V) + tile, held, mask=inside)
+        x = _dot(load_rows(k, t, left, KT, 0, K, C, BK, EVEN), held, DOT, PREC)
+        dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN)
+        if GATE == 1:
+            gate = load_gate(g, t, left, gt, C, tl.float32)
+            whole = tl.sum(gate, 0)
+            age = tl.cumsum(gate, 0)
+            x = x * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+            dox = dox.to(tl.float32) * tl.exp(age)[:, None]
+            ds = ds * tl.exp(whole)
+        if GATE == 2:
+            ds = ds * tl.load(fade + at * K + dk, mask=dk < K, other=0.0)[:, None]
+        x += load_rows(dnew, t, left, H * V, v0, V, C, BV, EVEN).to(tl.float32)
+        store_rows(dnew, x, t, size - t, H * V, v0, V, C, BV, EVEN)
+        ds += _dot(tl.trans(load_rows(q, t, left, QT, 0, K, C, BK, EVEN)), dox, DOT, PREC)
+        if DELTA:
+            ds -= _dot(tl.trans(load_rows(w, t, left, H * K, 0, K, C, BK, EVEN)), x, DOT, PREC)
+    tl.store(dinit + here + tile, ds, mask=inside)
+
+
+@triton.jit
+def gradients(
+    q, k, v, g, beta, do, inverse, rows, new, drows, dnew, dq, dk, dv, dg, dbeta, cu, owner, lengths,
+    T, L, NS, TOKENS, qb, qh, kb, kh, vb, vh, ob, oh, gb, gt, gh, bb, bt, bh, nb, nh,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, NT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """What is left of the gradients of a chunk, for BK columns of K. A gate or β per head gets a part from each block.
+
+    `new` is V' (DELTA) or v; NT is its stride from token to token.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    slot = pid // (NK * H)
+    h = (pid // NK) % H
+    block = pid % NK
+    k0 = block * BK
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    q += head_of(n, h, first, qb, QT, qh, PACKED)
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    g += head_of(n, h, first, gb, gt, gh, PACKED)
+    do += head_of(n, h, first, ob, OT, oh, PACKED)
+    inverse += (first * H + h) * C
+    new += head_of(n, h, first, nb, NT, nh, PACKED)
+    dnew += (first * H + h) * V
+    dq += (first * H + h) * K
+    dk += (first * H + h) * K
+    dv += (first * H + h) * V
+    t = j * C
+    left = real - t
+    i = tl.arange(0, C)
+    ck = k0 + tl.arange(0, BK)
+    at = (slot.to(tl.int64) * H + h) * (K * V)
+
+    from_s = tl.zeros([C, BK], tl.float32)  # do Sᵀ
+    to_s = tl.zeros([C, BK], tl.float32)  # V' dSᵀ
+    da = tl.zeros([C, C], tl.float32)  # do V'ᵀ
+    ends = tl.zeros([BK], tl.float32)  # dS·S
+    if DELTA:
+        beta += head_of(n, h, first, bb, bt, bh, PACKED)
+        bx = load_column(beta, t, left, bt, C, tl.float32, 0.0)
+        turned = tl.trans(load_rows(inverse, t, left, H * C, 0, C, C, C, EVEN))  # Tᵀ
+        da_keys = tl.zeros([C, C], tl.float32)  # X V'ᵀ
+        from_w = tl.zeros([C, BK], tl.float32)  # X Sᵀ
+        db = tl.zeros([C], tl.float32)
+    for v0 in range(0, V, BV):
+        v0 = tl.multiple_of(v0, BV)
+        cv = v0 + tl.arange(0, BV)
+        tile = ck[:, None] * V + cv[None, :]
+        inside = (ck < K)[:, None] & (cv < V)[None, :]
+        held = tl.load(rows + at + tile, mask=inside, other=0.0)
+        dheld = tl.load(drows + at + tile, mask=inside, other=0.0)
+        dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN)
+        x = load_rows(new, t, left, NT, v0, V, C, BV, EVEN)
+        from_s += _dot(dox, tl.trans(held), DOT, PREC)
+        to_s += _dot(x, tl.trans(dheld), DOT, PREC)
+        da += _dot(dox, tl.trans(x), DOT, PREC)
+        ends += tl.sum(held.to(tl.float32) * dheld.to(tl.float32), 1)
+        if DELTA:
+            y = _dot(turned, load_rows(dnew, t, left, H * V, v0, V, C, BV, EVEN), DOT, PREC)  # X
+            if k0 == 0:
+                vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN)
+                store_rows(dv, y * bx[:, None], t, size - t, H * V, v0, V, C, BV, EVEN)
+                db += tl.sum(y * vx.to(tl.float32), 1)
+            da_keys += _dot(y, tl.trans(x), DOT, PREC)
+            from_w += _dot(y, tl.trans(held), DOT, PREC)
+
+    qx = load_rows(q, t, left, QT, k0, K, C, BK, EVEN)
+    kx = load_rows(k, t, left, KT, k0, K, C, BK, EVEN)
+    qf = qx.to(tl.float32)
+    kf = kx.to(tl.float32)
+    if GATE == 2:
+        p = tl.cast(t + i, tl.int64)[:, None] * gt + ck[None, :]
+        gate = tl.load(g + p, mask=(i < left)[:, None] & (ck < K)[None, :], other=0.0).to(tl.float32)
+        closed = gate < -110.0
+        gate = tl.maximum(gate, -110.0)
+        age = tl.cumsum(gate, 0)
+        whole = tl.sum(gate, 0)
+        gq, gk = _scores_back(da, qx, kx, gate, C, DOT, PREC)
+        gq += from_s * tl.exp(age)
+        to_s = to_s * tl.exp(tl.minimum(whole[None, :] - age, 0.0))
+        gk += to_s
+        push = qf * gq - kf * gk
+        last = ends * tl.exp(whole) + tl.sum(kf * to_s, 0)
+        here = tl.where(closed, 0.0, tl.cumsum(push, 0, reverse=True) + last[None, :])
+        p = dg + (first * H + h) * K + tl.cast(t + i, tl.int64)[:, None] * (H * K) + ck[None, :]
+        here = tl.where((i < left)[:, None], here, 0.0)
+        tl.store(p, here, mask=(i < size - t)[:, None] & (ck < K)[None, :])
+    else:
+        da = tl.where(i[:, None] >= i[None, :], da, 0.0)
+        if GATE == 1:
+            raw = load_column(g, t, left, gt, C, tl.float32, 0.0)
+            gate = tl.maximum(raw, -110.0)
+            age = tl.cumsum(gate, 0)
+            whole = tl.sum(gate, 0)
+            fade = tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
+            reach = tl.exp(age)[:, None]
+            da = da * fade
+            from_s = from_s * reach
+            to_s = to_s * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+        gq = from_s + _dot(da, kx, DOT, PREC)
+        gk = to_s + _dot(tl.trans(da), qx, DOT, PREC)
+        if GATE == 1:
+            push = tl.sum(qf * gq - kf * gk, 1)
+            last = tl.sum(ends, 0) * tl.exp(whole) + tl.sum(tl.sum(kf * to_s, 1), 0)
+        if DELTA:
+            da_keys = tl.where(i[:, None] > i[None, :], da_keys, 0.0)
+            if GATE == 1:
+                da_keys = da_keys * fade
+                from_w = from_w * reach
+            writes = from_w + _dot(da_keys, kx, DOT, PREC)
+            db -= tl.sum(writes * kf, 1)
+            writes = writes * bx[:, None]  # of the token that writes
+            reads = _dot(tl.trans(da_keys * bx[:, None]), kx, DOT, PREC)  # of the tokens before it
+            gk -= writes + reads
+            if GATE == 1:
+                push += tl.sum(kf * (reads - writes), 1)
+            part = (TOKENS * block.to(tl.int64) + first) * H + h
+            tl.store(dbeta + part + tl.cast(t + i, tl.int64) * H, tl.where(i < left, db, 0.0), mask=i < size - t)
+        if GATE == 1:
+            here = tl.where((i < left) & (raw >= -110.0), tl.cumsum(push, 0, reverse=True) + last, 0.0)
+            part = (TOKENS * block.to(tl.int64) + first) * H + h
+            tl.store(dg + part + tl.cast(t + i, tl.int64) * H, here, mask=i < size - t)
+    if not EVEN:
+        gq = tl.where((i < left)[:, None], gq, 0.0)
+        gk = tl.where((i < left)[:, None], gk, 0.0)
+    store_rows(dq, gq, t, size - t, H * K, k0, K, C, BK, EVEN)
+    store_rows(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)

@@ -1,0 +1,181 @@
+"""Starts the kernels of the rules that multiply the state by a matrix, in order, on scratch memory."""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.linear import rule_kernels_triton as kernels
+from subquad.ops.linear.rule_fused import CHUNK
+from subquad.ops.linear.spec import RuleInputs
+
+
+class Config(NamedTuple):
+    block: int  # columns of V in one program, or in one turn of its loop; of K in decay and gradients
+    warps: int
+    stages: int = 1
+
+
+def config(kernel: str, width_k: int, width_v: int, half: bool) -> Config:
+    """Launch parameters, from shapes alone: nothing is tuned at run time.
+
+    half: operands in bfloat16. In float32 they take twice the space, and exact products are not the matrix units' work.
+    """
+    k, v = tile_of(width_k), tile_of(width_v)
+    if kernel == "decay":
+        return Config(min(k, 64), 4)
+    if kernel == "solve":
+        return Config(min(v, 64 if half else 32), 1 if half and k <= 64 else 4)
+    if kernel in ("walk", "walk_back"):
+        small = half and k <= 128
+        return Config(min(v, 32 if small else 16), 4, 2 if small else 1)
+    if kernel == "gradients":
+        return Config(min(k, 64 if half else 32), 4 if half else 8)
+    return Config(min(v, 64 if half else 32), 4 if k <= 64 else 8)
+
+
+class Call:
+    """The tensors of one call, and how its kernels see them."""
+
+    def __init__(self, x: RuleInputs, do: Tensor | None = None) -> None:
+        q, k, v, do = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (*x[:3], do))
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        gate = x.log_gate
+        self.kind = 0 if gate is None else gate.dim() - 2  # [B, T, H] is 1, [B, T, H, K] is 2
+        if gate is not None and self.kind == 2 and gate.stride(-1) != 1:
+            gate = gate.contiguous()
+        self.x, self.q, self.k, self.v, self.do, self.gate, self.beta = x, q, k, v, do, gate, x.beta
+        self.length, self.heads, self.width_k, self.width_v = q.shape[1], q.shape[2], k.shape[3], v.shape[3]
+        self.segments = -(-self.length // CHUNK)
+        self.slots, owner = x.sequences * self.segments, q
+        if x.cu_seqlens is not None:  # the sequence of each slot: sequence n has slots from cu[n] // CHUNK + n on
+            self.slots = self.length // CHUNK + x.sequences
+            first = x.cu_seqlens[:-1] // CHUNK + torch.arange(x.sequences, device=q.device)
+            owner = torch.searchsorted(first, torch.arange(self.slots, device=q.device), right=True) - 1
+            owner = owner.to(torch.int32)
+        self.where = (q if x.cu_seqlens is None else x.cu_seqlens, owner, q if x.lengths is None else x.lengths)
+        self.half = q.dtype is torch.bfloat16
+        self.buffer = torch.bfloat16 if self.half else torch.float32  # of what is kept from kernel to kernel
+
+    def tokens(self, width: int) -> Tensor:
+        """Scratch of that width for each token and head."""
+        return self.q.new_empty((*self.q.shape[:3], width), dtype=self.buffer)
+
+    def states(self) -> Tensor:
+        """Scratch for the state of every chunk."""
+        return self.q.new_empty((self.slots, self.heads, self.width_k, self.width_v), dtype=self.buffer)
+
+    def blocks(self, kernel: str) -> int:
+        """How many programs share a chunk and head, or a sequence and head, each with some columns."""
+        width = self.width_k if kernel in ("decay", "gradients") else self.width_v
+        return 1 if kernel == "solve" else blocks_of(width, config(kernel, self.width_k, self.width_v, self.half).block)
+
+    def start(self, name: str, tensors: tuple[Tensor | None, ...], strided: str, **own: bool) -> None:
+        """Start a kernel on its tensors; q stands for those that are not there, and is not read then.
+
+        `strided` are the letters and places of the tensors whose strides it takes: Q, K, V, U and O from token to token
+        as constants, G and B, which are gate and beta, as numbers.
+        """
+        x, kernel = self.x, getattr(kernels, name)
+        cfg = config(name, self.width_k, self.width_v, self.half)
+        over_k = name in ("decay", "gradients")
+        block_k = cfg.block if over_k else tile_of(self.width_k)
+        block_v = min(tile_of(self.width_v), 64 if self.half else 32) if over_k else cfg.block
+        numbers, constants = [self.length, CHUNK, self.segments], {}
+        if name == "gradients":
+            numbers.append(x.q.shape[0] * self.length)
+        for letter, place in zip(strided[::2], strided[1::2], strict=True):
+            t = tensors[int(place, 16)]
+            strides = (0, 0, 0) if t is None else t.stride()[:3]
+            if letter in "GB" and name != "decay":
+                numbers += strides
+            else:
+                numbers += strides[::2]
+                constants[f"{letter}T"] = strides[1]
+        whole = self.length % CHUNK == 0 and self.width_k % block_k == 0 and self.width_v % block_v == 0
+        tf32 = self.q.dtype is torch.float16 or torch.backends.cuda.matmul.allow_tf32  # which has float16's digits
+        constants |= {
+            "K": self.width_k, "V": self.width_v, "H": self.heads, "C": CHUNK, "BK": block_k, "BV": block_v,
+            "EVEN": whole and x.lengths is None and x.cu_seqlens is None,
+            "PACKED": x.cu_seqlens is not None, "LENGTHS": x.lengths is not None, "GATE": self.kind,
+            "DELTA": x.beta is not None, "DOT": tl.bfloat16 if self.half and not INTERPRETED else tl.float32,
+            "PREC": "tf32" if tf32 else "ieee", **own,
+        }  # fmt: skip
+        wanted = {name: constants[name] for name in kernel.fn.__annotations__}  # the constants
+        programs = (x.sequences if name.startswith("walk") else self.slots) * self.heads * self.blocks(name)
+        plan = Plan((programs,), tuple(numbers), wanted, cfg.warps, cfg.stages)
+        launch(kernel, (*(self.q if t is None else t for t in tensors), *self.where), plan)
+
+
+class Walked(NamedTuple):
+    """What `walk` leaves behind, and what it took."""
+
+    q: Tensor  # decayed from the chunk's start, where each channel has its gate
+    k: Tensor  # decayed to the chunk's end, likewise
+    fade: Tensor | None  # the decay of each chunk, likewise
+    w: Tensor | None
+    inverse: Tensor | None
+    new: Tensor  # V', or v
+    rows: Tensor  # the state before each chunk
+
+
+def walk(call: Call, final: Tensor, backward: bool) -> Walked:
+    """Everything up to V' and the states; the last state goes to `final`."""
+    q, k, v, gate, beta, x = call.q, call.k, call.v, call.gate, call.beta, call.x
+    fade = w = inverse = None
+    new, qd, kd = v, q, k
+    if call.kind == 2:
+        kd, qd = call.tokens(call.width_k), call.tokens(call.width_k) if backward else q
+        fade = kd.new_empty((call.slots, call.heads, call.width_k), dtype=torch.float32)
+        call.start("decay", (q, k, gate, qd, kd, fade), "Q0K1G2", QUERIES=backward)
+    if beta is not None:
+        w, new = call.tokens(call.width_k), call.tokens(call.width_v)
+        inverse = call.tokens(CHUNK) if backward else None
+        call.start("solve", (k, v, gate, beta, w, new, inverse), "K0V1G2B3", KEEP=backward)
+    rows = call.states()
+    call.start("walk", (kd, new, w, gate, fade, rows, new, x.s0, final), "K0U1G3", INIT=x.s0 is not None)
+    return Walked(qd, kd, fade, w, inverse, new, rows)
+
+
+def forward(x: RuleInputs, o: Tensor, s: Tensor) -> None:
+    """Fill o and the last state s."""
+    call = Call(x)
+    done = walk(call, s, backward=False)
+    call.start("read", (call.q, call.k, done.new, call.gate, done.rows, o), "Q0K1U2G3", BACK=False)
+
+
+def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, log_gate, beta and s0. The forward pass is done again: it kept nothing."""
+    call = Call(x, do)
+    q, k, v, gate, beta, do = call.q, call.k, call.v, call.gate, call.beta, call.do
+    assert do is not None
+    final = q.new_empty((x.sequences, call.heads, call.width_k, call.width_v), dtype=torch.float32)
+    done = walk(call, final, backward=True)
+    dnew, drows, ds0 = call.tokens(call.width_v), call.states(), torch.empty_like(final)
+    call.start("read", (q, k, do, gate, None, dnew), "Q0K1U2G3", BACK=True)
+    end = None if ds is None else ds.contiguous()
+    call.start(
+        "walk_back", (done.q, done.k, done.w, gate, done.fade, do, dnew, drows, end, ds0), "Q0K1O5G3",
+        END=end is not None,
+    )  # fmt: skip
+    make = torch.Tensor.new_empty if x.cu_seqlens is None else torch.Tensor.new_zeros  # tokens after a pack
+    dq, dk, dv = (make(t, t.shape) for t in (q, k, v))
+    parts = call.blocks("gradients"), *q.shape[:3]
+    dgate = None if gate is None else make(final, gate.shape if call.kind == 2 else parts)
+    dbeta = None if beta is None else make(final, parts)
+    call.start(
+        "gradients",
+        (q, k, v, gate, beta, do, done.inverse, done.rows, done.new, drows, dnew, dq, dk, dv, dgate, dbeta),
+        "Q0K1V2O5G3B4N8",
+    )  # fmt: skip
+    if beta is None:
+        dv.copy_(dnew)
+    if gate is not None and dgate is not None:
+        dgate = (dgate if call.kind == 2 else dgate.sum(0)).to(gate.dtype)
+    if beta is not None and dbeta is not None:
+        dbeta = dbeta.sum(0).to(beta.dtype)
+    return dq, dk, dv, dgate, dbeta, None if x.s0 is None else ds0
