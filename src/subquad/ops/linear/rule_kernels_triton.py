@@ -32,6 +32,7 @@ import triton.language as tl
 from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
 
 MILD = tl.constexpr(-60.0)  # a sum of log gates whose exponential, and its inverse, leave room in float32
+BLOCK = tl.constexpr(64)  # channels of which `decay` writes the steepest
 
 
 @triton.jit
@@ -64,43 +65,41 @@ def _halves(gate, b, C: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, gate, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _is_steep(worst, slot, h, H: tl.constexpr, K: tl.constexpr):
+    """Whether a channel of the chunk decays too much for one reference, by what `decay` wrote."""
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    lowest = tl.load(worst + (slot.to(tl.int64) * H + h) * BLOCKS)
+    for i in tl.static_range(1, BLOCKS):
+        lowest = tl.minimum(lowest, tl.load(worst + (slot.to(tl.int64) * H + h) * BLOCKS + i))
+    return lowest <= MILD
+
+
+@triton.jit
+def _scores(q, k, gate, STEEP: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """Σ q·k e^{Gₜ - Gₛ} over the channels for s <= t, [C, C], with a gate for each channel."""
     i = tl.arange(0, C)
     q = q.to(tl.float32)
     k = k.to(tl.float32)
-    total = tl.sum(gate, 0)
-    if tl.min(total, 0) > MILD:
-        age = tl.cumsum(gate, 0)
-        middle = _row(age, C // 2, C)
-        a = _dot(q * tl.exp(age - middle[None, :]), tl.trans(k * tl.exp(middle[None, :] - age)), DOT, PREC)
-        a = tl.where(i[:, None] >= i[None, :], a, 0.0)
-    else:
+    if STEEP:
         a = tl.where(i[:, None] == i[None, :], tl.sum(q * k, 1)[:, None], 0.0)
         b = 1
         while b < C:
             decay, sees = _halves(gate, b, C)
             a += tl.where(sees, _dot(q * decay, tl.trans(k * decay), DOT, PREC), 0.0)
             b *= 2
+    else:
+        age = tl.cumsum(gate, 0)
+        middle = _row(age, C // 2, C)
+        a = _dot(q * tl.exp(age - middle[None, :]), tl.trans(k * tl.exp(middle[None, :] - age)), DOT, PREC)
+        a = tl.where(i[:, None] >= i[None, :], a, 0.0)
     return a
 
 
 @triton.jit
-def _scores_back(da, q, k, gate, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _scores_back(da, q, k, gate, STEEP: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """Gradients of q and k from da, that of `_scores`."""
     i = tl.arange(0, C)
-    q = q.to(tl.float32)
-    k = k.to(tl.float32)
-    total = tl.sum(gate, 0)
-    if tl.min(total, 0) > MILD:
-        age = tl.cumsum(gate, 0)
-        middle = _row(age, C // 2, C)
-        up = tl.exp(age - middle[None, :])
-        down = tl.exp(middle[None, :] - age)
-        da = tl.where(i[:, None] >= i[None, :], da, 0.0)
-        dq = _dot(da, k * down, DOT, PREC) * up
-        dk = _dot(tl.trans(da), q * up, DOT, PREC) * down
-    else:
+    if STEEP:
         own = tl.sum(tl.where(i[:, None] == i[None, :], da, 0.0), 1)[:, None]
         dq = own * k
         dk = own * q
@@ -111,18 +110,29 @@ def _scores_back(da, q, k, gate, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.co
             dq += _dot(part, k * decay, DOT, PREC) * decay
             dk += _dot(tl.trans(part), q * decay, DOT, PREC) * decay
             b *= 2
+    else:
+        age = tl.cumsum(gate, 0)
+        middle = _row(age, C // 2, C)
+        up = tl.exp(age - middle[None, :])
+        down = tl.exp(middle[None, :] - age)
+        da = tl.where(i[:, None] >= i[None, :], da, 0.0)
+        dq = _dot(da, k * down, DOT, PREC) * up
+        dk = _dot(tl.trans(da), q * up, DOT, PREC) * down
     return dq, dk
 
 
 @triton.jit
 def decay(
-    q, k, g, qd, kd, fade, cu, owner, lengths,
+    q, k, g, qd, kd, fade, worst, cu, owner, lengths,
     T, L, NS, qb, qh, kb, kh, gb, gh,
     QT: tl.constexpr, KT: tl.constexpr, GT: tl.constexpr,
     K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Keys decayed to the chunk's end, the decay of the whole chunk and, for gradients, queries from its start."""
+    """Keys decayed to the chunk's end, the decay of the whole chunk and, for gradients, queries from its start.
+
+    `worst` gets the steepest sum of log gates among these channels.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     slot = pid // (NK * H)
@@ -143,6 +153,7 @@ def decay(
     store_rows(kd + at, x * tl.exp(tl.minimum(total[None, :] - age, 0.0)), t, size - t, H * K, k0, K, C, BK, False)
     c = k0 + tl.arange(0, BK)
     tl.store(fade + (slot.to(tl.int64) * H + h) * K + c, tl.exp(total), mask=c < K)
+    tl.store(worst + pid, tl.min(total, 0))
     if QUERIES:
         q += head_of(n, h, first, qb, QT, qh, PACKED)
         x = load_rows(q, t, left, QT, k0, K, C, BK, False).to(tl.float32)
@@ -221,14 +232,14 @@ def solve(
     g0 = tl.zeros([16], tl.float32)
     g1, g2, g3 = g0, g0, g0
     if GATE == 1:
-        x0 = load_gate(g, t, left, gt, 16, tl.float32)
-        x1 = load_gate(g, t + 16, left - 16, gt, 16, tl.float32)
-        x2 = load_gate(g, t + 32, left - 32, gt, 16, tl.float32)
-        x3 = load_gate(g, t + 48, left - 48, gt, 16, tl.float32)
-        g0 = tl.cumsum(x0, 0)
-        g1 = tl.cumsum(x1, 0) + tl.sum(x0, 0)
-        g2 = tl.cumsum(x2, 0) + tl.sum(x0, 0) + tl.sum(x1, 0)
-        g3 = tl.cumsum(x3, 0) + tl.sum(x0, 0) + tl.sum(x1, 0) + tl.sum(x2, 0)
+        r0 = load_gate(g, t, left, gt, 16, tl.float32)
+        r1 = load_gate(g, t + 16, left - 16, gt, 16, tl.float32)
+        r2 = load_gate(g, t + 32, left - 32, gt, 16, tl.float32)
+        r3 = load_gate(g, t + 48, left - 48, gt, 16, tl.float32)
+        g0 = tl.cumsum(r0, 0)
+        g1 = tl.cumsum(r1, 0) + tl.sum(r0, 0)
+        g2 = tl.cumsum(r2, 0) + tl.sum(r0, 0) + tl.sum(r1, 0)
+        g3 = tl.cumsum(r3, 0) + tl.sum(r0, 0) + tl.sum(r1, 0) + tl.sum(r2, 0)
 
     k0 = load_rows(k, t, left, KT, 0, K, 16, BK, False)
     k1 = load_rows(k, t + 16, left - 16, KT, 0, K, 16, BK, False)
@@ -363,14 +374,17 @@ def walk(
 
 @triton.jit
 def read(
-    q, k, new, g, rows, o, cu, owner, lengths,
+    q, k, new, g, worst, rows, o, cu, owner, lengths,
     T, L, NS, qb, qh, kb, kh, ub, uh, gb, gt, gh,
     QT: tl.constexpr, KT: tl.constexpr, UT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, BACK: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, STEEP: tl.constexpr,
+    BACK: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o of a chunk from V'. BACK: from do, what its o contributes to dV'; then `new` is do, and `rows` is not used."""
+    """o of a chunk from V'. BACK: from do, what its o contributes to dV'; then `new` is do, and `rows` is not used.
+
+    Where each channel has a gate, STEEP chunks and the others are done by two launches.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     slot = pid // (NV * H)
@@ -379,6 +393,9 @@ def read(
     n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
+    if GATE == 2:
+        if _is_steep(worst, slot, h, H, K) != STEEP:
+            return
     q += head_of(n, h, first, qb, QT, qh, PACKED)
     k += head_of(n, h, first, kb, KT, kh, PACKED)
     new += head_of(n, h, first, ub, UT, uh, PACKED)
@@ -394,7 +411,7 @@ def read(
         p = g + tl.cast(t + i, tl.int64)[:, None] * gt + dk[None, :]
         gate = tl.load(p, mask=(i < left)[:, None] & (dk < K)[None, :], other=0.0).to(tl.float32)
         gate = tl.maximum(gate, -110.0)
-        a = _scores(qx, kx, gate, C, DOT, PREC)
+        a = _scores(qx, kx, gate, STEEP, C, DOT, PREC)
         if not BACK:
             qx = qx.to(tl.float32) * tl.exp(tl.cumsum(gate, 0))
     else:
@@ -483,12 +500,12 @@ def walk_back(
 
 @triton.jit
 def gradients(
-    q, k, v, g, beta, do, inverse, rows, new, drows, dnew, dq, dk, dv, dg, dbeta, cu, owner, lengths,
+    q, k, v, g, worst, beta, do, inverse, rows, new, drows, dnew, dq, dk, dv, dg, dbeta, cu, owner, lengths,
     T, L, NS, TOKENS, qb, qh, kb, kh, vb, vh, ob, oh, gb, gt, gh, bb, bt, bh, nb, nh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, NT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+    STEEP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What is left of the gradients of a chunk, for BK columns of K. A gate or β per head gets a part from each block.
 
@@ -503,6 +520,9 @@ def gradients(
     n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
     if j >= segments:
         return
+    if GATE == 2:
+        if _is_steep(worst, slot, h, H, K) != STEEP:
+            return
     q += head_of(n, h, first, qb, QT, qh, PACKED)
     k += head_of(n, h, first, kb, KT, kh, PACKED)
     v += head_of(n, h, first, vb, VT, vh, PACKED)
@@ -564,7 +584,7 @@ def gradients(
         gate = tl.maximum(gate, -110.0)
         age = tl.cumsum(gate, 0)
         whole = tl.sum(gate, 0)
-        gq, gk = _scores_back(da, qx, kx, gate, C, DOT, PREC)
+        gq, gk = _scores_back(da, qf, kf, gate, STEEP, C, DOT, PREC)
         gq += from_s * tl.exp(age)
         to_s = to_s * tl.exp(tl.minimum(whole[None, :] - age, 0.0))
         gk += to_s

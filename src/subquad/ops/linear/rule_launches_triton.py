@@ -25,14 +25,14 @@ def config(kernel: str, width_k: int, width_v: int, half: bool) -> Config:
     """
     k, v = tile_of(width_k), tile_of(width_v)
     if kernel == "decay":
-        return Config(min(k, 64), 4)
+        return Config(min(k, kernels.BLOCK.value), 4)
     if kernel == "solve":
-        return Config(min(v, 64 if half else 32), 1 if half and k <= 64 else 4)
+        return Config(min(v, 64 if half else 32), 4)
     if kernel in ("walk", "walk_back"):
         small = half and k <= 128
         return Config(min(v, 32 if small else 16), 4, 2 if small else 1)
     if kernel == "gradients":
-        return Config(min(k, 64 if half else 32), 4 if half else 8)
+        return Config(min(k, 64 if half else 32), 8)
     return Config(min(v, 64 if half else 32), 4 if k <= 64 else 8)
 
 
@@ -58,6 +58,7 @@ class Call:
             owner = torch.searchsorted(first, torch.arange(self.slots, device=q.device), right=True) - 1
             owner = owner.to(torch.int32)
         self.where = (q if x.cu_seqlens is None else x.cu_seqlens, owner, q if x.lengths is None else x.lengths)
+        self.steep = (False, True) if self.kind == 2 else (False,)
         self.half = q.dtype is torch.bfloat16
         self.buffer = torch.bfloat16 if self.half else torch.float32  # of what is kept from kernel to kernel
 
@@ -117,6 +118,7 @@ class Walked(NamedTuple):
     q: Tensor  # decayed from the chunk's start, where each channel has its gate
     k: Tensor  # decayed to the chunk's end, likewise
     fade: Tensor | None  # the decay of each chunk, likewise
+    worst: Tensor | None  # and the steepest of some channels, which decides how `read` and `gradients` go
     w: Tensor | None
     inverse: Tensor | None
     new: Tensor  # V', or v
@@ -126,26 +128,29 @@ class Walked(NamedTuple):
 def walk(call: Call, final: Tensor, backward: bool) -> Walked:
     """Everything up to V' and the states; the last state goes to `final`."""
     q, k, v, gate, beta, x = call.q, call.k, call.v, call.gate, call.beta, call.x
-    fade = w = inverse = None
+    fade = worst = w = inverse = None
     new, qd, kd = v, q, k
     if call.kind == 2:
         kd, qd = call.tokens(call.width_k), call.tokens(call.width_k) if backward else q
         fade = kd.new_empty((call.slots, call.heads, call.width_k), dtype=torch.float32)
-        call.start("decay", (q, k, gate, qd, kd, fade), "Q0K1G2", QUERIES=backward)
+        worst = fade.new_empty((call.slots, call.heads, call.blocks("decay")))
+        call.start("decay", (q, k, gate, qd, kd, fade, worst), "Q0K1G2", QUERIES=backward)
     if beta is not None:
         w, new = call.tokens(call.width_k), call.tokens(call.width_v)
         inverse = call.tokens(CHUNK) if backward else None
         call.start("solve", (k, v, gate, beta, w, new, inverse), "K0V1G2B3", KEEP=backward)
     rows = call.states()
     call.start("walk", (kd, new, w, gate, fade, rows, new, x.s0, final), "K0U1G3", INIT=x.s0 is not None)
-    return Walked(qd, kd, fade, w, inverse, new, rows)
+    return Walked(qd, kd, fade, worst, w, inverse, new, rows)
 
 
 def forward(x: RuleInputs, o: Tensor, s: Tensor) -> None:
     """Fill o and the last state s."""
     call = Call(x)
     done = walk(call, s, backward=False)
-    call.start("read", (call.q, call.k, done.new, call.gate, done.rows, o), "Q0K1U2G3", BACK=False)
+    for steep in call.steep:
+        tensors = call.q, call.k, done.new, call.gate, done.worst, done.rows, o
+        call.start("read", tensors, "Q0K1U2G3", BACK=False, STEEP=steep)
 
 
 def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | None, ...]:
@@ -156,7 +161,8 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | Non
     final = q.new_empty((x.sequences, call.heads, call.width_k, call.width_v), dtype=torch.float32)
     done = walk(call, final, backward=True)
     dnew, drows, ds0 = call.tokens(call.width_v), call.states(), torch.empty_like(final)
-    call.start("read", (q, k, do, gate, None, dnew), "Q0K1U2G3", BACK=True)
+    for steep in call.steep:
+        call.start("read", (q, k, do, gate, done.worst, None, dnew), "Q0K1U2G3", BACK=True, STEEP=steep)
     end = None if ds is None else ds.contiguous()
     call.start(
         "walk_back", (done.q, done.k, done.w, gate, done.fade, do, dnew, drows, end, ds0), "Q0K1O5G3",
@@ -167,11 +173,10 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | Non
     parts = call.blocks("gradients"), *q.shape[:3]
     dgate = None if gate is None else make(final, gate.shape if call.kind == 2 else parts)
     dbeta = None if beta is None else make(final, parts)
-    call.start(
-        "gradients",
-        (q, k, v, gate, beta, do, done.inverse, done.rows, done.new, drows, dnew, dq, dk, dv, dgate, dbeta),
-        "Q0K1V2O5G3B4N8",
-    )  # fmt: skip
+    kept = done.inverse, done.rows, done.new, drows, dnew
+    for steep in call.steep:
+        tensors = q, k, v, gate, done.worst, beta, do, *kept, dq, dk, dv, dgate, dbeta
+        call.start("gradients", tensors, "Q0K1V2O6G3B5N9", STEEP=steep)
     if beta is None:
         dv.copy_(dnew)
     if gate is not None and dgate is not None:
