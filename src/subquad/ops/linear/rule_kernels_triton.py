@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102 (a compile-time test and a run-time one stay apart)
 """Delta rules, and gates for each channel, on the GPU: chunks of C tokens, and a state that walks from chunk to chunk.
 
 With G the running sum of log gates in a chunk, A the strictly lower part of diag(β)·(decayed k·k) and T = (I + A)⁻¹,

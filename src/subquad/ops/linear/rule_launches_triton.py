@@ -1,6 +1,6 @@
 """Starts the kernels of the rules that multiply the state by a matrix, in order, on scratch memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -86,7 +86,8 @@ class Call:
         over_k = name in ("decay", "gradients")
         block_k = cfg.block if over_k else tile_of(self.width_k)
         block_v = min(tile_of(self.width_v), 64 if self.half else 32) if over_k else cfg.block
-        numbers, constants = [self.length, CHUNK, self.segments], {}
+        numbers = [self.length, CHUNK, self.segments]
+        constants: dict[str, Any] = {}
         if name == "gradients":
             numbers.append(x.q.shape[0] * self.length)
         for letter, place in zip(strided[::2], strided[1::2], strict=True):
@@ -129,7 +130,8 @@ def walk(call: Call, final: Tensor, backward: bool) -> Walked:
     """Everything up to V' and the states; the last state goes to `final`."""
     q, k, v, gate, beta, x = call.q, call.k, call.v, call.gate, call.beta, call.x
     fade = worst = w = inverse = None
-    new, qd, kd = v, q, k
+    new: Tensor = v
+    qd, kd = q, k
     if call.kind == 2:
         kd, qd = call.tokens(call.width_k), call.tokens(call.width_k) if backward else q
         fade = kd.new_empty((call.slots, call.heads, call.width_k), dtype=torch.float32)
@@ -156,16 +158,15 @@ def forward(x: RuleInputs, o: Tensor, s: Tensor) -> None:
 def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, log_gate, beta and s0. The forward pass is done again: it kept nothing."""
     call = Call(x, do)
-    q, k, v, gate, beta, do = call.q, call.k, call.v, call.gate, call.beta, call.do
-    assert do is not None
+    q, k, v, gate, beta = call.q, call.k, call.v, call.gate, call.beta
     final = q.new_empty((x.sequences, call.heads, call.width_k, call.width_v), dtype=torch.float32)
     done = walk(call, final, backward=True)
     dnew, drows, ds0 = call.tokens(call.width_v), call.states(), torch.empty_like(final)
     for steep in call.steep:
-        call.start("read", (q, k, do, gate, done.worst, None, dnew), "Q0K1U2G3", BACK=True, STEEP=steep)
+        call.start("read", (q, k, call.do, gate, done.worst, None, dnew), "Q0K1U2G3", BACK=True, STEEP=steep)
     end = None if ds is None else ds.contiguous()
     call.start(
-        "walk_back", (done.q, done.k, done.w, gate, done.fade, do, dnew, drows, end, ds0), "Q0K1O5G3",
+        "walk_back", (done.q, done.k, done.w, gate, done.fade, call.do, dnew, drows, end, ds0), "Q0K1O5G3",
         END=end is not None,
     )  # fmt: skip
     make = torch.Tensor.new_empty if x.cu_seqlens is None else torch.Tensor.new_zeros  # tokens after a pack
@@ -175,7 +176,7 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | Non
     dbeta = None if beta is None else make(final, parts)
     kept = done.inverse, done.rows, done.new, drows, dnew
     for steep in call.steep:
-        tensors = q, k, v, gate, done.worst, beta, do, *kept, dq, dk, dv, dgate, dbeta
+        tensors = q, k, v, gate, done.worst, beta, call.do, *kept, dq, dk, dv, dgate, dbeta
         call.start("gradients", tensors, "Q0K1V2O6G3B5N9", STEEP=steep)
     if beta is None:
         dv.copy_(dnew)
