@@ -122,7 +122,7 @@ def test_what_cannot_work() -> None:
         mix(torch.randn(3, 5, DIM), context=memory)
     with pytest.raises(ValueError, match=r"context.k has shape \[2, 5, 1, 8\]: this Softmax remembers"):
         mix(x, context=subquad.build("softmax", dim=8).remember(torch.randn(2, 5, 8)))
-    with pytest.raises(ValueError, match="context_lengths came with a memory"):
+    with pytest.raises(ValueError, match="context_lengths was given with a memory"):
         mix(x, context=memory, context_lengths=torch.tensor([5, 5]))
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 3\]"):
         mix.remember(torch.randn(2, 5, 3))

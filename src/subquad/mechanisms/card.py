@@ -1,4 +1,4 @@
-"""What a mechanism says of itself: the fixed fields of its module's docstring, for the command line and the docs."""
+"""The description of a mechanism: the fixed fields of its module's docstring, for the command line and the docs."""
 
 import dataclasses
 import inspect

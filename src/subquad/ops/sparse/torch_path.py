@@ -104,12 +104,12 @@ def _from_columns(job: Job, grad: Tensor) -> Tensor:
 
 
 def _flat(at: Tensor, B: int, S: int) -> Tensor:
-    """Positions [N, n] or [B, N, n] as rows of [B·S, ...]; unused positions become some row."""
+    """Positions [N, n] or [B, N, n] as rows of [B·S, ...]; unused positions become any row."""
     return (at.clamp(0, S - 1) + torch.arange(B, device=at.device)[:, None, None] * S).flatten()
 
 
 def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tensor:
-    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read some row."""
+    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read any row."""
     B, S, H, D = x.shape
     if start is not None:
         rows = x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D)
