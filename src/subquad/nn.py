@@ -1,4 +1,4 @@
-"""Mechanisms behind the signatures of torch.nn, for layers that other people wrote.
+"""Mechanisms with the interface of torch.nn, for layers that other people wrote.
 
 for n, layer in enumerate(encoder.layers):  # of a torch.nn.TransformerEncoder
     layer.self_attn = subquad.nn.MultiheadAttention(64, 4, mechanism="performer", layer=n, batch_first=True)

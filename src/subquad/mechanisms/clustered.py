@@ -229,7 +229,7 @@ class Clustered(Attention):
         return torch.stack(rows)
 
     def _for_cluster(self, centroid: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights that queries q of one group give to all keys k, and the log of the exp-mass behind them."""
+        """The weights that queries q of one group give to all keys k, and the log of their exp-mass."""
         scores = centroid @ k.T / math.sqrt(k.shape[-1])
         share = scores.softmax(-1).expand(len(q), -1)
         if not self.options.improved:
