@@ -39,7 +39,7 @@ def test_a_killed_process_says_what_killed_it(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(processes, "Process", Killed)
     assert list(run_all({"row": []}, 1, lambda *_: None)) == [
-        ("row", -9, "killed by signal 9 (Killed, often for want of memory)")
+        ("row", -9, "killed by signal 9 (Killed, often because memory ran out)")
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_worker_answers_job_after_job_in_one_process(worker: Worker) -> None:
 
 
 def test_a_worker_that_is_killed_is_named_and_followed_by_another(worker: Worker) -> None:
-    with pytest.raises(Died, match=r"killed by signal 9 \(Killed, often for want of memory\)"):
+    with pytest.raises(Died, match=r"killed by signal 9 \(Killed, often because memory ran out\)"):
         worker.ask({"do": "die"})
     assert worker.ask({"do": "answer"})["setup"] == "here"
 

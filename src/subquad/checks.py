@@ -1,7 +1,7 @@
 """Checks of arguments: every error names the argument, the value and what is accepted.
 
-`checked` and `check_methods` stand at the public boundary: they compare what came with the type hints before the body
-runs, so that a function itself checks only what a type cannot say (shapes, ranges, devices).
+`checked` and `check_methods` wrap public functions. They compare the arguments with the type hints before the function
+runs, so the function itself only checks what a type cannot express (shapes, ranges, devices).
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from torch import Tensor, nn
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what is computed in
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types to compute in
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LARGEST = 2**63 - 1  # that a tensor can hold
-LEAST_EPS = 1e-30  # of a denominator: in float32 a far smaller one is 0, or its reciprocal infinite
-LONGEST_PATH = 500  # characters of a text that an error shows whole
-# what torch says of memory on a CPU, for which it has no type of error; torch.OutOfMemoryError, of a GPU, is left alone
+LARGEST = 2**63 - 1  # the largest integer in a tensor
+LEAST_EPS = 1e-30  # the smallest denominator: in float32 a much smaller one becomes 0, or its reciprocal infinite
+LONGEST_PATH = 500  # characters; errors show a text up to this length in full
+# torch has no exception type for lack of CPU memory, so we match its message; its OutOfMemoryError, of a GPU, passes
 ALLOCATION = re.compile(r"(?<=DefaultCPUAllocator: ).*allocate \d+ bytes|Storage size calculation overflowed")
 MASKS = ("mask", "attn_mask", "attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
 def refuse(name: str, value: object, accepted: str) -> NoReturn:
-    """Raise the one form that every error about a value has."""
+    """Raise ValueError in the form that all errors about a value have."""
     raise ValueError(f"{name}={shown(value)} cannot work: accepted is {accepted}")
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: as it is written where that is short, otherwise what it is."""
+    """A value as errors show it: its repr if that is short, otherwise its type and size."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
         return f"{kind}({value.dtype}, {list(value.shape)}, {value.device})"
@@ -47,7 +47,7 @@ def shown(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = (f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default)
         return f"{kind}({', '.join(f'{f.name}={shown(getattr(value, f.name))}' for f in changed)})"
-    if isinstance(value, str):  # the path of a file may be long, and has to be readable
+    if isinstance(value, str):  # may be the path of a file, which must stay readable
         return repr(value) if len(value) <= LONGEST_PATH else f"{value[:40]!r}... ({len(value):,} characters)"
     if isinstance(value, bytes | list | tuple | dict | set | frozenset) and len(value) > 60:
         return f"<{kind} of length {len(value)}>"
@@ -62,7 +62,7 @@ def at_least(options: object, **bounds: int) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not an integer of at least `least`; in a program for any size it may stand for any."""
+    """Refuse anything but an integer of at least `least`, or a symbolic size, which exported programs have."""
     if isinstance(value, torch.SymInt):
         return
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
@@ -70,20 +70,20 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def check_eps(eps: float, least: float = LEAST_EPS) -> None:
-    """Refuse a least denominator by which a query whose features meet none of the keys' would become 0/0."""
+    """Refuse an eps so small that a query whose features match no key would become 0/0."""
     if not eps >= least:
         refuse("eps", eps, f"a number above 0, at least {least:g}")
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuse what is not a tensor, or a sparse one."""
+    """Refuse anything but a dense tensor."""
     if not isinstance(value, Tensor):
         refuse(name, value, "a tensor")
     check_strided(name, value)
 
 
 def check_heads(shape: str, **tensors: Tensor) -> None:
-    """Refuse tensors that are not of that many dimensions, such as "[B, T, H, D]", of one type and on one device."""
+    """Refuse tensors of other dimensions than `shape`, such as "[B, T, H, D]", and of different types or devices."""
     first, like = next(iter(tensors.items()))
     for name, x in tensors.items():
         if x.ndim != shape.count(",") + 1 or 0 in x.shape:
@@ -97,18 +97,18 @@ def check_heads(shape: str, **tensors: Tensor) -> None:
 
 
 def check_device(name: str, value: object, meta: bool = True) -> None:
-    """Refuse a device that torch does not know or this machine does not have; without `meta`, one without values."""
+    """Refuse a device that torch does not know or this machine does not have, and meta if `meta` is False."""
     try:
         if not meta and torch.device(value).type == "meta":  # type: ignore[call-overload]
             raise RuntimeError("meta holds no values")
         torch.empty(0, device=value)  # type: ignore[call-overload]
     except Exception as error:
-        accepted = 'a device that is here, such as "cpu"'
+        accepted = 'a device of this machine, such as "cpu"'
         raise ValueError(f"{name}={shown(value)} cannot work: accepted is {accepted}") from error
 
 
 def check_strided(name: str, x: Tensor) -> None:
-    """Refuse tensors whose numbers do not lie at fixed strides, such as sparse ones."""
+    """Refuse tensors that are not dense, such as sparse ones."""
     if x.layout is not torch.strided:
         raise ValueError(f"{name} has layout {x.layout}: accepted is a dense tensor, such as {name}.to_dense()")
 
@@ -130,7 +130,7 @@ PLAIN = {bool: "True or False", int: "an integer", float: "a finite number", str
 
 
 def check_plain(name: str, value: object, hint: Any) -> None:
-    """Refuse a value of another type than the hint says; NaN and infinity are no numbers here."""
+    """Refuse a value that does not have the hinted type; NaN and infinity do not count as numbers."""
     if torch.compiler.is_compiling():
         return
     fits, words = _fitting(hint)
@@ -147,7 +147,7 @@ Fits = Callable[[object], bool]
 
 @functools.lru_cache(maxsize=1024)
 def _fitting(hint: Any) -> tuple[Fits, str]:
-    """Whether a value is of a hinted type, and that type in words. Hints beyond those known here fit everything."""
+    """A function that tells whether a value has the hinted type, and the type in words. Unknown hints accept all."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         parts = [_fitting(part) for part in inner]
@@ -240,7 +240,7 @@ def check_methods(cls: C) -> C:
 
 
 class _Signature:
-    """The parameters of a function, ready to be compared with what came."""
+    """The parameters of a function, prepared for checking its calls."""
 
     def __init__(self, function: Callable[..., Any]):
         hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
@@ -256,19 +256,19 @@ class _Signature:
                 keywords = typing.get_type_hints(typing.get_args(hints[name])[0])
                 self.accepted |= {key: _Accepted.of(hint) for key, hint in keywords.items()}
                 self.open = False
-        self.looks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
+        self.checks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
         self.positional = [
             name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
 
     def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
-        """The arguments of a call, as an error names them."""
+        """The arguments of a call, as errors show them."""
         for name, value in (*zip(self.accepted, args, strict=False), *kwargs.items()):
             if name != "self":
                 yield f"{name}={shown(value)}"
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.looks_itself:
+        if self.checks_itself:
             return
         for name, value in itertools.chain(zip(self.positional, args, strict=False), kwargs.items()):
             accepted = self.accepted.get(name)
@@ -280,13 +280,13 @@ class _Signature:
 
 
 INSTEAD_OF_MASKS = (
-    "pass lengths, the number of tokens in each row [B], for right padding, causal=True when building for the future, "
-    "or a pattern such as Local(256) | Global(4) to ops.sparse_attention for who attends to whom"
+    "pass lengths, the number of tokens in each row [B], for right padding; build with causal=True to hide the future; "
+    "pass a pattern such as Local(256) | Global(4) to ops.sparse_attention for anything else"
 )
 
 
 def refuse_keyword(problem: str, name: str, known: Iterable[str], also: Iterable[str] = ()) -> NoReturn:
-    """TypeError for a keyword that is not `known`; `also` has names to suggest for a misspelt one, but not to list."""
+    """Raise TypeError for an unknown keyword. Names in `also` are suggested for a misspelt one, but not listed."""
     if name in MASKS:
         raise TypeError(f"{problem} {name!r}: {INSTEAD_OF_MASKS}")
     raise TypeError(f"{problem} {name!r}{nearest(name, (*known, *also))} Accepted: {', '.join(known)}")
@@ -296,7 +296,7 @@ class _Accepted(NamedTuple):
     """What a parameter accepts."""
 
     hint: Any
-    quick: frozenset[type]  # types of which every value fits, so that most calls cost a microsecond
+    quick: frozenset[type]  # types whose values all fit: looked up first, so that most calls cost a microsecond
     fits: Fits
 
     @classmethod
@@ -307,7 +307,7 @@ class _Accepted(NamedTuple):
 
 
 def plain_name(name: str, value: str) -> str:
-    """Refuse what could lead out of the folder that a name is for; returns the name."""
+    """Return the name; refuse one that could lead to another folder, such as "../x"."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         near = re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("._-")
         such = f", such as {near!r}" if near else ""

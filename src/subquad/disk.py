@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, JSON whose errors name the file, and digests that show damage."""
+"""Files: written whole or not at all, JSON whose errors name the file, and digests that detect damage."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from subquad.checks import refuse
 
 DIGEST = "sha256"  # the key under which a JSON file keeps the digest of everything else in it
-DEEPEST = 100  # levels of nesting; files of this package have fewer than ten
+DEEPEST = 100  # most levels of nesting; files of this package have fewer than ten
 logger = logging.getLogger("subquad")
 
 
@@ -37,19 +37,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Refuse a folder that cannot be written, before the work rather than after it; `option` is what errors name."""
+    """Refuse a folder that cannot be written, before the work starts. Errors name `option`."""
     first = next(part for part in (path, *path.absolute().parents) if part.exists())
     if not first.is_dir():
-        refuse(option, str(path), f"a folder, and {first} is a file")
+        refuse(option, str(path), f"a folder, but {first} is a file")
     if not os.access(first, os.W_OK):
-        refuse(option, str(path), f"a folder that can be written, and {first} cannot")
+        refuse(option, str(path), f"a folder that can be written, but {first} cannot")
 
 
 def check_file(option: str, path: Path, endings: tuple[str, ...]) -> None:
-    """The same for a file; `endings` are the ones we can write."""
+    """The same for a file whose name must have one of the `endings`."""
     accepted = f"a file whose name ends in {' or '.join(endings)}"
     if path.is_dir():
-        refuse(option, str(path), f"{accepted}, and this is a folder")
+        refuse(option, str(path), f"{accepted}, but this is a folder")
     if path.suffix.lower() not in endings:
         refuse(option, str(path), accepted)
     check_folder(option, path.parent)
@@ -59,9 +59,9 @@ def check_file(option: str, path: Path, endings: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, busy: str) -> Iterator[None]:
-    """Hold the lock of a folder; ValueError if another process has it. `busy` tells what that process does there.
+    """Hold the lock of a folder; ValueError if another process has it. `busy` says what that process does there.
 
-    The system releases the lock when its process ends, however it ends.
+    The operating system releases the lock when the process ends, even if it crashes.
     """
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -69,7 +69,7 @@ def lock_folder(folder: Path, busy: str) -> Iterator[None]:
     except Timeout:
         raise ValueError(f"{folder} is in use: {busy}") from None
     except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked (%s): let no other process write there", folder, error)
+        logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
     try:
         yield
     finally:
@@ -77,12 +77,12 @@ def lock_folder(folder: Path, busy: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; ValueError names a file that is not UTF-8, not JSON or nested too deep."""
+    """The content of a JSON file; ValueError if it is not UTF-8, not JSON or nested too deep."""
     return parse_json(path.read_bytes(), path)
 
 
 def parse_json(text: str | bytes, source: object) -> Any:
-    """JSON from anywhere; `source` is what an error names."""
+    """Parse JSON; errors name `source`."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ def parse_json(text: str | bytes, source: object) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The same, of a file that must hold an object with keys."""
+    """`read_json` for a file that must hold an object."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}: accepted is a JSON object")
@@ -116,12 +116,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def blaming(what: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn errors of code that takes a file's content apart into a sentence that names where it came from."""
+    """Turn the errors of code that parses `what`, such as a file, into a ValueError that names it."""
     kinds: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, LookupError, TypeError, *also)
     try:
         yield
     except kinds as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is of another kind"
+        why = f"it lacks {error}" if isinstance(error, KeyError) else "a value in it is not valid"
         if isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start:,} is not UTF-8"
         raise ValueError(f"{what} is damaged, or not what subquad writes: {why}") from error
@@ -135,9 +135,9 @@ def write_sealed(path: Path, data: Mapping[str, Any], allow_nan: bool = False) -
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
-    """What `write_sealed` wrote, and whether there was a digest to check: files from before digests have none.
+    """What `write_sealed` wrote, and whether it had a digest: older files have none.
 
-    ValueError if the content is not what was written.
+    ValueError if the content has changed since.
     """
     data = read_object(path)
     written = data.pop(DIGEST, None)
@@ -155,19 +155,19 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def digest_of(data: Any) -> str:
-    """SHA-256 of what JSON says, whatever its spaces and the order of its keys."""
+    """SHA-256 of the data as JSON; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged file or folder to a name that no reader takes for it, in place of what has that name already."""
+    """Rename a damaged file or folder to NAME.damaged, so that nothing reads it; replaces an older one of that name."""
     aside = path.with_name(f"{path.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)  # a folder does not replace another
     return path.replace(aside)
 
 
 def user_cache() -> Path:
-    """The folder that the operating system gives this package for files that can be made again.
+    """This package's folder in the user's cache, for files that can be made again.
 
     On Linux that is $XDG_CACHE_HOME/subquad, by default ~/.cache/subquad.
     """
@@ -177,5 +177,5 @@ def user_cache() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where this machine's figures are kept: $SUBQUAD_CACHE, by default the user's cache."""
+    """Where figures measured on this machine are kept: $SUBQUAD_CACHE, by default `user_cache`."""
     return Path(os.environ["SUBQUAD_CACHE"]) if "SUBQUAD_CACHE" in os.environ else user_cache()

@@ -1,4 +1,4 @@
-"""This machine: what a device name means, how much memory is free, and the hardware, versions and commit of figures."""
+"""This machine: its devices, its free memory, and the hardware, versions and commit that files of figures record."""
 
 import datetime
 import os
@@ -15,11 +15,11 @@ import torch
 import subquad
 from subquad.checks import refuse
 
-COMMIT = "SUBQUAD_COMMIT"  # in the environment, so that the processes of a run know it too
+COMMIT = "SUBQUAD_COMMIT"  # an environment variable, so that child processes know the commit too
 
 
 def available(name: str) -> str:
-    """The name of a device that is there; "auto" is a GPU where there is one."""
+    """The name of a device that this machine has; "auto" becomes "cuda" if there is a GPU, otherwise "cpu"."""
     found = torch.cuda.is_available()
     if name == "auto":
         return "cuda" if found else "cpu"
@@ -37,7 +37,7 @@ def available(name: str) -> str:
 
 
 def free_bytes(device: str | torch.device) -> int:
-    """Memory that can still be had: of the GPU, or of this machine and of the container we are in."""
+    """Free memory: of the GPU, or of this machine within the limit of its container."""
     if torch.device(device).type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -74,7 +74,7 @@ def allocation_peak(run: Callable[[], None]) -> int:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """The profiler greets on the process's standard error at each start and stop, whatever its log level."""
+    """Hide standard error: the profiler writes there at each start and stop, whatever its log level."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
@@ -86,7 +86,7 @@ def _no_stderr() -> Iterator[None]:
 
 
 def origin(device: str) -> dict[str, Any]:
-    """What every file of figures begins with."""
+    """The first entries of every file of figures."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"subquad": subquad.__version__, "commit": commit(), "date": now, "machine": machine(device)}
 
@@ -119,7 +119,7 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Of this source: what `tell_commit` said, else what git says, with "-dirty" where its files were changed."""
+    """The commit of this source: as `tell_commit` recorded it, else from git, with "-dirty" if files were changed."""
     if COMMIT in os.environ:
         return os.environ[COMMIT]
     found = _git("rev-parse", "--short=12", "HEAD")
@@ -127,7 +127,7 @@ def commit() -> str | None:
 
 
 def _git(*words: str) -> str | None:
-    """What git says in the folder of the package, or None."""
+    """The output of git in the folder of the package, or None if it fails."""
     try:
         found = subprocess.run(
             ["git", *words], cwd=Path(subquad.__file__).parent, capture_output=True, text=True, timeout=10, check=False
@@ -138,6 +138,6 @@ def _git(*words: str) -> str | None:
 
 
 def tell_commit(name: str | None) -> None:
-    """Say which commit this is, to this process and those it starts, where git does not know; None says nothing."""
+    """Record the commit for this process and its children, where git is not available; None changes nothing."""
     if name is not None:
         os.environ[COMMIT] = name

@@ -1,4 +1,4 @@
-"""Mechanisms behind the signatures of torch.nn, for layers that other people wrote.
+"""Mechanisms with the interface of torch.nn, for layers that other people wrote.
 
 for n, layer in enumerate(encoder.layers):  # of a torch.nn.TransformerEncoder
     layer.self_attn = subquad.nn.MultiheadAttention(64, 4, mechanism="performer", layer=n, batch_first=True)
@@ -14,7 +14,7 @@ from subquad.mechanisms import build
 from subquad.mechanisms.checking import check_tokens
 from subquad.ops.lengths import require, shape_of
 
-# where torch.nn.MultiheadAttention keeps the weights that `Heads` keeps
+# the names of weights in torch.nn.MultiheadAttention, and their names here
 FROM_TORCH = {
     "in_proj_weight": "mixer.heads.qkv.weight",
     "in_proj_bias": "mixer.heads.qkv.bias",
@@ -24,10 +24,10 @@ FROM_TORCH = {
 
 
 class NotWeights:
-    """Stands where torch looks for the weights of softmax attention.
+    """A placeholder where torch looks for the weights of softmax attention.
 
-    In eval mode TransformerEncoderLayer and TransformerEncoder hand these weights to a fused kernel that computes
-    softmax, whatever the module's own forward does. They do not do so for arguments with a __torch_function__.
+    In eval mode TransformerEncoderLayer and TransformerEncoder skip this module's forward and pass these weights to a
+    fused softmax kernel, unless an argument has a __torch_function__.
     """
 
     requires_grad = False
@@ -41,22 +41,22 @@ class NotWeights:
 
 
 class MultiheadAttention(nn.Module):
-    """Any mechanism in the place of torch.nn.MultiheadAttention: y, None = attention(x, x, x).
+    """Any mechanism with the interface of torch.nn.MultiheadAttention: y, None = attention(x, x, x).
 
-    Arguments are those of torch, then `mechanism`, `causal`, and the options of the mechanism as `subquad.build` takes
-    them. What a mechanism cannot do raises. The mechanism itself is `attention.mixer`.
+    It takes torch's arguments, then `mechanism`, `causal`, and the options of the mechanism, as in `subquad.build`. It
+    raises for everything that the mechanism cannot do. The mechanism itself is `attention.mixer`.
 
     - There are no attention weights to return: need_weights is False by default, and the second result is None.
-    - Self-attention is query, key and value being one tensor; cross-attention, where the mechanism has it, is key and
-      value being one tensor. Mechanisms with `joint_queries` (nystrom, clustered) do not belong into the
-      cross-attention of a causal decoder: what a query gets there depends on later ones.
-    - key_padding_mask must be right padding. In self-attention the padded positions come out as zeros.
-    - Causal is what was built with causal=True. attn_mask may then be the causal mask, which is checked; without it a
-      long sequence needs no T x T tensor.
-    - A state dict of torch.nn.MultiheadAttention loads where the mechanism has the same projections, as softmax has.
+    - If query, key and value are one tensor, this is self-attention. If only key and value are, it is cross-attention,
+      which some mechanisms have. Do not use one with `joint_queries` (nystrom, clustered) for the cross-attention of a
+      causal decoder: there the result of a query depends on later queries.
+    - key_padding_mask must be right padding. In self-attention the outputs at padded positions are zero.
+    - For causal attention, build with causal=True. attn_mask may then be the causal mask, which is checked. Leave it
+      out to save a T x T tensor.
+    - A state dict of torch.nn.MultiheadAttention loads if the mechanism has the same projections, as softmax has.
     """
 
-    # Read by the fast paths of torch's encoder: a layer stops at the first of these, an encoder at the weights.
+    # These turn off the fast paths of torch's encoder: a layer checks the first of them, an encoder the weights.
     _qkv_same_embed_dim = False
     in_proj_weight = in_proj_bias = out_proj = NotWeights()
 
@@ -118,7 +118,7 @@ class MultiheadAttention(nn.Module):
         if need_weights is not False:
             refuse("need_weights", need_weights, "False; attention.mixer.pattern(x) shows who attends to whom")
         if key is not value:
-            raise ValueError("value is not the tensor that key is: accepted is one tensor for both")
+            raise ValueError("key and value are different tensors: accepted is one tensor for both")
         own, batched = query is key, isinstance(query, Tensor) and query.ndim == 3
         x = self._rows(query, "query", batched)
         context = x if own else self._rows(key, "key", batched)
@@ -133,7 +133,7 @@ class MultiheadAttention(nn.Module):
         return y[0], None
 
     def _rows(self, x: Tensor, name: str, batched: bool) -> Tensor:
-        """[B, T, D] of what came."""
+        """A query or key as [B, T, D]."""
         if not isinstance(x, Tensor) or x.ndim != (3 if batched else 2):
             layout = f"[B, T, {self.embed_dim}]" if self.batch_first else f"[T, B, {self.embed_dim}]"
             accepted = layout if batched else f"{layout}, or [T, {self.embed_dim}] of one sequence"
@@ -151,7 +151,7 @@ class MultiheadAttention(nn.Module):
         if not self.mixer.traits.cross:
             name = type(self.mixer).__name__
             why = "was built with causal=True" if self.mixer.options.causal else "has no cross-attention"
-            raise ValueError(f"key is not the tensor that query is, but {name} {why}: accepted is one tensor for both")
+            raise ValueError(f"query and key are different tensors, but {name} {why}: accepted is one tensor for both")
         check_tokens(self.mixer, context, "key")
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"key has batch {context.shape[0]}: query has batch {x.shape[0]}")
@@ -175,14 +175,14 @@ class MultiheadAttention(nn.Module):
 
 
 def _rename_weights(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Let weights of torch.nn.MultiheadAttention be loaded; what does not fit is reported as always."""
+    """Rename the weights of torch.nn.MultiheadAttention, so that they can be loaded here."""
     for theirs, ours in FROM_TORCH.items():
         if prefix + theirs in state:
             state[prefix + ours] = state.pop(prefix + theirs)
 
 
 def _lengths(mask: Tensor, context: Tensor, batched: bool) -> Tensor:
-    """[B] of a key_padding_mask [B, S], or [S] of one sequence."""
+    """Lengths [B] from a key_padding_mask [B, S], or [S] for one sequence."""
     batch, size = context.shape[:2]
     accepted = f"right padding [{batch}, {size}]" if batched else f"right padding [{size}]"
     accepted += ": False, or 0, for tokens, then True, or -inf, for padding"
@@ -194,7 +194,7 @@ def _lengths(mask: Tensor, context: Tensor, batched: bool) -> Tensor:
 
 
 def _hidden(mask: Tensor, name: str, shapes: tuple[tuple[int, ...], ...], x: Tensor, accepted: str) -> Tensor:
-    """True where a mask of bools, or of what is added to scores, hides something."""
+    """True where a mask hides a key. The mask has bools, or floats to add to the scores."""
     if not isinstance(mask, Tensor) or mask.shape not in shapes:
         raise ValueError(f"{name} has shape {shape_of(mask)}: accepted is {accepted}")
     if mask.device != x.device:

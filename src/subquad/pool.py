@@ -1,8 +1,8 @@
-"""Work in other processes: one way to start them, and one way for them to notice that their parent is gone.
+"""Child processes: how they are started, and how they notice that their parent is gone.
 
 A process is `python -m subquad.pool PARENT MODULE ARGUMENTS`: it runs MODULE as `python -m` would, and once PARENT is
-gone it is interrupted as by Ctrl-C. `run_all` runs commands of subquad that way. A `Worker` runs a module that calls
-`serve`, and answers jobs: a line of JSON each way.
+gone it interrupts itself as Ctrl-C would. `run_all` runs commands of subquad that way. A `Worker` runs a module that
+calls `serve`: it reads jobs and writes answers, each a line of JSON.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import subquad
 
 Json = dict[str, Any]
 OnLine = Callable[[str, str], None]  # (name, a line that it printed)
-PATIENCE = 20.0  # seconds that a worker has to end by itself
+PATIENCE = 20.0  # seconds that a worker gets to end before it is killed
 
 
 class Died(Exception):
@@ -31,7 +31,7 @@ class Died(Exception):
 
 
 def environment() -> dict[str, str]:
-    """Ours, with this source first on the path: a child imports what its parent runs, installed or not."""
+    """Our environment, with this source first on PYTHONPATH, so that a child runs the same code as its parent."""
     source = str(Path(subquad.__file__).parents[1])
     path = os.pathsep.join(part for part in (source, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, "PYTHONPATH": path}
@@ -47,15 +47,15 @@ def ending(code: int | None) -> str:
     """How a process ended, in words."""
     if code is None or code >= 0:
         return f"exit code {code}"
-    why = ", often for want of memory" if -code == signal.SIGKILL else ""
+    why = ", often because memory ran out" if -code == signal.SIGKILL else ""
     return f"killed by signal {-code} ({signal.strsignal(-code)}{why})"
 
 
 class Worker:
-    """A process that answers jobs. It is started when there is a job, and again after one that ended."""
+    """A process that answers jobs. It is started for the first job, and again for the next job if it has ended."""
 
     def __init__(self, module: str, setup: Json, defaults: Mapping[str, str]):
-        """`setup` is what `serve` in that module begins with; `defaults` are variables of its environment."""
+        """`setup` goes to `begin` of `serve`; `defaults` are environment variables, unless they are set already."""
         self.module, self.setup, self.defaults = module, setup, defaults
         self.process: subprocess.Popen[str] | None = None
 
@@ -78,7 +78,7 @@ class Worker:
     def _send(self, data: Json) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone: reading its answer shows that
+        with contextlib.suppress(BrokenPipeError):  # the process is gone: `ask` notices when it reads the answer
             self.process.stdin.write(json.dumps(data) + "\n")
             self.process.stdin.flush()
 
@@ -108,7 +108,7 @@ def serve(begin: Callable[[Json], Callable[[Json], Json]]) -> None:
     After an answer with "last" set the process ends, and the next job gets a new one.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # libraries may print: that must not mix with the answers
     try:
         exchange(sys.stdin, answers, begin)
     except KeyboardInterrupt:
@@ -129,7 +129,7 @@ def exchange(jobs: IO[str], answers: IO[str], begin: Callable[[Json], Callable[[
 
 
 class Process:
-    """A command of subquad, whose lines are passed on as it prints them."""
+    """A running command of subquad; `on_line` gets each line as it is printed."""
 
     def __init__(self, name: str, arguments: Sequence[str], on_line: OnLine):
         self.name, self.last_line, self.on_line = name, "", on_line
@@ -156,7 +156,7 @@ class Process:
 
 
 def run_all(commands: Mapping[str, Sequence[str]], jobs: int, on_line: OnLine) -> Iterator[tuple[str, int, str]]:
-    """(name, exit code, the last line or what killed it) of each as it ends, in at most `jobs` processes at once."""
+    """Run commands, at most `jobs` at once, and yield (name, exit code, last line or what killed it) as each ends."""
     waiting, running = list(commands), list[Process]()
     with _interrupting(running):
         while waiting or running:
@@ -173,7 +173,7 @@ def run_all(commands: Mapping[str, Sequence[str]], jobs: int, on_line: OnLine) -
 
 @contextlib.contextmanager
 def _interrupting(running: list[Process]) -> Iterator[None]:
-    """On Ctrl-C, or a request to end, interrupt every process and wait until it has saved."""
+    """On Ctrl-C or SIGTERM, interrupt every process and wait for it to end, so that it can save."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def _interrupting(running: list[Process]) -> Iterator[None]:
 
 
 def end_with(parent: int) -> None:
-    """Wait until the process that started this one is gone, then do as at Ctrl-C."""
+    """Wait until the parent process is gone, then interrupt this one as Ctrl-C would."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGINT)

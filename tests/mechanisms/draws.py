@@ -1,4 +1,4 @@
-"""Cases and thresholds drawn at random, the same in every run: head widths, options and lengths that nobody chose."""
+"""Random cases and thresholds, the same in every run: head widths, options and lengths that nobody chose by hand."""
 
 import dataclasses
 import importlib
@@ -12,7 +12,7 @@ from tests.mechanisms.laws import Case
 
 WIDTHS = (3, 5, 8, 12, 12, 20, 40)  # of a head; most are no power of two
 
-# What each option is drawn from; a function draws for a number of heads. test_draws checks that no option is missing.
+# The values to draw each option from; a function takes the number of heads. test_draws checks that none is missing.
 VALUES: dict[str, dict[str, tuple[Any, ...] | Callable[[random.Random, int], Any]]] = {
     "softmax": {"projections": (True, True, False), "scale": (None, None, 0.3)},
     "additive": {"hidden": (None, 1, 5)},
@@ -89,8 +89,8 @@ VALUES: dict[str, dict[str, tuple[Any, ...] | Callable[[random.Random, int], Any
 }
 
 
-# Sizes at which the package changes how it computes, and values that sequences of the laws pass. What is computed must
-# stay the same. test_draws checks that each is reached, and that no other number in ops and mechanisms is missing.
+# Sizes at which the package computes in another way, and smaller values, which sequences of the laws exceed. Results
+# must be the same. test_draws checks that each is reached, and that no number in ops and mechanisms is missing.
 Threshold = int | tuple[int, ...]
 THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
     "mechanisms.additive.PAIRS": (1, 2000),
@@ -113,7 +113,7 @@ THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
 
 
 def drawn_case(name: str, causal: bool, number: int) -> Case:
-    """The case of that number: a valid one, whatever the options."""
+    """The case with that number; its options are always valid."""
     cls, draw = MECHANISMS[name], random.Random(f"{name} {causal} {number}")
     while True:
         heads, length = draw.choice((1, 2, 3, 4)), draw.randint(34, 53)

@@ -1,4 +1,4 @@
-"""The laws of the contract as functions of a case, so that they run over MECHANISMS and over planted bugs alike."""
+"""The laws of the contract as functions of a case, so that they can run over MECHANISMS and over planted bugs."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ DIM, HEADS, T = 32, 4, 41  # 41 tokens: no block divides them
 class Case(NamedTuple):
     cls: type[Mixer]
     options: dict[str, Any]
-    length: int = T  # of the sequences that the laws make, at least 34
+    length: int = T  # of the sequences in the laws, at least 34
 
     @property
     def dim(self) -> int:
@@ -47,7 +47,7 @@ class Case(NamedTuple):
         return int(self.options["heads"])
 
     def build(self, dtype: torch.dtype = torch.float64, **changes: Any) -> Mixer:
-        """The module with every parameter moved off its initial value, so that no zero initialisation hides a term."""
+        """The module with every parameter changed from its initial value, so that an initial zero hides no term."""
         torch.default_generator.manual_seed(
             1
         )  # torch.manual_seed formats the stack for each kind of GPU: a millisecond
@@ -85,7 +85,7 @@ def _all_cases() -> list[tuple[str, Case, Traits]]:
 
 
 def cases(**wanted: bool) -> Iterator[tuple[str, Case]]:
-    """The cases whose traits are as wanted."""
+    """The cases with these traits."""
     for name, case, traits in _all_cases():
         if all(bool(getattr(traits, trait)) == value for trait, value in wanted.items()):
             yield name, case
@@ -109,7 +109,7 @@ def gradients(mix: Mixer, compute: Callable[..., Tensor], x: Tensor, **inputs: A
 
 
 def same_after(change: Callable[[], None], mix: Mixer, x: Tensor, lengths: Tensor) -> None:
-    """A change of how it is computed leaves the values of the tokens and every gradient as they were."""
+    """Outputs and all gradients are the same before and after `change`, which changes how they are computed."""
     found = []
     for changed in (False, True):
         if changed:
@@ -135,7 +135,7 @@ def forward_equals_reference(case: Case) -> None:
 
 
 def large_tokens_equal_reference(case: Case) -> None:
-    """Where exponentials under- or overflow unless somebody minds, and choices are extreme."""
+    """With large tokens, naive exponentials under- or overflow, and choices are extreme."""
     mix = case.build()
     x, lengths = 30 * tokens(3, case.length, case.dim), torch.tensor([case.length, 17, 1])
     with torch.no_grad():
@@ -144,7 +144,7 @@ def large_tokens_equal_reference(case: Case) -> None:
 
 
 def repeated_tokens(*shape: int) -> Tensor:
-    """Tokens of a vocabulary of three: many are equal, and so are many of whatever is compared, ranked or sorted."""
+    """Tokens from a vocabulary of three: many are equal, and so are many of the values that are ranked or sorted."""
     word = torch.randint(3, shape[:-1], generator=torch.Generator().manual_seed(7))
     return tokens(3, shape[-1], seed=6)[word]
 
@@ -162,7 +162,7 @@ def ties_are_broken_alike(case: Case) -> None:
 
 
 def autocast_is_half_precision(case: Case) -> None:
-    """forward, prefill and step of a float32 module under autocast, about as exact as the module in bfloat16."""
+    """Under autocast, forward, prefill and step of a float32 module are about as exact as the module in bfloat16."""
     half = case.build(torch.bfloat16)
     mix, exact = copy.deepcopy(half).float(), copy.deepcopy(half).double()  # the same weights, so the same buckets
     x, lengths = tokens(2, case.length, case.dim, dtype=torch.bfloat16), torch.tensor([case.length, 17])
@@ -218,7 +218,7 @@ def cross_equals_reference(case: Case) -> None:
 
 
 def gradient_is_the_slope(case: Case) -> None:
-    """Central differences along one direction of x and each parameter: catches what forward and reference both lack."""
+    """Central differences along one direction of x and each parameter: finds errors in both forward and reference."""
     mix = case.build()
     x = tokens(2, 23, case.dim)
     grads = gradients(mix, mix, x)
@@ -247,7 +247,7 @@ def strictly_causal(case: Case) -> None:
         for t in (1, 2, 7, 8, 16, 20, 33, case.length - 1):
             close(mix(x[:, :t]), y[:, :t])  # nothing changes when T grows
         at = torch.arange(case.length)
-        later = at >= at[1:, None]  # [T-1, T]: row t-1 has another future from t on, for every t
+        later = at >= at[1:, None]  # [T-1, T]: row t-1 has a different future from t on, for every t
         for scale in (1.0, 30.0):
             changed = torch.where(
                 later[..., None], scale * tokens(case.length - 1, case.length, case.dim, seed=1), x[0]
@@ -257,7 +257,7 @@ def strictly_causal(case: Case) -> None:
 
 
 def recurrence_equals_forward(case: Case, splits: list[int], first: list[int]) -> None:
-    """Ragged prompts of lengths `first`, then pieces cut at `splits`, the last part by steps."""
+    """Ragged prompts of lengths `first`, then pieces cut at `splits`, then steps for the rest."""
     mix = case.build()
     x = tokens(len(first), case.length, case.dim)
     want = mix(x)
@@ -367,7 +367,7 @@ def evaluation_is_deterministic(case: Case) -> None:
 
 
 def nothing_is_square(case: Case, size: int = 2048) -> None:
-    """Nor with padding or with dropout. Behind a state some keep large blocks, but none that grow as T²."""
+    """No tensor has T² elements, also with padding and dropout. After a state some are large, but they grow slower."""
     mix = case.scaled(size)
     x = tokens(1, size, 16, dtype=torch.float32).requires_grad_()
     lengths = torch.tensor([size - 5])
@@ -469,7 +469,7 @@ class Largest(TorchDispatchMode):
         for t in tree_leaves(out):
             if (
                 isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known
-            ):  # views and in-place are no memory
+            ):  # views and in-place operations take no memory
                 numel = t.untyped_storage().nbytes() // t.element_size()
                 self.total += numel
                 if numel > self.numel:
@@ -478,7 +478,7 @@ class Largest(TorchDispatchMode):
 
 
 def gradients_are_sane(case: Case) -> None:
-    """Finite, and no larger than tokens of size one can make them, in every type that people train in."""
+    """Outputs and gradients are finite and of moderate size for tokens of size one, in every type used in training."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         mix = case.build(dtype)
         grads = gradients(mix, mix, tokens(2, case.length, case.dim, dtype=dtype))
@@ -507,12 +507,12 @@ LIMITS: dict[str, dict[str, Any]] = {  # options that remove the approximation f
     "linear": {},
     "efficient": {},
     "performer": {"kernel": "relu", "features": 0},
-    "rfa": {"features": 20_000, "tau": 1.2},  # nearly removed: its noise is far below what a wrong scale would do
+    "rfa": {"features": 20_000, "tau": 1.2},  # nearly removed: the noise is far below the effect of a wrong scale
 }
 
 
 def limit(cls: type[Mixer], causal: bool) -> Case:
-    """The mechanism at its exact limit, with heads 12 wide: at a power of two a wrong scale may go unseen."""
+    """The mechanism at its exact limit, with heads 12 wide: with a power of two, a wrong scale could go unnoticed."""
     name = next(name for name, known in MECHANISMS.items() if issubclass(cls, known))
     return Case(cls, {"dim": 36, "heads": 3, "causal": causal, **LIMITS[name]})
 
@@ -579,9 +579,9 @@ def dropping(cls: type[Mixer], causal: bool, **changes: Any) -> Case:
 
 
 def dropout_has_its_rate(case: Case) -> None:
-    """For a case of `dropping`: three of ten weights are zero, the others are divided by 0.7, in every way to compute.
+    """For a case of `dropping`: 30% of weights are zero and the others are divided by 0.7, however it is computed.
 
-    Token s is the unit vector s, and so is its value: what query t gives is its row of weights.
+    Token s is the unit vector s, and so is its value: the output of query t is its row of weights.
     """
     mix, x = case.build(), torch.eye(20, dtype=torch.float64).expand(150, -1, -1)
     with torch.no_grad():
@@ -632,7 +632,7 @@ def _show_weights(mix: Any) -> None:
         mix.value.bias.zero_()
 
 
-FAR: dict[str, tuple[int, dict[str, Any]]] = {  # where sequences begin that cross 2¹⁶ or 2²⁴ tokens
+FAR: dict[str, tuple[int, dict[str, Any]]] = {  # start positions of sequences that cross 2¹⁶ or 2²⁴ tokens
     "softmax": (65_529, {}),
     "compressed": (65_529, {"stride": 3}),
     "strided": (65_529, {"stride": 6}),
@@ -658,7 +658,7 @@ def far(cls: type[Mixer]) -> Case:
 
 
 def far_positions_follow_the_definition(case: Case) -> None:
-    """For a case of `far`: what comes behind a state at a far position, whose cache holds zeros."""
+    """For a case of `far`: tokens after a state at a far position, whose cache holds zeros."""
     mix, x = case.build(), tokens(2, 14, case.dim)
     y = _behind(mix, x, case.length)
     if isinstance(mix, Softmax | Compressed | Patterned) and not isinstance(mix, Local):
@@ -675,7 +675,7 @@ def far_positions_follow_the_definition(case: Case) -> None:
         q, k, v = mix.heads.split(x)
         o = torch.einsum("bhts,bshv->bthv", torch.einsum("bthk,bshk->bhts", q, k).tril(), v)
         want = mix.heads.merge(o / torch.arange(case.length + 1, case.length + 15)[:, None, None])
-    else:  # only distances count, once all that is in reach is behind the state
+    else:  # only distances matter, once the state is out of reach
         y, want = y[:, 5:], _behind(mix, x, 0)[:, 5:]
     close(y, want, 1e-7)
 
@@ -690,7 +690,7 @@ def turned(t: Tensor, start: int) -> Tensor:
 
 
 def _behind(mix: Any, x: Tensor, start: int) -> Tensor:
-    """Prompts and steps behind an empty state that is at position `start`."""
+    """Prompts and steps after an empty state with position `start`."""
     state = mix.init_state(len(x), capacity=min(start, 65_529) + x.shape[1])
     first, state = mix.prefill(x[:, :5], state=state._replace(position=torch.full_like(state.position, start)))
     second, state = mix.prefill(x[:, 5:11], state=state)
@@ -725,7 +725,7 @@ def _among_zeros(mix: Any, x: Tensor, start: int) -> Tensor:
 
 
 def half_precision_is_as_exact_as_the_definition(case: Case) -> None:
-    """At most twice as wrong as the plain expression in the same type, both against float64."""
+    """The error is at most twice that of the plain expression in the same type, both against float64."""
     exact = case.build()
     for dtype in (torch.bfloat16, torch.float16):
         mix, x = case.build(dtype), tokens(2, case.length, case.dim, dtype=dtype)
@@ -737,9 +737,9 @@ def half_precision_is_as_exact_as_the_definition(case: Case) -> None:
 
 
 def long_sums_keep_their_digits(case: Case) -> None:
-    """Eight hundred tokens in bfloat16, at once and one by one: no more wrong than a few of them are."""
+    """Errors do not grow over eight hundred tokens in bfloat16, neither in forward nor in steps."""
     half, exact = (case.build(dtype) for dtype in (torch.bfloat16, torch.float64))
-    x = tokens(1, 800, case.dim, dtype=torch.bfloat16) + 0.5  # sums that grow, beside which a token is small
+    x = tokens(1, 800, case.dim, dtype=torch.bfloat16) + 0.5  # the sums grow, and a token becomes small in comparison
     with torch.no_grad():
         want, state, steps = exact(x.double()), half.init_state(1), []
         for t in range(800):

@@ -1,4 +1,4 @@
-"""Laws of torch.export and torch.compile: a program that is made of a mechanism gives eager's numbers."""
+"""Laws of torch.export and torch.compile: a program made from a mechanism gives the same numbers as eager."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.mechanisms.laws import DIM, Case, T, close, tokens
 
 
 class Call(torch.nn.Module):
-    """One way of calling a mechanism, as a module of tensors to tensors: what torch.export and torch.compile take."""
+    """One way of calling a mechanism, as a module from tensors to tensors, for torch.export and torch.compile."""
 
     def __init__(self, mix: Mixer, form: str):
         super().__init__()
@@ -61,7 +61,7 @@ def same_values(call: Call, program: torch.nn.Module, batch: int, size: int) -> 
 
 
 def same_gradients(call: Call, program: torch.nn.Module, batch: int, size: int, tolerance: float = 1e-7) -> None:
-    """Everything that comes out, and the gradients of x and of each parameter."""
+    """All outputs, and the gradients of x and of each parameter."""
     results = []
     for run in (program, call):
         x, *other = call.inputs(batch, size)
@@ -84,7 +84,7 @@ def export(call: Call, inputs: tuple[Any, ...], **how: Any) -> torch.nn.Module:
 
 
 def export_keeps_numbers(case: Case, form: str, grad: bool = True, **how: Any) -> None:
-    """A program exported for one batch and length gives eager's values, and its gradients if it was to have any."""
+    """A program exported for one batch and length gives eager's values, and its gradients if it needs gradients."""
     call = Call(case.build(), form)
     with torch.set_grad_enabled(grad):
         program = export(call, call.inputs(3, T), **how)
@@ -97,12 +97,12 @@ def export_keeps_numbers(case: Case, form: str, grad: bool = True, **how: Any) -
 
 
 def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
-    """One program for any batch and any length, shorter than every block or longer, gives what eager gives."""
+    """One program for any batch and any length, shorter or longer than the blocks, gives eager's values."""
     call = Call(case.build(), form)
     # named sizes, as users write them: export fails where a size turns out to be a constant or must fit a formula
     longest = (call.mix.traits.fixed_length and call.mix.options.max_length) or 4096
     batch, length, keys = (torch.export.Dim(name, max=longest) for name in ("batch", "length", "keys"))
-    if form == "prefill":  # a prompt shorter than the stride of `compressed` leaves a state of another kind
+    if form == "prefill":  # a prompt shorter than the stride of `compressed` gives a state of another shape
         length = torch.export.Dim.DYNAMIC
     row, both, context = {0: batch}, {0: batch, 1: length}, {0: batch, 1: keys}
     others: dict[str, Any] = {"plain": (), "lengths": (row,), "prefill": (row,), "cross": ((context, row),)}
@@ -121,7 +121,7 @@ def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
 def compile_keeps_numbers(
     case: Case, form: str, backend: str, dynamic: bool | None = None, dtype: torch.dtype = torch.float64
 ) -> None:
-    """Compiled without a break, values and gradients are eager's; `dynamic`: at several sizes."""
+    """A program compiled without graph breaks gives eager's values and gradients; `dynamic`: at several sizes."""
     torch.compiler.reset()
     call = Call(case.build(dtype), form)
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)

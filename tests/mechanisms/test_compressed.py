@@ -63,7 +63,7 @@ def test_a_causal_query_reads_exactly_the_finished_slots() -> None:
         changed[:, token] += 1
         differs = (mix(changed) - y).abs().amax(-1)[0] > 1e-9
         end = token // 3 * 3 + 2
-        # its own query changes what it reads of two slots or more; all other queries, once the slot is finished
+        # it changes its own query if that reads two slots or more, and all other queries once its slot is finished
         want = [t == token >= 5 or t >= end for t in range(13)]
         assert differs.tolist() == want, token
 
@@ -166,7 +166,7 @@ def test_equals_the_memory_compressed_attention_package_with_copied_weights(caus
     x = tokens(2, 24, 16)
     x[..., 0] = 1
     with torch.no_grad():
-        # its null slot competes with the others: a first channel that is 1 in every query silences it
+        # its null slot competes with the others: a first channel that is 1 in every query gives it weight 0
         peer.to_qkv.weight[0] = torch.eye(16)[0]
         peer.null_k[..., 0] = -1e5
         peer.null_v.normal_()

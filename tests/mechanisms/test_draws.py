@@ -116,7 +116,7 @@ CALLS = {
 
 
 class Operations(TorchDispatchMode):
-    """What is computed, in order."""
+    """Records the operations, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are really two: other operations run, or the same ones on other shapes."""
+    """And the two sides do differ: other operations run, or the same ones on other shapes."""
     call = CALLS[threshold]
     mix = laws.Case(MECHANISMS[call.name], {"dim": 24, "heads": 2, "causal": False, **call.options}).build()
     mix.train(call.options.get("dropout", 0) > 0)
@@ -163,7 +163,7 @@ def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch:
         torch.testing.assert_close(grad, results[0][1], rtol=1e-7, atol=1e-7)
 
 
-ELSEWHERE = {  # numbers in capitals that are no thresholds of a torch path, or whose two sides another test computes
+ELSEWHERE = {  # constants that are not thresholds of a torch path, or that another test covers
     "mechanisms.additive.GPU_PAIRS": "PAIRS on a GPU",
     "mechanisms.clustered.CHUNK": "of exported programs; mechanisms/test_export.py",
     "mechanisms.efficient.NOTHING": "stands for minus infinity",

@@ -114,7 +114,7 @@ def test_gradients_with_logits_far_apart(how: str) -> None:
 
 
 def test_sums_of_plain_exponentials_up_to_the_limit() -> None:
-    """Features that go from one end of the range to the other, where the two ways to sum must agree."""
+    """Features that cross the whole range, where the two ways to sum must agree."""
     time = torch.linspace(-1, 1, 200)[:, None]
     x = (LIMIT - 1) * time * (torch.arange(16) - 7.5).sign() + 0.3 * tokens(1, 200, 16)
     mix = build(causal=True).bfloat16()
@@ -170,7 +170,7 @@ def test_half_precision_of_large_logits(offset: float) -> None:
 
 
 def run(mix: Efficient, x: Tensor, rounded: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """y and the gradient of x; `rounded` takes the place of the keys, whose sum with a large bias 16 bits round."""
+    """y and the gradient of x; `rounded` replaces the keys, because 16 bits round their sum with a large bias."""
     x = x.clone().requires_grad_()
     if rounded is not None:
         split = mix.heads.split

@@ -14,11 +14,11 @@ from subquad.mechanisms import MECHANISMS
 from tests.mechanisms import laws, programs
 from tests.mechanisms.laws import DIM, Case, T, tokens
 
-# torch's own, while it loads its compiler and while it traces
+# warnings of torch itself, while it loads its compiler and while it traces
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-# Mechanisms that one exported program cannot serve at every length, with what in their mathematics forbids it.
-# None does: where the number of steps follows the length, ops.opaque makes the loop one operator.
+# Mechanisms that cannot be exported for every length, with the reason in their mathematics.
+# There are none: if the number of steps depends on the length, ops.opaque makes the loop one operator.
 STATIC_ONLY: dict[str, str] = {}
 
 CASES = list(laws.cases())
@@ -73,14 +73,14 @@ def test_export_of_a_step(case: Case, form: str) -> None:
 @pytest.mark.parametrize("kernel", ["softmax", "trig"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_export_of_each_kind_of_random_features(kernel: str, grad: bool) -> None:
-    """Their backward is written by hand, which an exported program does not keep."""
+    """Their backward is written by hand, and an exported program loses it."""
     case = Case(MECHANISMS["performer"], {"dim": DIM, "heads": 4, "causal": True, "features": 12, "kernel": kernel})
     programs.export_keeps_numbers(case, "lengths", grad)
 
 
 @pytest.mark.parametrize(("name", "options"), [("additive", {}), ("clustered", {"clusters": 4, "topk": 6, "block": 5})])
 def test_dropout_in_a_program_for_any_length(name: str, options: dict[str, Any]) -> None:
-    """Backward computes the loop again, and drops what forward dropped."""
+    """Backward computes the loop again, with the same dropout as forward."""
     case = Case(MECHANISMS[name], {"dim": DIM, "heads": 4, "causal": True, "dropout": 0.3, **options})
     any_size = torch.export.Dim.DYNAMIC
     shapes = {"x": {0: any_size, 1: any_size}}

@@ -100,7 +100,7 @@ def test_the_state_is_the_open_block_and_the_summaries() -> None:
 
 @torch.no_grad()
 def test_compiles_without_a_break() -> None:
-    """Heads with different patterns are the harder case: the compiler must take all of them for constants."""
+    """Heads with different patterns are the harder case: the compiler must treat all of them as constants."""
     mix, x = fixed(block=8, summary=2, causal=True), tokens(2, 20, DIM)
     forward, step = (torch.compile(f, backend="eager", fullgraph=True) for f in (mix, mix.step))
     assert torch.equal(forward(x), mix(x))

@@ -31,7 +31,7 @@ def strict(found: Any) -> list[tuple[str, Case]]:
 
 
 def defaults(**wanted: bool) -> list[tuple[str, Case]]:
-    """One case a mechanism and direction, for laws about the default options."""
+    """One case for each mechanism and direction, for laws about the default options."""
     return [(name[:-2], case) for name, case in laws.cases(**wanted) if name.endswith("-0")]
 
 
@@ -119,7 +119,7 @@ def test_3_far_positions_follow_the_definition(case: Case) -> None:
 
 def test_3_every_state_with_positions_is_far() -> None:
     stateful = {name for name, cls in MECHANISMS.items() if cls.traits.state}
-    assert stateful - set(laws.FAR) == {"additive"}  # where a position is but a place in the cache
+    assert stateful - set(laws.FAR) == {"additive"}  # it uses positions only as places in the cache
 
 
 @over((name, case) for name, case in defaults(causal=True) if case.cls.traits.state == "constant")
@@ -144,7 +144,7 @@ def test_7_nothing_is_square(case: Case) -> None:
 def test_7_cost_grows_as_documented(case: Case) -> None:
     small = 256 if case.cls.exponent == 2 else 1024
     if case.cls is MECHANISMS["reformer"]:
-        small = 2048  # below 1,300 tokens it takes all pairs, which costs less than what grows as documented
+        small = 2048  # below 1,300 tokens it computes all pairs, which is cheaper there
     laws.cost_grows_as_documented(case, small, 4 * small)
 
 

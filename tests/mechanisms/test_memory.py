@@ -1,4 +1,4 @@
-"""A remembered context is the context: in value and gradient, in any row order, from disk, at a cost without it."""
+"""A memory equals its context: in values and gradients, in any order of rows, from disk, without the context's cost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +84,7 @@ def test_a_memory_is_a_value(case: Case) -> None:
 
 @over(laws.cases(cross=True))
 def test_narrow_types(case: Case) -> None:
-    """bf16 throughout, and float32 under autocast: finite, and as near to the context's own result as bf16 is."""
+    """In bf16, and in float32 under autocast: finite, and as close to the result of the context as bf16 allows."""
     x, context = tokens(3, 9, DIM), tokens(3, S, DIM, seed=2)
     exact = case.build()(x, context=context, context_lengths=LENGTHS)
     for autocast in (False, True):
@@ -122,7 +122,7 @@ def test_what_cannot_work() -> None:
         mix(torch.randn(3, 5, DIM), context=memory)
     with pytest.raises(ValueError, match=r"context.k has shape \[2, 5, 1, 8\]: this Softmax remembers"):
         mix(x, context=subquad.build("softmax", dim=8).remember(torch.randn(2, 5, 8)))
-    with pytest.raises(ValueError, match="context_lengths came with a memory"):
+    with pytest.raises(ValueError, match="context_lengths was given with a memory"):
         mix(x, context=memory, context_lengths=torch.tensor([5, 5]))
     with pytest.raises(ValueError, match=r"context has shape \[2, 5, 3\]"):
         mix.remember(torch.randn(2, 5, 3))

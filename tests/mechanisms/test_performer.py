@@ -22,7 +22,7 @@ def build(**options: Any) -> Performer:
 
 
 def plain(**options: Any) -> Performer:
-    """q = k = v = x, so that a test says what the mechanism sees."""
+    """q = k = v = x, so that a test chooses the inputs of the mechanism."""
     mix = build(**options)
     with torch.no_grad():
         mix.heads.qkv.weight.copy_(torch.eye(mix.options.dim).repeat(3, 1))
@@ -92,7 +92,7 @@ def test_orthogonal_beats_independent_and_positive_beats_trigonometric() -> None
     x = tokens(1, 256, 16, size=6.0)
     assert mean_square_error(x, features=64) < 0.01 * mean_square_error(
         x, features=64, kernel="trig", eps=1e-6
-    )  # the paper's, whose denominator nothing bounds
+    )  # the paper's, whose denominator has no lower bound
 
 
 def test_equal_tokens_are_averaged() -> None:
@@ -108,7 +108,7 @@ def test_equal_tokens_are_averaged() -> None:
 
 @pytest.mark.parametrize("kernel", EXACT)
 def test_maxima_cancel(kernel: str) -> None:
-    """The last token sees every key either way, so the running maximum must give what the maximum over all gives."""
+    """The last token sees every key in both forms, so the running maximum must equal the maximum over all keys."""
     x = tokens(2, 90, 32, size=60.0)
     causal, both = (plain(kernel=kernel, causal=c, features=40).double() for c in (True, False))
     torch.testing.assert_close(causal(x)[:, -1], both(x)[:, -1], rtol=1e-9, atol=1e-9)

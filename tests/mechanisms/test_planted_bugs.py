@@ -139,7 +139,7 @@ class UnsavedDraw(Linear):
 
 
 class EmptyRowsPoison(Softmax):
-    """A softmax over nothing for rows of length 0."""
+    """A softmax over no keys for rows of length 0."""
 
     def _forward(self, x: Tensor, lengths: Any) -> Tensor:
         q, k, v = self._project(x)
@@ -175,7 +175,7 @@ class Overflow(Softmax):
 
 
 class SquareDropout(Softmax):
-    """All weights at once where some are dropped."""
+    """All weights are computed at once if there is dropout."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any, key_lengths: Any) -> Tensor:
         if not self.training:
@@ -212,7 +212,7 @@ class BlocksOfPadding(Sinkhorn):
 
 
 class SortedByTheNextQuery(Sinkhorn):
-    """A block chooses by a query behind its first one."""
+    """A block chooses by a query after its first one."""
 
     def _sort(self, q: Tensor, k: Tensor, n: Tensor) -> Tensor:
         return super()._sort(q.roll(-1, dims=1), k, n)
@@ -227,7 +227,7 @@ class LaterOfEqual(Routing):
 
 
 class ClusterForgets(Routing):
-    """A step does not enter its token into the list of its cluster."""
+    """A step does not add its token to the list of its cluster."""
 
     def _step(self, x: Tensor, state: Any) -> Any:
         y, new = super()._step(x, state)
@@ -235,7 +235,7 @@ class ClusterForgets(Routing):
 
 
 class UnfinishedSlotForgotten(Compressed):
-    """What a prompt left of an unfinished slot is lost to the prompt behind it."""
+    """The next prompt loses the unfinished slot of the prompt before."""
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> Any:
         if state is not None:
@@ -244,7 +244,7 @@ class UnfinishedSlotForgotten(Compressed):
 
 
 class LandmarksOfTheBatch(Nystrom):
-    """Segments follow the longest row, in place of the row's own length."""
+    """Segments depend on the longest row instead of the row's own length."""
 
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
         return super()._landmarks(t, None)
@@ -258,7 +258,7 @@ class BlocksOfTheSeed(Bigbird):
 
 
 class UnitForgotten(Performer):
-    """Sums in units of the old largest exponent are taken for sums in units of the new one."""
+    """Sums in units of the old largest exponent are not rescaled to the new one."""
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None) -> Any:
         features = super()._prepare(q, k, v, lengths, largest)

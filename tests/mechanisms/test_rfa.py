@@ -43,7 +43,7 @@ def test_many_features_reach_the_gaussian_kernel(tau: float) -> None:
         want = (kernel / kernel.sum(-1, keepdim=True)).detach()
         torch.testing.assert_close(mix(x), mix.reference(x))
         errors.append(float((mix.pattern(x) - want).detach().norm() / want.norm()))
-    assert errors[1] < (0.02 if tau == 1 else 0.05)  # a sharper kernel is smaller between most tokens, the noise is not
+    assert errors[1] < (0.02 if tau == 1 else 0.05)  # a sharper kernel is smaller for most pairs, but its noise is not
     assert 8 < errors[0] / errors[1] < 32
 
 
@@ -124,7 +124,7 @@ def test_saturated_gates_are_finite(logit: float, dtype: torch.dtype) -> None:
 
 
 def test_zero_tokens_are_finite() -> None:
-    """A zero vector has no direction; its gradient is a number all the same."""
+    """A zero vector has no direction, but its gradient is finite."""
     mix = build(causal=True)
     with torch.no_grad():
         mix.heads.qkv.bias.zero_()

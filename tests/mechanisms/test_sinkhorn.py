@@ -23,7 +23,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def marked(size: int) -> Tensor:
-    """Tokens whose first 8 channels name their block, the others anything."""
+    """Tokens whose first 8 channels encode their block; the others are random."""
     x = tokens(1, size, WIDTH)
     x[..., :8] = 3 * torch.nn.functional.one_hot(torch.arange(size) // BLOCK, 8)
     return x
@@ -87,7 +87,7 @@ def test_sorted_values_are_values() -> None:
     """Changing one block's values reaches the block that was sorted to it, and no other."""
     mix, x = steered([1, 2, 3, 0]), marked(24)
     before = mix(x)
-    with torch.no_grad():  # the values of block 2 move, no score does
+    with torch.no_grad():  # the values of block 2 change, but no score does
         mix.heads.qkv.weight[32:, 2] += 1
     changed = (mix(x) - before).abs().amax(-1)[0] > 1e-6
     assert changed.view(4, BLOCK).all(-1).tolist() == [False, True, True, False]
@@ -142,7 +142,7 @@ def test_gumbel_noise_in_training_only_and_of_the_right_law() -> None:
     q, k, _ = (t.detach() for t in mix.heads.split(x))
     q = 24 * q
     past = k[0, :18, 0].unflatten(0, (3, BLOCK)).mean(1)
-    want = (past @ q[0, :19, 0].mean(0) / 4).softmax(0)  # three choices: with two, a wrong sign of the noise shows not
+    want = (past @ q[0, :19, 0].mean(0) / 4).softmax(0)  # three choices: two would hide a wrong sign of the noise
     assert float(want.max() - want.min()) > 0.3
     mix.train()
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ outside = pytest.mark.skipif(INNER is not None, reason="needs no process of its 
 
 
 def run_again(files: list[Path], mode: str, cache: Path) -> None:
-    """The tests of these files once more, with triton set to "interpret" or to "compile"."""
+    """Run the tests of these files in a new process, with triton set to "interpret" or to "compile"."""
     env = {**os.environ, "SUBQUAD_TRITON_TEST": mode, "TRITON_INTERPRET": "1" if mode == "interpret" else "0"}
     env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     env = {k: v for k, v in env.items() if not k.startswith(("PYTEST_", "COV_"))}

@@ -44,7 +44,7 @@ def results(logits: Tensor, rows: dict[str, Tensor], **how: Any) -> tuple[Tensor
 
 
 def one_by_one(p: Tensor, said: list[int]) -> float:
-    """p [T, symbols]: probabilities of every string of symbols that is heard as what was said."""
+    """-log of the total probability of all alignments to the labels `said`, given p [T, symbols]."""
     total = 0.0
     for way in itertools.product(range(p.shape[1]), repeat=len(p)):
         if [symbol for symbol, _ in itertools.groupby(way) if symbol] == said:
@@ -111,7 +111,7 @@ def test_what_is_no_number_stays_so_and_what_cannot_be_is_left_out() -> None:
 
 @interpreted
 def test_lengths_beyond_the_tensors_read_nothing_there() -> None:
-    """Their values are not looked at: a GPU would be waited for."""
+    """Lengths are not checked by value, because that would wait for a GPU."""
     logits, rows = draw("plain")
     beyond = {**rows, "lengths": rows["lengths"].clamp(max=9) + 100, "target_lengths": rows["target_lengths"] + 50}
     most = {**rows, "lengths": torch.tensor([9, 9])}

@@ -1,4 +1,4 @@
-"""How kernels are started: through the private launcher of a known Triton, through kernel[grid](...) with any other."""
+"""How kernels are started: by the private launcher of a known Triton, or else by kernel[grid](...)."""
 
 from types import SimpleNamespace
 from typing import Any

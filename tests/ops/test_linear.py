@@ -191,7 +191,7 @@ def test_padding_is_invisible(lengths: list[int], extra: int, causal: bool, gate
     log_gate = gates(batch, length, 2) if causal and gated else None
     padding = torch.arange(length) >= torch.tensor(lengths)[:, None]
     for x in (q, k, v):
-        x[padding] = torch.nan  # whatever stands there
+        x[padding] = torch.nan  # padding may hold anything
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options: dict[str, Any] = {"causal": causal, "feature_map": name}
     o, end = call(q, k, v, lengths=torch.tensor(lengths), log_gate=log_gate, initial_state=start, **options)

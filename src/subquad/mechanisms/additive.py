@@ -26,7 +26,7 @@ from subquad.ops.lengths import symbolic
 from subquad.ops.opaque import attention_operator
 
 PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once
-GPU_PAIRS = 2**28  # the same on a GPU, which small pieces leave idle
+GPU_PAIRS = 2**28  # the same on a GPU, which would be mostly idle with small pieces
 
 
 class State(NamedTuple):
@@ -69,7 +69,7 @@ class Additive(Attention):
             counts = torch.arange(1, size + 1, device=device).expand(batch, size)
         elif key_lengths is None:
             counts = torch.full((batch, size), k.shape[1], device=device)
-        else:  # at least one key, so that no softmax is over nothing
+        else:  # at least one key, because a softmax over none is NaN
             counts = key_lengths.clamp(min=1)[:, None].expand(batch, size)
         return self._attend_first(q, k, v, counts)
 
@@ -115,7 +115,7 @@ class Additive(Attention):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
-    """Some queries at a time, recomputed in backward, so that no [T, S, hidden] exists for long inputs."""
+    """Compute some queries at a time, and again in backward, so that long inputs need no [T, S, hidden] tensor."""
     rows = max(1, (GPU_PAIRS if k.is_cuda else PAIRS) // max(1, k.numel()))
     if rows >= q.shape[1]:
         return attend_rows(q, k, v, counts, score, dropout)

@@ -1,4 +1,4 @@
-"""What most mechanisms are: queries read values by weights, per head, and a projection merges the heads.
+"""The base of most mechanisms: in each head queries read values by weights, and a projection merges the heads.
 
 Such a mechanism writes two methods over q, k, v: `_attend`, the fast path, and `_weights`, the definition. Forward,
 cross-attention, reference and pattern follow from them.
@@ -49,9 +49,9 @@ class Heads(nn.Module):
 
 
 class Attention(Mixer):
-    """Y = merge(W V): W [B, H, T, S] are weights that a mechanism defines and that its fast path need not make."""
+    """Y = merge(W V): a mechanism defines the weights W [B, H, T, S], but its fast path need not compute them."""
 
-    approximates: ClassVar[bool] = False  # softmax(q·k/√K) v of what `_project` gives
+    approximates: ClassVar[bool] = False  # whether W V approximates softmax(q·k/√K) v, with q, k, v from `_project`
 
     def __init__(self, options: Options, heads: bool = True):
         """`heads`: make the usual projections of queries, keys, values and outputs."""
@@ -68,10 +68,10 @@ class Attention(Mixer):
         raise NotImplementedError
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """W by the definition, [B, H, T, S], of rows without padding."""
+        """W by the definition, [B, H, T, S], for rows without padding."""
         raise NotImplementedError
 
-    # What follows, unless a mechanism does it in another way
+    # What follows from these, unless a mechanism overrides it
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         """q [B, T, H, K] of x, k and v [B, S, H, ·] of the context (x if there is none); rows start at `position`."""
@@ -106,7 +106,7 @@ class Attention(Mixer):
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rotary positions on q and k if asked for; rows start at `position` [B] (0 if None)."""
+        """q and k with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
         if not self.options.rotary:
             return q, k
 

@@ -31,7 +31,7 @@ AtLeast1 = Annotated[int, 1]
 
 
 class Memory(NamedTuple):
-    """A context as it came. A mechanism that can prepare some of the work has a memory of its own, `lengths` last."""
+    """An unchanged context. A mechanism that can precompute more has its own memory type, with `lengths` last."""
 
     context: Tensor  # [B, S, D]
     lengths: Tensor  # [B]
@@ -49,7 +49,7 @@ class Traits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The base options; a mechanism adds its own in a frozen subclass. Types and least values are checked."""
+    """The base options; a mechanism adds its own in a frozen subclass. Types and minimum values are checked."""
 
     dim: AtLeast1  # width of the model
     heads: AtLeast1 = 1  # of the attention; dim is split over them
@@ -86,17 +86,17 @@ class Mixer(nn.Module):
     """Base of all mechanisms. Public methods check their arguments (checking.py) and call what a mechanism writes."""
 
     # What a mechanism says about itself
-    options_type: ClassVar[type[Options]] = Options  # what a subclass says in a line `options: Options`
-    state_type: type | None = None  # what `_init_state` of a subclass says that it returns
-    memory_type: type[Any] = Memory  # likewise of `_remember`
+    options_type: ClassVar[type[Options]] = Options  # set from the annotation `options: Options` of a subclass
+    state_type: type | None = None  # set from the return annotation of `_init_state`
+    memory_type: type[Any] = Memory  # set from the return annotation of `_remember`
     traits: Traits = Traits()
-    family: ClassVar[str]  # as the lecture notes sort them
+    family: ClassVar[str]  # as in the lecture notes
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: ClassVar[bool] = False  # bidirectional, without positions: permuting the tokens permutes the output
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
-    unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options without meaning here
-    small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options at which forty tokens already show it at work
+    unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
+    small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
     _why_not_causal: ClassVar[str] = "its paper defines none"
 
     # What a mechanism writes: the first three, the next three if traits.state, the next one if traits.cross
@@ -106,7 +106,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The definition, dense, of rows without padding; shares only parameters and projections with the fast path."""
+        """The definition, dense, for rows without padding; shares only parameters and projections with `_forward`."""
         raise NotImplementedError
 
     def _pattern(self, x: Tensor) -> Tensor:
@@ -149,12 +149,12 @@ class Mixer(nn.Module):
         return None
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw random features, hashes or blocks anew, from `seed` if no generator is given; here nothing is random."""
+        """Draw new random features, hashes or blocks, from `seed` without a generator; by default nothing is random."""
 
     def share_with(self, first: "Mixer") -> None:
-        """Use what the layers of a stack share, from the first layer of this kind; here nothing is shared."""
+        """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""
 
-    # What everybody calls
+    # The public methods
 
     def forward(
         self,
@@ -165,7 +165,7 @@ class Mixer(nn.Module):
     ) -> Tensor:
         """Mix the tokens of x [B, T, D]. `lengths` [B]: right padding. `context` [B, S, D]: attend to it, not to x.
 
-        `context` may also be what `remember` made of one.
+        `context` may also be a memory that `remember` returned.
         """
         x, lengths = checking.check_padded(self, x, lengths)
         if isinstance(context, tuple):
@@ -176,7 +176,7 @@ class Mixer(nn.Module):
             context, context_lengths = checking.check_context(self, x, context, context_lengths)
             y = self._forward(x, lengths) if context is None else self._cross(x, lengths, context, context_lengths)
         y = zero_padding(y, lengths)
-        # without anything to attend to a row is zero, like a row of length 0
+        # a row with an empty context is zero, like a row of length 0
         return y if context_lengths is None else y.masked_fill((context_lengths == 0)[:, None, None], 0)
 
     def reference(
@@ -186,7 +186,7 @@ class Mixer(nn.Module):
         context: Tensor | None = None,
         context_lengths: Tensor | None = None,
     ) -> Tensor:
-        """What `forward` must equal: the paper's definition, dense and slow, of each row without its padding."""
+        """The paper's definition, which `forward` must equal: dense and slow, for each row without its padding."""
         x, lengths = checking.check_padded(self, x, lengths)
         context, context_lengths = checking.check_context(self, x, context, context_lengths)
         if lengths is None and context_lengths is None:
@@ -207,16 +207,16 @@ class Mixer(nn.Module):
         return self._pattern(x)
 
     def remember(self, context: Tensor, context_lengths: Tensor | None = None) -> Any:
-        """A context [B, S, D] prepared for many calls, such as a decoder's steps: mix(x, context=memory).
+        """Prepare a context [B, S, D] for many calls, such as a decoder's steps: mix(x, context=memory).
 
-        A NamedTuple of tensors, batch first, to be saved, stacked and indexed like a state. It holds for the parameters
-        and random draws that it was made with, and gradients go through it.
+        Returns a NamedTuple of tensors, batch first, which can be saved, stacked and indexed like a state. It is valid
+        until the parameters or random draws change. Gradients flow through it.
         """
         context, lengths = checking.check_keys(self, context, context_lengths)
         if lengths is None:
             lengths = torch.full(context.shape[:1], context.shape[1], device=context.device)
         if not torch.compiler.is_compiling():
-            checking.field_shapes(self, "memory")  # now, so that no step has to find them out
+            checking.field_shapes(self, "memory")  # computed and cached now, so that no step has to
         return self._remember(context, lengths)
 
     def init_state(self, batch: int, capacity: int | None = None) -> State:
@@ -228,7 +228,7 @@ class Mixer(nn.Module):
         return self._init_state(batch, capacity)
 
     def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
-        """A prompt in parallel, ragged or not, from nothing or from a state: y, and the state after each row's end."""
+        """A prompt in parallel, from the start or from a state: y, and the state after the last token of each row."""
         checking.check_stateful(self, "prefill")
         x, lengths = checking.check_padded(self, x, lengths)
         if state is not None:
@@ -239,7 +239,7 @@ class Mixer(nn.Module):
     def step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`.
 
-        In place a state that must grow is replaced all the same: use what is returned.
+        Use the returned state even with `inplace`: a state that must grow is replaced.
         """
         checking.check_stateful(self, "step")
         if not isinstance(x, Tensor) or x.ndim != 2:
@@ -255,14 +255,14 @@ class Mixer(nn.Module):
         return position + (x.shape[1] if lengths is None else lengths)
 
     def _generator(self) -> torch.Generator:
-        """The generator of this layer's draws: reproducible from `seed`, different in each layer."""
+        """The generator for this layer's random draws: reproducible from `seed`, different in each layer."""
         return torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.options.layer)
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros on this module's device, of its type unless told otherwise."""
+        """Zeros on this module's device, by default of its type."""
         return self._like.new_zeros(shape, dtype=dtype)
 
-    # What is the same for all
+    # The same for all mechanisms
 
     _like: Tensor  # of this module's type and on its device, even without parameters
 
@@ -296,6 +296,6 @@ class Mixer(nn.Module):
 
 
 def own_type(cls: type[Mixer], kind: str, shared: type) -> None:
-    """A state_type or memory_type for one class alone: what one mechanism keeps means nothing to another."""
+    """Make a state_type or memory_type for this class alone, so that no mechanism accepts the state of another."""
     names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.{kind}"}  # where pickle finds it
     setattr(cls, kind, type(shared.__name__, (shared,), names))

@@ -10,7 +10,7 @@ Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over the blocks besi
 Cost        train O(T·block·(5 + random)·D) time, O(T·D) memory; decode O(block·(3 + random)·D) a token; state 2·T·D: a
             later block may draw any earlier one
 Departures  the last global block is the row's last `block` positions, whatever T is, so that padding changes nothing;
-            learned tokens live inside a layer (in the paper they pass through all of them). Never dense in silence
+            learned tokens live inside a layer (in the paper they pass through all of them). Short rows are sparse too
 Verified    tests/mechanisms/test_bigbird.py: full attention when every block is covered, 1e-12; the blocks that each
             row reads, one by one; the transformers library's with the same draws, 1e-10
 """
@@ -62,7 +62,7 @@ class Bigbird(Patterned):
         return self.options.seed * 1_000_003 + self.options.layer
 
     def _patterns(self, seed: int | None = None) -> Sequence[Pattern]:
-        """Over the sequence as the op sees it: behind the learned tokens, or, not causal, behind its own last block."""
+        """Patterns over the op's sequence, which starts with the learned tokens, or, if not causal, the last block."""
         block, causal = self.options.block, self.options.causal
         in_front = 1 if causal or self.options.construction == "etc" else 2  # global blocks
         pattern = Block(block, 1, 0 if causal else 1) | Global(in_front * block)
@@ -77,7 +77,7 @@ class Bigbird(Patterned):
         read = ((row - column).abs() <= 1) | (j < block)
         if self.options.construction == "itc" and not self.options.causal:
             read = read | (i < block) | (i >= size - block) | (j >= size - block)
-            row, column = row + 1, column + 1  # draws are counted from the last block, which goes first
+            row, column = row + 1, column + 1  # random blocks are counted from the last block, which goes first
         heads = []
         for pattern in self.patterns:
             heads.append(read)
@@ -105,7 +105,7 @@ class Bigbird(Patterned):
         return super()._reference(self._with_tokens(x))[:, len(self.tokens) :]
 
     def _pattern(self, x: Tensor) -> Tensor:
-        """Of etc the tokens of x alone: what a row lacks to 1 is on the learned tokens."""
+        """With etc, only the weights of tokens of x; the rest of a row's weight is on the learned tokens."""
         if self.options.construction == "itc":
             return super()._pattern(x)
         size = len(self.tokens)
@@ -129,14 +129,14 @@ class Bigbird(Patterned):
         return y, self._count(state, -1)
 
     def _count(self, state: SparseState, sign: int) -> SparseState:
-        """The op counts the learned tokens too; the state that callers see does not."""
+        """Add or remove the learned tokens: the op's position counts them, the state that callers see does not."""
         return state._replace(position=state.position + sign * len(self.tokens))
 
     def _longer(self, lengths: Tensor | None) -> Tensor | None:
         return None if lengths is None else lengths + len(self.tokens)
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """g': what the learned tokens are after reading themselves and the sequence, [B, block, D]."""
+        """g': the learned tokens after they have read themselves and the sequence, [B, block, D]."""
         tokens, n = self.tokens.expand(x.shape[0], -1, -1), self._longer(lengths)
         if self.options.causal:
             return tokens
@@ -154,7 +154,7 @@ class Bigbird(Patterned):
         return torch.cat((tokens, x), 1)
 
     def _last_block_first(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] that move each row's last block to its front, where global tokens are, and those back."""
+        """Positions [B, T] that move each row's last block to the front, where global tokens are, and back."""
         at = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         stop = at.new_full((x.shape[0], 1), x.shape[1]) if lengths is None else lengths[:, None]
         last = stop.clamp(max=self.options.block)

@@ -1,6 +1,6 @@
-"""What reformer and routing share: a query sees two chunks of one bucket of keys, and decoding lists their newest ones.
+"""What reformer and routing share: a query sees two chunks of one bucket of keys, and a state lists the newest of each.
 
-How tokens are laid out by bucket is in `subquad.ops.buckets`. A mechanism writes what the buckets of its tokens are.
+`subquad.ops.buckets` lays out tokens by bucket. A mechanism computes the buckets of its tokens.
 """
 
 from typing import NamedTuple
@@ -31,14 +31,14 @@ class Tokens(NamedTuple):
 
 
 class Bucketed(Attention):
-    """Attention inside buckets that tokens choose one by one, so that the future does not decide who is in them."""
+    """Attention inside buckets. Each token chooses its bucket by itself, so buckets do not depend on the future."""
 
     traits = Traits(causal=True, bidirectional=True, state="growing")
     family, exponent = "clustering", 1.0
     out: nn.Linear
 
     def __init__(self, options: Options, strict: bool, lists: tuple[int, ...], chunk: int):
-        """`lists`: buckets, or rounds and buckets. Without `strict` the future decides, so there is no state."""
+        """`lists`: buckets, or rounds and buckets. Without `strict`, chunks depend on the future: there is no state."""
         super().__init__(options, heads=False)
         self.strict = options.causal and strict
         self.lists, self.size = lists, chunk
@@ -51,11 +51,11 @@ class Bucketed(Attention):
         raise NotImplementedError
 
     def _attend_near(self, tokens: Tokens, lists: Lists | None = None, start: Tensor | None = None) -> Tensor:
-        """[B, T, H, V] of a whole sequence, or of what begins at `start` [B], behind the tokens in the lists."""
+        """[B, T, H, V] for a whole sequence, or for tokens from position `start` [B] on, after those in the lists."""
         raise NotImplementedError
 
     def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of a token at `position`: the keys it sees [B, H, 1, W], whether they are there, and a bias of scores."""
+        """For a token at `position`: the keys it sees [B, H, 1, W], whether they exist, and a bias for the scores."""
         raise NotImplementedError
 
     # What follows

@@ -1,4 +1,4 @@
-"""What a mechanism says of itself: the fixed fields of its module's docstring, for the command line and the docs."""
+"""The description of a mechanism: the fixed fields of its module's docstring, for the command line and the docs."""
 
 import dataclasses
 import inspect
@@ -50,7 +50,7 @@ def card(cls: type[Mixer]) -> Card:
 
 
 def option_meanings(cls: type[Mixer]) -> dict[str, str]:
-    """What each option means: the comment behind its field, inherited fields included."""
+    """What each option means: the comment after its field, also for inherited fields."""
     parts = (part for part in reversed(cls.options_type.__mro__) if dataclasses.is_dataclass(part))
     field = re.compile(r"^    (\w+): [^#\n]*?  # (.+)$", re.MULTILINE)
     comments = {name: comment for part in parts for name, comment in field.findall(inspect.getsource(part))}

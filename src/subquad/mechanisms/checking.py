@@ -1,4 +1,4 @@
-"""What the public methods of a mechanism refuse: tokens, contexts, states and options that it cannot work with."""
+"""Checks of the public methods of a mechanism: they refuse tokens, contexts, states and options that do not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int | None, ...]  # None: any size
 
 
 def check_options(cls: type[Mixer], options: Options) -> None:
-    """Refuse base options that have no meaning for this mechanism, and directions and widths that it does not have."""
+    """Refuse base options that this mechanism does not use, and forms (causal or not) and widths that it lacks."""
     name = cls.__name__
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -38,7 +38,7 @@ def check_options(cls: type[Mixer], options: Options) -> None:
 
 
 def check_tokens(mix: Mixer, x: Tensor, name: str = "x") -> None:
-    """Refuse what is not [B, T, D] of this module's width, type and device."""
+    """Refuse anything but [B, T, D] of this module's width, type and device."""
     dim, like = mix.options.dim, mix._like
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != dim:
         raise ValueError(f"{name} has shape {shape_of(x)}: accepted is [batch, T, {dim}]")
@@ -65,10 +65,10 @@ def check_padded(mix: Mixer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor,
 def check_context(
     mix: Mixer, x: Tensor, context: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What came as the context of x, checked, with zeros for padding; None if there is none."""
+    """The context of x, checked, with zeros for padding, and its lengths; None if there is none."""
     if context is None:
         if lengths is not None:
-            raise ValueError("context_lengths came without context: pass both or neither")
+            raise ValueError("context_lengths was given without context: pass both or neither")
         return None, None
     context, lengths = check_keys(mix, context, lengths)
     if context.shape[0] != x.shape[0]:
@@ -83,16 +83,16 @@ def check_keys(mix: Mixer, context: Tensor, lengths: Tensor | None) -> tuple[Ten
     if not mix.traits.cross:
         raise ValueError(f"context was given, but {type(mix).__name__} has no cross-attention")
     if mix.options.rotary:
-        raise ValueError("context was given with rotary=True: positions of x and of a context are not on one axis")
+        raise ValueError("context was given with rotary=True: distances from x to a context have no meaning")
     check_tokens(mix, context, "context")
     lengths = check_lengths(lengths, context, "context_lengths")
     return zero_padding(context, lengths), lengths
 
 
 def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) -> None:
-    """Refuse a memory that `remember` of this module, or of an equal one, did not make."""
+    """Refuse a memory that was not made by `remember` of this module or of an equal one."""
     if lengths is not None:
-        raise ValueError("context_lengths came with a memory, which knows its own: leave them out")
+        raise ValueError("context_lengths was given with a memory, which has its own lengths: leave it out")
     name, double = type(mix).__name__, torch.float64
     if not isinstance(memory, mix.memory_type):
         came = f"{type(memory).__module__}.{type(memory).__name__}"
@@ -103,7 +103,7 @@ def check_memory(mix: Mixer, memory: Any, lengths: Tensor | None, batch: int) ->
         _check_batch(mix, f"context.{field}", t, batch, f"context.{field}")
         if field == "lengths" and t.dtype != torch.int64:
             raise ValueError(f"context.lengths has dtype {t.dtype}: accepted is int64")
-        # autocast makes any of the other types
+        # with autocast it can have any type except float64
         if field != "lengths" and (t.dtype not in FLOATS or (t.dtype == double) != (mix._like.dtype == double)):
             raise ValueError(f"context.{field} has dtype {t.dtype}: this module computes in {mix._like.dtype}")
         if not _fits(t, shape):
@@ -119,7 +119,7 @@ def check_stateful(mix: Mixer, method: str) -> None:
 
 
 def check_state(mix: Mixer, state: Any, batch: int) -> None:
-    """Refuse a state that a module with other options made."""
+    """Refuse a state from a module with other options."""
     name = type(mix).__name__
     if mix.state_type is not None and not isinstance(state, mix.state_type):
         raise ValueError(f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill")
@@ -130,12 +130,12 @@ def check_state(mix: Mixer, state: Any, batch: int) -> None:
         if not _fits(t, shape) or t.dtype != dtype:
             raise ValueError(
                 f"state.{field} is {t.dtype} {list(t.shape)}: this {name} keeps {dtype} {_words(shape)}; "
-                "a state goes with the module, or the options, it came from"
+                "pass a state of this module, or of one with the same options"
             )
 
 
 def _check_batch(mix: Mixer, name: str, t: Any, batch: int, whole: str) -> None:
-    """Refuse a field of a state or memory that is no tensor with this batch on the module's device."""
+    """Refuse a field of a state or memory that is not a tensor with this batch on the module's device."""
     check_tensor(name, t)
     if t.shape[:1] != (batch,):
         raise ValueError(f"{whole} has batch {t.shape[0] if t.ndim else 'none'}: x has batch {batch}")
@@ -144,7 +144,7 @@ def _check_batch(mix: Mixer, name: str, t: Any, batch: int, whole: str) -> None:
 
 
 def field_shapes(mix: Mixer, kind: str) -> list[tuple[torch.dtype, Shape]]:
-    """Type and shape of each field of a "state" or "memory"; a size that follows the capacity or context is None."""
+    """Type and shape of each field of a "state" or "memory"; None for sizes that depend on the capacity or context."""
     key, most = (kind, mix._like.dtype), 1000 if kind == "state" else mix.options.max_length or 1000
     if key not in mix._shapes:
         mix._shapes[key] = [

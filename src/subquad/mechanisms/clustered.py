@@ -5,13 +5,13 @@ Definition  Queries are hashed to sign bits and grouped by k-means in Hamming sp
             its queries, attends to all keys: a = softmax(μ·k/√K)
             plain: every query of the group gets Σ aₛvₛ
             improved: P = the top-k keys of a, m = Σ_P aₛ; query i gets m·Σ_P softmax_P(qᵢ·kₛ/√K)vₛ + Σ_{s ∉ P} aₛvₛ
-            causal: the own block exactly, and the blocks before as above, joined as the parts of one softmax are; the
+            causal: the own block exactly, and the blocks before as above, joined like two parts of one softmax; the
             exp-mass of the blocks before is Σ exp(μ·k) if plain, Σ_P exp(q·k)/m if improved. Each time the sequence
-            has doubled, to 2ⁿ blocks, groups are formed anew from all queries so far, and later queries join the
+            has doubled, to 2ⁿ blocks, new groups are formed from all queries so far, and later queries join the
             nearest
 Cost        train O(T·clusters·(K + V + bits·iterations) + T·topk·(K + V)) time a head, causal also O(T·block·(K + V));
             O(T·(clusters + topk·(K + V) + block)) memory; no decoding
-Departures  The causal form is ours: the published one lets the future decide the groups and drops all but the top-k.
+Departures  The causal form is ours: in the published one groups depend on the future, and it drops all but the top-k.
             k-means starts from queries spread evenly over the row, and the planes are drawn once
 Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (causal too), for a cluster per query, for
             equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups: values and gradients equal those
@@ -38,8 +38,8 @@ from subquad.ops.opaque import attention_operator
 from subquad.ops.precision import wide
 from subquad.ops.prefix import join_softmax, join_top, prefix
 
-CHUNK = 32  # queries of a cluster that sit together, where an even share of them is not known
-PAIRS_A_KEY = 16  # to fetch a key for a cluster takes as long as so many pairs of a query and a key
+CHUNK = 32  # queries of a slot if the length is symbolic, so that T / clusters is not known
+PAIRS_A_KEY = 16  # fetching one key for a slot takes as long as this many pairs of a query and a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ class Clustered(Attention):
     def __init__(self, options: Options):
         super().__init__(options)
         self.scale = self.width**-0.5
-        # for the operator, because a traced forward cannot make text
+        # for the operator, because a traced forward cannot make strings
         self.settings, self.settings_without_dropout = (
             json.dumps(dataclasses.asdict(o)) for o in (options, dataclasses.replace(options, dropout=0.0))
         )
-        # the last column shifts planes off the origin, so that near in Hamming distance is near and not just parallel
+        # the last column shifts planes off the origin: without it, parallel vectors would have Hamming distance 0
         self.register_buffer("planes", torch.empty(options.bits, self.width + 1))
         self.planes: Tensor
         self.redraw()
@@ -83,7 +83,7 @@ class Clustered(Attention):
         if not self.options.causal:
             return self._bidirectional(q, k, v, lengths, key_lengths)
         bits = sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
-        if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # which takes minutes over the loop
+        if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # compiling the loop takes minutes
             settings = self.settings if self._dropout() else self.settings_without_dropout
             return _operator([q, k, v, bits], settings, self._dropout() > 0)
         return self._causal(q, k, v, bits)
@@ -123,7 +123,7 @@ class Clustered(Attention):
             chosen = chosen.scatter_(-1, torch.where(top < 0, keys, top), True)[..., :-1]  # [B, H, N, S]
             visible = _pick(chosen, label.clamp(min=0)[..., None]) & (label >= 0)[..., None]
             return pair_attention(q, k, v, visible, dropout=self._dropout()).transpose(1, 2)
-        slots = rank_slots(label, clusters, chunk)  # a cluster sits together and shares its keys
+        slots = rank_slots(label, clusters, chunk)  # all queries of a slot are of one cluster and share its keys
         index = _pick(top, lookup(label, slots.query[..., :1], 0))
         visible = (slots.query >= 0)[..., :, None] & (index >= 0)[..., None, :]
         o, _ = slot_attention(q, k, v, slots.query, index, visible, None, self._dropout())
@@ -147,16 +147,16 @@ class Clustered(Attention):
         """Exact causal attention inside each block, and the log of its exp-mass."""
         block = self.options.block
         q, k, v = (t.unflatten(1, (-1, block)) for t in (q, k, v))  # [B, N, C, H, ·]
-        scores = wide(torch.einsum("bnchk,bndhk->bhncd", q, k))  # autocast makes sixteen bits of any product
+        scores = wide(torch.einsum("bnchk,bndhk->bhncd", q, k))  # wide, because autocast computes products in 16 bits
         future = torch.ones(block, block, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
         o = wide(torch.einsum("bhncd,bndhv->bhncv", self._dropped(scores.softmax(-1)), v))
         return o.flatten(2, 3), scores.logsumexp(-1).flatten(2, 3)
 
     def _blocks_before(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """What queries from `start` on get from the blocks before their own, and the log of its exp-mass.
+        """The output of queries from `start` on from the blocks before their own, and the log of its exp-mass.
 
-        Groups are those of the queries before `start`. k and v end a block before q does.
+        Groups are formed from the queries before `start`. k and v end one block before q.
         """
         clusters, block = self.options.clusters, self.options.block
         codes, label = hamming_clusters(bits[:, :, :start], clusters, self.options.iterations)
@@ -195,7 +195,7 @@ class Clustered(Attention):
         return F.dropout(weights, self._dropout())
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """The definition, one row and head after the other: [B, H, T, S]."""
+        """The definition, for one row and head at a time: [B, H, T, S]."""
         define = self._define_causal if self.options.causal else self._define_bidirectional
         rows = [torch.stack([define(q[b, :, h], k[b, :, h]) for h in range(q.shape[2])]) for b in range(len(q))]
         return torch.stack(rows)
@@ -229,7 +229,7 @@ class Clustered(Attention):
         return torch.stack(rows)
 
     def _for_cluster(self, centroid: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights that queries q of one group give to all keys k, and the log of the exp-mass behind them."""
+        """The weights that queries q of one group give to all keys k, and the log of their exp-mass."""
         scores = centroid @ k.T / math.sqrt(k.shape[-1])
         share = scores.softmax(-1).expand(len(q), -1)
         if not self.options.improved:
@@ -260,7 +260,7 @@ def _pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _causally(inputs: Sequence[Tensor], options: str) -> Tensor:
-    """The causal form at these options, which takes no parameters."""
+    """The causal form with these options, as an operator computes it: it uses no parameters."""
     mix = Clustered.__new__(Clustered)
     nn.Module.__init__(mix)
     mix.options, mix.scale = Options(**json.loads(options)), inputs[0].shape[-1] ** -0.5

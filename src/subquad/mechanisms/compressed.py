@@ -4,11 +4,11 @@ Paper       Liu et al. 2018, "Generating Wikipedia by Summarizing Long Sequences
 Definition  kⱼ' = Σᵢ Wᵢ k_{j·stride + i} + b for 0 ≤ i < stride, per head, and vⱼ' likewise with weights of its own;
             oₜ = Σⱼ softmaxⱼ(qₜ·kⱼ' / √K) vⱼ'. Slot j starts at position j·stride whatever T is.
             Bidirectional: a row's last slot is completed with zeros. Causal: t reads the slots whose last position is
-            at most t; a t before the end of slot 0 reads a learned value that stands for nothing
+            at most t; a t before the end of slot 0 reads a learned null value instead
 Cost        train O(T²/stride·D) time, O(T·D) memory; decode O(T/stride·D) a token; state 2·(T/stride + stride)·D
-Departures  nothing is read only where there is no slot, so stride=1 with W = I is full attention; a query does not see
-            the tokens of its own unfinished slot; rotary positions turn a slot at its last position; the paper
-            alternates this with local attention, which here is a choice of mechanism per layer
+Departures  the null value is read only where there is no slot, so stride=1 with W = I is full attention; a query does
+            not see the tokens of its own unfinished slot; rotary positions rotate a slot by its last position; the
+            paper alternates this with local attention, which here is a choice of mechanism per layer
 Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12; memory_compressed_attention 0.0.7 with
             copied weights, one head, T divisible by the stride, 1e-12 once its null slot scores far below the others
 """
@@ -63,7 +63,7 @@ class Compressed(Attention):
         self.nothing = nn.Parameter(torch.zeros(heads, dim // heads)) if options.causal and stride > 1 else None
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
-        return self.heads.split(x, context)  # not rotated: keys turn when they are slots
+        return self.heads.split(x, context)  # not rotated yet: slots are rotated instead of keys
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         at, counts, stride = torch.arange(q.shape[1], device=q.device), key_lengths, self.options.stride
@@ -74,7 +74,7 @@ class Compressed(Attention):
             whole = k.shape[1] // stride * stride
             return self._attend_causally(q, *self._compress(k[:, :whole], v[:, :whole]))
         if counts is None and symbolic(k.shape[1]):
-            counts = torch.full(k.shape[:1], k.shape[1], device=q.device)  # there are more slots than needed
+            counts = torch.full(k.shape[:1], k.shape[1], device=q.device)  # hides the extra slots
         k, v = self._compress_all(k, v, counts)
         return dense_attention(q, k, v, self._visible(counts, k.shape[1]), dropout=self._dropout())
 
@@ -93,20 +93,20 @@ class Compressed(Attention):
         return self._compress(*(F.pad(zero_padding(t, lengths), (0, 0, 0, 0, 0, missing)) for t in (k, v)))
 
     def _visible(self, lengths: Tensor | None, slots: int) -> Tensor | None:
-        """Slots a query may see, [B, 1, 1, N]; an empty row sees one, so that no softmax is over nothing."""
+        """Slots a query may see, [B, 1, 1, N]; an empty row sees one, because a softmax over none is NaN."""
         if lengths is None:
             return None
         starts = torch.arange(slots, device=lengths.device) * self.options.stride
         return (starts < lengths.clamp(min=1)[:, None])[:, None, None]
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights of nothing and of each slot, [B, H, T, 1+N], and their values, [B, 1+N, H, V]."""
+        """Weights of the null value and of each slot, [B, H, T, 1+N], and all values, [B, 1+N, H, V]."""
         q, k, v = self.heads.split(x, context)
         nothing = torch.zeros_like(v[:, 0]) if self.nothing is None else self.nothing.expand_as(v[:, 0])
         return self._weights(q, k), torch.stack([nothing, *self._slots(v, self.value)], 1)
 
     def _pattern(self, x: Tensor) -> Tensor:
-        """The weight of a slot, in equal parts for each of its tokens."""
+        """The weights of slots, each divided equally among the tokens of the slot."""
         weights = self._define(x)[0][..., 1:]  # [B, H, T, N]
         tokens = torch.arange(x.shape[1], device=x.device) // self.options.stride
         member = (tokens == torch.arange(weights.shape[-1], device=x.device)[:, None]).to(x.dtype)  # [N, T]
@@ -131,7 +131,7 @@ class Compressed(Attention):
         )
         position = self._advance(before.position, x, lengths)
         kept = ((position // stride - first) * stride)[:, None] + torch.arange(stride - 1, device=device)
-        kept = kept.clamp(max=k.shape[1] - 1)  # [B, stride-1]; beyond the row's tokens anything may stand
+        kept = kept.clamp(max=k.shape[1] - 1)  # [B, stride-1]; entries beyond the row's tokens are never read
         rows = torch.arange(x.shape[0], device=device)[:, None]
         slots_k, slots_v = self._compress(k, v, first)
         last_k, last_v = k[rows, kept].to(before.last_k.dtype), v[rows, kept].to(before.last_v.dtype)
@@ -168,7 +168,7 @@ class Compressed(Attention):
         return rotate(t, positions) if self.options.rotary else t
 
     def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Queries that see the first `seen` [B or 1, T] slots."""
+        """Attention of queries to the first `seen` [B or 1, T] slots."""
         o = counted_attention(q, k, v, seen.clamp(min=1), dropout=self._dropout())
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
@@ -202,7 +202,7 @@ class Compressed(Attention):
         return slots
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """Of nothing, visible only where no slot is, and of the slots: [B, H, T, 1+N]"""
+        """Weights of the null value, visible only where there is no slot, and of the slots: [B, H, T, 1+N]"""
         keys = torch.stack([torch.zeros_like(k[:, 0]), *self._slots(k, self.key)], 1)
         ends = torch.arange(keys.shape[1], device=q.device) * self.options.stride - 1
         at = torch.arange(q.shape[1], device=q.device)

@@ -5,7 +5,7 @@ Definition  o = ρq(Q) (ρk(K)ᵀ V)
             normalize="softmax"  ρq a softmax over the features of each query, ρk a softmax over positions for each
                                  feature: oₜ = Σ_c softmax(qₜ)_c Σₛ e^kₛc vₛ / Σₛ e^kₛc
             normalize="scaling"  ρq(Q) = Q/√n, ρk(K) = K/√n with n keys: oₜ = Σₛ (qₜ·kₛ) vₛ / n
-            causal: both sums over s ≤ t, and n = t, so each feature's normaliser runs along
+            causal: both sums over s ≤ t, and n = t, so each feature's normaliser changes with t
 Cost        train O(T·K·V) time, O(T·(K + V)) memory; decode O(K·V) a token; state H·K·(V + 2)
 Departures  the paper is bidirectional; the causal form is ours. The paper's residual belongs to the block around this
 Verified    tests/mechanisms/test_efficient.py; the authors' release (softmax, bidirectional) with copied weights, 1e-15
@@ -27,9 +27,9 @@ from subquad.ops.precision import uncast, wide, wide_type
 from subquad.ops.prefix import running_sum
 
 BLOCK = 64
-LIMIT = 30.0  # of logits whose exponentials, their sums and the quotients of these stay far inside float32 and bfloat16
+LIMIT = 30.0  # up to this, exponentials of logits, their sums and quotients are far inside float32 and bfloat16
 NOTHING = -1e30  # a feature's largest logit before the first key; finite, so that differences are numbers
-PADDED = -1e38  # below NOTHING: a padded key weighs nothing even where it is alone
+PADDED = -1e38  # below NOTHING: a padded key has weight 0 even if it is the only one
 
 
 class State(NamedTuple):
@@ -61,7 +61,7 @@ class Efficient(Kernelised):
         if self.options.normalize == "softmax":
             with uncast(v):
                 weight, z = _exponentials(_mask(_roomy(k), key_lengths))
-                # a feature's normaliser divides its queries, so that no softmax runs along positions
+                # divide the queries by the normalisers of features, instead of a softmax over positions
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
             return linear.linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
         n = k.shape[1] if key_lengths is None else key_lengths.clamp(min=1).to(wide_type(k))[:, None, None, None]
@@ -79,7 +79,7 @@ class Efficient(Kernelised):
                 else:
                     sums = self._running_softmax(wide(q), _mask(wide(k), lengths), wide(v), state)
             return self._merge(sums[0]), State(*sums[1:], position)
-        # sums up to t over √t twice, as the paper divides both q and k: nothing leaves the range of 16 bits
+        # divide by √t twice, as the paper divides both q and k, so that all numbers stay in the range of 16 bits
         n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
         how = {"lengths": lengths, "initial_state": linear.LinearState(state.s, state.z), **self._how()}
@@ -120,7 +120,7 @@ class Efficient(Kernelised):
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         q = self.heads.queries(x)
         rho = wide(q).softmax(-1) if self.options.normalize == "softmax" else wide(q)
-        sums = linear.LinearState(memory.s, memory.s[..., 0])  # without a denominator z is not read
+        sums = linear.LinearState(memory.s, memory.s[..., 0])  # z is not read, since there is no denominator
         return self._merge(linear.linear_attention_read(rho, sums, feature_map="identity", normalize=False))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
@@ -128,11 +128,11 @@ class Efficient(Kernelised):
         return State(s, z, torch.full_like(z, NOTHING), position)
 
     def _plain_sums(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`_running_softmax` for logits up to LIMIT: their exponentials are summed as they are, in one unit."""
+        """`_running_softmax` for logits up to LIMIT: their exponentials can be summed without rescaling."""
         weight, unit = k.exp(), state.max.clamp(-LIMIT, LIMIT).exp()
         before = linear.LinearState(state.s * unit[..., None], state.z * unit)
         z = running_sum(wide(weight).flatten(2), before.z.flatten(1)).unflatten(2, weight.shape[2:])
-        z = z.clamp(min=math.exp(-LIMIT) / 2)  # less there is only where no key is
+        z = z.clamp(min=math.exp(-LIMIT) / 2)  # smaller only if there is no key
         q = (q.softmax(-1, z.dtype) / z).to(weight.dtype)
         o, sums = linear.linear_attention(q, weight, v, initial_state=before, return_state=True, **self._how())
         largest = torch.maximum(state.max, k.detach().amax(1))
@@ -142,10 +142,10 @@ class Efficient(Kernelised):
     def _running_softmax(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Causal softmax normalisation: o [B, T, H, V], and s, z, max after the last key.
 
-        With L_tc the logarithm of a feature's normaliser up to t, key s weighs Σ_c exp(log ρ_tc + k_sc - L_tc) in t:
-        the exponent is never positive, but k_sc and L_tc may be large. So blocks of tokens are summed in units of each
-        feature's largest logit so far. Linear attention passes the sums on with a gate, each feature as a head of width
-        one; inside a block, see `_within`.
+        With L_tc the logarithm of a feature's normaliser up to t, key s has weight Σ_c exp(log ρ_tc + k_sc - L_tc) for
+        query t: the exponent is never positive, but k_sc and L_tc may be large. So blocks of tokens are summed in units
+        of each feature's largest logit so far. Gated linear attention carries these sums from block to block, with each
+        feature as a head of width one. `_within` computes the pairs inside a block.
         """
         length = q.shape[1]
         size = BLOCK if symbolic(length) else min(BLOCK, 1 << (length - 1).bit_length())
@@ -167,7 +167,7 @@ class Efficient(Kernelised):
         sums = linear.linear_attention(one, one, tokens, **how)
         sums = sums.unflatten(2, start.shape[1:3]).transpose(1, 2)  # [B, H, N, K, V+1], after each block
         enter = torch.cat((start[:, :, None], sums[:, :, :-1]), dim=2)
-        z = enter[..., -1].clamp(min=0.5)  # at least 1, the largest key's part, where there was any key
+        z = enter[..., -1].clamp(min=0.5)  # at least 1 if there was any key: the largest one adds 1
         past = (before + z.log())[..., None, :]  # [B, H, N, 1, K]
         normaliser = torch.logaddexp(past, k.logcumsumexp(-2))
         w = rho - normaliser
@@ -194,8 +194,8 @@ class Efficient(Kernelised):
 def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Σ_{s<=t} Σ_c exp(w_tc + k_sc) v_s in blocks of a power of two: w, normaliser, k [..., C, K], v [..., C, V].
 
-    Each half by itself, then the second on the first. The normaliser at the end of the first half is at least every k_s
-    of the first and at most every normaliser of the second, so the exponent splits into two of at most zero.
+    Computes each half by itself, then the weights of the first half's keys for the second half. The normaliser at the
+    end of the first half is between these keys and the second half's normalisers: it splits the exponent into two <= 0.
     """
     if w.shape[-2] == 1:
         return (w + k).exp().sum(-1, keepdim=True) * v
@@ -209,8 +209,8 @@ def _within(w: Tensor, normaliser: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
     """exp(k - shift) [B, S, H, K], and its sum over positions in at least float32 [B, H, K].
 
-    The shift brings a feature's largest logit to within LIMIT. Mostly it is zero, so that k is not rounded to 16 bits
-    before the exponential; a larger one is as coarse as the keys that weigh, and the difference is exact for them.
+    The shift brings a feature's largest logit to within LIMIT. It is usually zero, so that k - shift is not rounded in
+    16 bits before the exponential. If it is not zero, the difference is exact for the keys close enough to matter.
     """
     largest = k.detach().amax(1, keepdim=True)
     weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp_()
@@ -218,7 +218,7 @@ def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moderate(k: Tensor, largest: Tensor) -> bool:
-    """Whether all logits, those of the state included, are within LIMIT. While a graph is recorded nobody can look."""
+    """Whether all logits, including the state's, are within LIMIT; False while a graph is recorded."""
     if torch.compiler.is_compiling() or (k.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     low, high = torch.aminmax(k.detach())
@@ -232,5 +232,5 @@ def _mask(k: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _roomy(x: Tensor) -> Tensor:
-    """A type that holds exp(±LIMIT): float16 does not."""
+    """x in a type that can hold exp(±LIMIT), which float16 cannot."""
     return x.float() if x.dtype == torch.float16 else x

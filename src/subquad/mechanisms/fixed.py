@@ -61,7 +61,7 @@ class Fixed(Patterned):
         return torch.stack(combine(self.options.combine, factors, self.options.layer))
 
     def _shifts(self) -> list[int]:
-        """Which sub-block, counted from the end of the block, each head reads; neighbours share if they are few."""
+        """Which sub-block, counted from the end of the block, each head reads; neighbours share if there are few."""
         heads = self.options.heads
         different = min(self.options.block // self.options.summary, heads)
         return [head * different // heads for head in range(heads)]

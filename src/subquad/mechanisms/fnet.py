@@ -34,7 +34,7 @@ class FNet(Mixer):
         return (tokens @ x.to(tokens.dtype) @ channels).real.to(x.dtype)
 
     def _pattern(self, x: Tensor) -> Tensor:
-        """The cosine part of the token transform; one head, since channels are mixed alike."""
+        """The cosine part of the token transform; one head, since all channels are mixed in the same way."""
         return dft(x.shape[1], x).real.to(x.dtype).expand(x.shape[0], 1, -1, -1)
 
 

@@ -1,6 +1,6 @@
-"""What linear, performer, rfa and efficient share: weights are products of features, so sums stand for all keys.
+"""What linear, performer, rfa and efficient share: weights are products of features, so sums replace all keys.
 
-Computing these sums is in `subquad.ops.linear`. A mechanism writes what its features are.
+`subquad.ops.linear` computes these sums. A mechanism computes its features.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ class Memory(NamedTuple):
 
 
 class Features(NamedTuple):
-    q: Tensor  # [B, T, H, M], or what the op makes features of
+    q: Tensor  # [B, T, H, M], or the input of the op's feature map
     k: Tensor  # [B, S, H, M]
     v: Tensor  # [B, S, H, V]
     gate: Tensor | None = None  # the log gate of a causal sum, [B, S, H]
-    more: tuple[Tensor, ...] = ()  # what a state holds behind these tokens, besides sums and position
+    more: tuple[Tensor, ...] = ()  # the fields of the state after these tokens, besides sums and position
 
 
 class Kernelised(Attention):
@@ -50,7 +50,7 @@ class Kernelised(Attention):
         raise NotImplementedError
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: Any) -> Features:
-        """What `ops.linear` sums when x comes behind a state."""
+        """The features that `ops.linear` sums when x continues a state."""
         return Features(*self._project(x, position=state.position))
 
     # What follows
@@ -81,7 +81,7 @@ class Kernelised(Attention):
         return self.heads.merge(o.to(self.heads.out.weight.dtype))
 
     def _empty(self, batch: int, features: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums s [B, H, M, V] and z [B, H, M] of no keys, and the position 0."""
+        """The sums s [B, H, M, V] and z [B, H, M] without any key, and position 0."""
         z = self._zeros(batch, self.options.heads, features, dtype=wide_type(self._like))
         s = z.new_zeros(*z.shape, self.width)
         return s, z, self._zeros(batch, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""Linformer: attention has low rank, nearly, so a few learned mixtures of the keys and values can stand for them all.
+"""Linformer: attention has almost low rank, so a few learned mixtures of the keys and values can replace all of them.
 
 Paper       Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv:2006.04768, §4
 Definition  O = softmax(Q (E K)ᵀ / √K) (F V) per head, with learned E, F of shape rank × max_length; a row of n keys
             uses their first n columns. share="none": an E and an F for each head; "heads": one E and one F for all;
-            "keyvalue": E = F as well; "layer": the same E for all layers too, once `share_with` has joined them
+            "keyvalue": E = F as well; "layer": the same E for all layers too, after `share_with`
 Cost        train O(T·rank·D) time, O((T + rank)·D) memory, E and F rank·max_length each; no decoding
 Departures  E and F start uniform in ±1/√rank; any T up to max_length is served; rotary turns q and k before E
 Verified    tests/mechanisms/test_linformer.py: E = F = I is full attention, 1e-12; the PyPI package linformer 0.2.3
@@ -87,7 +87,7 @@ class Linformer(Attention):
         return self._merge(self._attend_few(q, memory.k.to(q.dtype), memory.v.to(q.dtype)))
 
     def _few(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """E k and F v, [B, S, H, K] -> [B, H, rank, K]; a zero row adds nothing, the same as fewer columns of E."""
+        """E k and F v, [B, S, H, K] -> [B, H, rank, K]; zeros in k have the same effect as fewer columns of E."""
         k, v = (zero_padding(t, lengths).transpose(1, 2) for t in (k, v))
         size = k.shape[2]
         return first(self.key_rows, size, -1) @ k, first(self._value_rows, size, -1) @ v

@@ -4,8 +4,8 @@ Paper       Luong et al. 2015, arXiv:1508.04025, §3.2 (a window around a positi
             of Longformer, arXiv:2004.05150, §3.1
 Definition  oₜ = Σₛ softmaxₛ(qₜ·kₛ / √K) vₛ over |t - s| ≤ window; t - window ≤ s ≤ t when causal
 Cost        train O(T·window·D) time, O(T·D) memory; decode O(window·D) a token; state 2·(window + 1)·D
-Departures  the window slides with the token and is not cut at block borders; `window` counts one side, as Longformer's
-Verified    tests/mechanisms/test_local.py: a scalar loop over the definition, 1e-12; |i - j| < 9 as FT's window of 17
+Departures  the window slides with the token and is not cut at block borders; `window` counts one side, as in Longformer
+Verified    tests/mechanisms/test_local.py: a scalar loop, 1e-12; fast-transformers' window of 17 is |i - j| < 9
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
 class Options(base.KernelOptions):
     window: AtLeast0 = 256  # keys on each side; when causal, before
     dilation: int | Sequence[int] = 1  # the gap between keys of the window, for all heads or one for each
-    global_tokens: AtLeast0 = 1  # the first so many positions; 0 for none
+    global_tokens: AtLeast0 = 1  # how many positions at the start are global; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()

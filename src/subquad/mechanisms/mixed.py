@@ -49,7 +49,7 @@ class Mixed(Mixer):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "hybrid"
     exponent = 1.0
-    unused = frozenset({"dropout"})  # each part's options say what it drops
+    unused = frozenset({"dropout"})  # each part has its own option
     small = (
         {"parts": (("linear", 1), ("local", 3, {"window": 4}))},
         {"parts": (("linear", 2), ("softmax", 2))},
@@ -79,7 +79,7 @@ class Mixed(Mixer):
             state=None if None in states else max((s for s in states if s), key=ORDER.index),
             fixed_length=any(mix.traits.fixed_length for mix in mixers),
         )
-        _ = self.memory_type, self.traits.state and self.state_type  # a compiled program cannot make these classes
+        _ = self.memory_type, self.traits.state and self.state_type  # make these classes now: a compiled program cannot
 
     @property
     def state_type(self) -> type:  # type: ignore[override]
@@ -148,12 +148,12 @@ class Mixed(Mixer):
 
 
 def flatten(kind: type, parts: list[Any]) -> Any:
-    """One flat tuple of the states or memories of all parts, which share their last field."""
+    """The states or memories of all parts as one flat tuple; the last field is the same in all of them."""
     return kind(*(tensor for part in parts for tensor in part[:-1]), parts[0][-1])
 
 
 def split(kinds: list[Any], flat: Any) -> list[Any]:
-    """The states or memories of these kinds, of which `flatten` made one."""
+    """Undo `flatten`: the states or memories of these kinds."""
     parts, start = [], 0
     for kind in kinds:
         stop = start + len(kind._fields) - 1
@@ -168,11 +168,11 @@ def flat_type(kinds: list[Any]) -> type:
     return state_class(*names, kinds[0]._fields[-1])
 
 
-_classes: dict[tuple[str, ...], type] = {}  # torch.compile looks into a dict, and past an lru_cache
+_classes: dict[tuple[str, ...], type] = {}  # torch.compile can read a dict, but ignores an lru_cache
 
 
 def state_class(*names: str) -> type:
-    """The flat state of these fields: one class for all modules whose parts keep the same, and it can be pickled."""
+    """The class of flat states with these fields. It can be pickled, and all modules with these fields share it."""
     if names not in _classes:
         plain = namedtuple("State", names)  # type: ignore[misc]
         reduce = {"__reduce__": lambda self: (make_state, (names, tuple(self)))}

@@ -52,6 +52,6 @@ class MLPMixer(Mixer):
         return torch.stack([h @ self.w2[:n].T + self.b2[:n] for h in hidden], dim=-1)
 
     def _pattern(self, x: Tensor) -> Tensor:
-        """How strongly each position can move each other: |W₂| |W₁|, the same for every input and channel."""
+        """How strongly each position can affect another: |W₂| |W₁|, the same for every input and channel."""
         size = x.shape[1]
         return (self.w2[:size].abs() @ self.w1[:, :size].abs()).expand(x.shape[0], 1, -1, -1)

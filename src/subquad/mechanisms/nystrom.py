@@ -1,4 +1,4 @@
-"""Nyström attention: a few landmark queries and keys stand for all, and a small inverse undoes what they share.
+"""Nyström attention: a few landmark queries and keys stand for all, and a small inverse corrects for their overlap.
 
 Paper       Xiong et al. 2021, "Nyströmformer: A Nyström-based Algorithm for Approximating Self-Attention",
             arXiv:2102.03902, §3
@@ -29,8 +29,8 @@ from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import uncast, wide, wide_type
 
-BLOCK = 64  # tokens that a convolution makes at once
-PIECES = (16, 8, 4, 2, 1)  # a long row of queries meets the landmarks in so many pieces, the most that divide it
+BLOCK = 64  # tokens that a convolution computes at once
+PIECES = (16, 8, 4, 2, 1)  # cut the queries into the first of these numbers of pieces that divides their length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,9 @@ class Nystrom(Attention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
         few, size, dtype = self.options.landmarks, q.shape[1], v.dtype
         with uncast(q):
-            if dtype == torch.float16:  # does not hold what a large inverse makes of values
+            if dtype == torch.float16:  # a large inverse times values can exceed its range
                 q, k, v = q.float(), k.float(), v.float()
-            if symbolic(size, k.shape[1]):  # as padded rows of that length, of which short ones are exact
+            if symbolic(size, k.shape[1]):  # pad the rows, because `_attend_long` is exact for short padded rows
                 lengths, key_lengths = (
                     torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
                     for t, n in ((q, lengths), (k, key_lengths))
@@ -103,7 +103,7 @@ class Nystrom(Attention):
             return self._attend_long(q, k, v, lengths, key_lengths).to(dtype)
 
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Of rows of more tokens than landmarks, padding included; `keys` [B] are the lengths of rows of keys."""
+        """For tensors with more tokens than landmarks, padding included; `keys` [B] are the lengths of rows of keys."""
         few, visible, dropout = self.options.landmarks, visible_keys(keys, k.shape[1]), self._dropout()
         few_q, few_k, few_visible = self._landmarks(q, lengths), self._landmarks(k, keys), visible_keys(keys, few)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
@@ -191,8 +191,8 @@ def convolve(v: Tensor, kernel: Tensor) -> Tensor:
 def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
     """softmax(Q K̃ᵀ) values, [B, H, T, V].
 
-    There are few keys, and on a GPU the gradient of attention runs one program for each block of them. So the queries
-    are cut into pieces, as if they were more rows of the batch.
+    On a GPU, the gradient of attention runs one program for each block of keys, and there are few keys. So we cut the
+    queries into pieces and treat these as rows of a larger batch.
     """
     pieces = 1 if symbolic(q.shape[2]) else next(n for n in PIECES if q.shape[2] % n == 0)
     q = q.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [B*pieces, H, T/pieces, K]

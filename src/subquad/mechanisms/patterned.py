@@ -1,7 +1,7 @@
-"""What local, strided, fixed, longformer and bigbird share: each is exact softmax over a pattern, which it names.
+"""What local, strided, fixed, longformer and bigbird share: each is exact softmax over its own pattern.
 
-Patterns, how they are computed and how they are decoded are in `subquad.ops.sparse`. A mechanism writes its pattern
-twice: as atoms, for the fast path, and as a formula over positions i and j, for the reference.
+`subquad.ops.sparse` has the patterns, and computes and decodes them. A mechanism writes its pattern twice: as atoms,
+for the fast path, and as a formula over positions i and j, for the reference.
 """
 
 import math
@@ -26,7 +26,7 @@ Factor = TypeVar("Factor", bound=Any)  # a Pattern or a mask: what `|` joins
 
 @dataclass(frozen=True, kw_only=True)
 class CombinedOptions(KernelOptions):
-    """Of the mechanisms whose heads read one or both of two sets."""
+    """The options of mechanisms whose heads read one or both of two sets."""
 
     combine: Literal["merge", "interleave", "heads"] = "merge"  # both sets at once, layer by layer, or head by head
 
@@ -42,7 +42,7 @@ class Patterned(Attention):
     state_type: type[SparseState]
     traits = Traits(causal=True, bidirectional=True, state="window")
     family = "human patterns"
-    unused = Attention.unused | {"dropout"}  # the weights of a pair are never held, so none can be dropped
+    unused = Attention.unused | {"dropout"}  # weights are never stored, so they cannot be dropped
     approximates = True
     options: KernelOptions
 
@@ -68,7 +68,7 @@ class Patterned(Attention):
     def _allowed(self, i: Tensor, j: Tensor, size: int) -> Tensor:
         """The definition: whether position i [T, 1] reads j [1, T] in a sequence of that size, [T, T] or [H, T, T].
 
-        Causality is taken care of.
+        The caller adds s ≤ t if causal.
         """
         raise NotImplementedError
 

@@ -13,8 +13,8 @@ Departures  The authors subtract the largest exponent of all keys, which looks a
             a new one rescales the sums like a gate. They add eps to features in units of that maximum; here the unit
             is the token's own largest feature, so all maxima cancel and the denominator stays above eps. With trig,
             eps is the least |denominator|, in units of the largest exp(|k|²/2), raised to a power of two: that key
-            alone has a standard error of 1/√(2·features), and nearer to zero chance decides. Ω is drawn once, and anew
-            by `redraw`
+            alone has a standard error of 1/√(2·features), and closer to zero the result is noise. Ω is drawn once, and
+            again by `redraw`
 Verified    tests/mechanisms/test_performer.py, tests/ops/test_random_features.py: means and variances of lemma 2;
             performer-pytorch 1.1.4 with copied Ω in float64: relu 1e-16 (causal 2e-6), softmax with eps=0 1e-13
 """
@@ -37,7 +37,7 @@ from subquad.ops.random_features import Exponents, Norms, draw_directions, expon
 
 LOG_2 = math.log(2)
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
-KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 0.3, "relu": 1e-3}  # and their eps; trig's in standard errors
+KERNELS = {"softmax": 1e-9, "hyperbolic": 1e-9, "trig": 0.3, "relu": 1e-3}  # and their eps; for trig in standard errors
 
 
 class State(NamedTuple):
@@ -119,7 +119,7 @@ class Performer(Kernelised):
         self, k: Tensor, v: Tensor, lengths: Tensor | None, largest: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Features of keys in units of the largest exponent so far; the gate rescales earlier sums to a new unit."""
-        # float16 holds no small features, and sines of both signs cancel down to the rounding of 16 bits
+        # small features underflow in float16, and sines cancel until only the rounding errors of 16 bits are left
         narrow = v.dtype == torch.bfloat16 and self.options.kernel != "trig"
         dtype = v.dtype if narrow else wide_type(v)
         v = v.to(dtype)
@@ -129,7 +129,7 @@ class Performer(Kernelised):
             return self._rectified(k).to(dtype), v, None, largest
         if self.options.kernel == "trig":
             phi, exponent = trigonometric(self._scaled(k), self.directions)
-            # the floor is in this unit: rounded, it does not move with a key, and needs no gradient
+            # eps is in this unit, which is rounded, so that it does not follow each key and needs no gradient
             unit = (exponent.detach() / LOG_2).ceil() * LOG_2
             reached, gate, largest = self._reached(unit, lengths, largest)
             return (phi * (exponent - reached).exp()[..., None]).to(dtype), v, gate, largest
@@ -153,11 +153,11 @@ class Performer(Kernelised):
             reached = exponent.amax(dim=1, keepdim=True)
         largest = reached[:, -1]
         if mask is not None:
-            reached = torch.where(mask[..., None], reached, -NOTHING)  # in such units a padded key is nothing
+            reached = torch.where(mask[..., None], reached, -NOTHING)  # in such units a padded key has weight 0
         return reached, gate, largest
 
     def _query_features(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """Features [B, T, H, M] up to the factor of each query."""
+        """Features [B, T, H, M] without the factor of each query."""
         if self.options.kernel == "relu":
             return self._rectified(q).to(dtype)
         if self.options.kernel == "trig":

@@ -1,4 +1,4 @@
-"""Who attends to whom, drawn: the weights of `pattern` on random tokens, one square a head."""
+"""Draws who attends to whom: the weights of `pattern` on random tokens, one square for each head."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ SIZE = 40
 
 
 def draw(name: str, path: Path) -> None:
-    """One row of heads a direction (bidirectional, causal) at options where forty tokens show the mechanism at work."""
+    """One row of heads each for bidirectional and causal, with options that suit forty tokens."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -10,9 +10,9 @@ Definition  k = q/|q| (one projection for both).  Each round hashes h(x) = argma
             bidirectional: chunk(i) = ⌊rank of i in the sort by (bucket, position) / C⌋, and chunks -1, 0, 1 apart count
 Cost        train O(rounds·T·C·(K + V)) time, O(rounds·T·(C + K + V)) memory a head, sorting aside;
             decode O(rounds·C·(K + V)) a token and head; state 2·T·D, and rounds·buckets·2C integers a head
-Departures  Causal chunks follow the rank inside the bucket: in a sort of the whole sequence the future decides who sees
-            whom (strict_causal=False does as the paper). The bidirectional form also looks one chunk ahead. The first
-            chunk does not look around to the last. The number of buckets does not follow T. Rotary positions turn q
+Departures  Causal chunks follow the rank inside the bucket: in a sort of the whole sequence, who sees whom depends on
+            the future (strict_causal=False is the paper's). The bidirectional form also looks one chunk ahead. The
+            first chunk does not look back to the last. The number of buckets does not follow T. Rotary positions turn q
             and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
 Verified    tests/mechanisms/test_reformer.py: one bucket is full shared-QK attention with the self mask, 1e-10. By
             hand, in float64: strict_causal=False equals reformer-pytorch 1.4.4 (1e-8 with four rounds), the one-bucket
@@ -34,14 +34,14 @@ from subquad.ops import buckets
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import uncast, wide, wide_type
 
-SELF = 1e5  # finite: what a token loses by attending to itself
+SELF = 1e5  # subtracted from a token's score for itself; finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(base.Options):
     rounds: AtLeast1 = 4  # of hashing, whose results are combined by their log-sum-exp
     chunk: AtLeast1 = 64  # tokens that attend together, and to the chunk before
-    buckets: int | tuple[int, ...] = 32  # a tuple hashes by factors: their product many buckets, their sum the cost
+    buckets: int | tuple[int, ...] = 32  # a tuple is hashed by factors: their product is the number, their sum the cost
     strict_causal: bool = True  # False: chunks of the whole sorted sequence, as in the paper
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Reformer(Bucketed):
         visible = buckets.same_bucket(bucket, slots)
         if self.options.causal:
             visible &= keys[..., None, :] <= queries[..., :, None]
-        rows = slots.query - (bucket.shape[-1] - size)  # earlier tokens are no queries: they are below 0
+        rows = slots.query - (bucket.shape[-1] - size)  # earlier tokens are not queries: they are below 0
         visible &= (rows >= 0)[..., None]
 
         bias = -SELF * (queries[..., :, None] == keys[..., None, :]).to(wide_type(q))
@@ -133,7 +133,7 @@ class Reformer(Bucketed):
             bias = (
                 bias - buckets.rounds_together(codes, queries, keys, ahead=not self.options.causal).to(bias.dtype).log()
             )
-        rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are but more slots
+        rows, keys, visible, bias = (t.flatten(2, 3) for t in (rows, keys, visible, bias))  # rounds are just more slots
         o, lse = buckets.slot_attention(
             q, k, v, rows, keys, visible, bias, self._dropout()
         )  # [B, H, R·N, C, V], without V
@@ -151,10 +151,10 @@ class Reformer(Bucketed):
         return rounds * size * (2 if self.options.causal else 3) * chunk
 
     def _attend_short(self, q: Tensor, k: Tensor, v: Tensor, bucket: Tensor) -> Tensor:
-        """By all pairs, because few tokens in many buckets would leave most places of the slots empty."""
+        """Compute all pairs: with few tokens in many buckets, most places of the slots would be empty."""
         size = q.shape[1]
         place = buckets.ranks(bucket, self.buckets)[0] if self.strict else buckets.sorted_places(bucket)
-        # number the chunks of all buckets, with a gap between buckets: chunks are near if their numbers are
+        # number the chunks of all buckets with gaps between buckets, so that chunks are close if their numbers are
         number = (bucket * (size + 2) + place // self.options.chunk).to(torch.int32)  # [B, H, R, T]
         own = torch.eye(size, dtype=torch.bool, device=q.device)
         seen, behind = own, 0 if self.options.causal else -1

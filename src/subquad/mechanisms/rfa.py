@@ -7,10 +7,10 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
             gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
             Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
-Departures  the denominator d can be near zero or negative, which no sum of Gaussians is. It is sign(d)·max(|d|, eps·e),
-            e = √(Σₛ wₛ²/M) its standard error and wₛ the weight of key s, 1 without a gate: within e of zero, chance
-            decides d. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper
-            draws Ω from a pool for each batch in training: call `redraw` before the batch
+Departures  the denominator d can be near zero or negative, unlike a sum of Gaussians. We use sign(d)·max(|d|, eps·e)
+            with its standard error e = √(Σₛ wₛ²/M) and the weight wₛ of key s, 1 without a gate: within e of zero, d is
+            noise. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper draws Ω
+            from a pool for each batch in training: call `redraw` before the batch
 Verified    tests/mechanisms/test_rfa.py; the release's masked and incremental functions, which have no gate, in
             float64: 1e-15 with |x| in place of their |x| + 0.001, where d is above 1
 """
@@ -108,7 +108,7 @@ class RFA(Kernelised):
 
     def _prepare(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Features:
         """Features of q and k, v, and the log gate; a gated key is scaled by 1 - g."""
-        # float16 holds neither a small 1 - g nor the gradient of a small denominator
+        # float16 can hold neither a small 1 - g nor the gradient of a small denominator
         dtype = torch.float32 if v.dtype == torch.float16 else v.dtype
         frequencies = self._frequencies()
         q, k = (fourier(t, frequencies, unit=True, dtype=dtype) for t in (q, k))
@@ -121,7 +121,7 @@ class RFA(Kernelised):
     def _squares(
         self, gate: Tensor | None, start: Tensor | None, x: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Σ wₛ² over the keys up to each, [B, T, H], and after each row's last, [B, H]; `start` before the first."""
+        """Σ wₛ² up to each key, [B, T, H], and up to each row's last, [B, H]; `start` is the sum before the first."""
         exact = wide_type(self._like)
         start = x.new_zeros(x.shape[0], self.options.heads, dtype=exact) if start is None else start
         if gate is None:
@@ -139,7 +139,7 @@ class RFA(Kernelised):
         return {"feature_map": "identity", "eps": eps, "impl": self.options.impl}
 
     def _qkv(self, x: Tensor) -> QKV:
-        """A last channel carries what depends on the key alone: its norm under σ, and the gates."""
+        """One more channel holds the part of a score that depends only on the key: its norm under σ, and the gates."""
         q, k, v = self._project(x)
         q, k = _unit(q), _unit(k)
         sigma = self.sigma / self.options.tau
@@ -176,20 +176,20 @@ class RFA(Kernelised):
 
 
 def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:
-    """How many keys [B, S, H, ·] a row has, as Σ wₛ² for all its queries: [B, 1, 1]"""
+    """The number of keys [B, S, H, ·] of a row, which is Σ wₛ² for all its queries without a gate: [B, 1, 1]"""
     count = torch.full_like(like[:, 0, 0, 0], like.shape[1]) if lengths is None else lengths
     return count[:, None, None].to(wide_type(like))
 
 
 def _over_unit(features: Features, squares: Tensor) -> Features:
-    """Queries over √Σ wₛ², so that the least denominator is one number for all of them."""
+    """Divide queries by √Σ wₛ², so that the smallest denominator is the same for all of them."""
     return features._replace(q=features.q * _unit_of(squares, features.q))
 
 
 def _unit_of(squares: Tensor, like: Tensor) -> Tensor:
     """1/√squares [B, T, H] as a factor of queries, rounded to a power of two, so that no digit of a quotient changes.
 
-    The steps of the rounding are at 0.7 of a power: no count is there, nor a gate that is all open.
+    The result changes where 0.7·squares is a power of 4. No number of keys is there, and no fully open gate.
     """
     exponent = (0.7 * squares.detach()).clamp(min=1e-30).log2().div(2).floor()
     return torch.exp2(-exponent)[..., None].to(like.dtype)

@@ -45,7 +45,7 @@ class Routed(NamedTuple):
     q: Tensor  # [B, T, H, K]
     k: Tensor
     v: Tensor  # [B, T, H, V]
-    normed: tuple[Tensor, ...]  # q and k as they are routed, or just the one that they share
+    normed: tuple[Tensor, ...]  # q and k as they are routed, or one tensor if they are shared
     near: tuple[Tensor, ...]  # their nearness to each centroid, [B, H, clusters, T]
 
 
@@ -54,9 +54,9 @@ class Options(base.Options):
     clusters: AtLeast1 = 16  # centroids of each head
     window: AtLeast1 = 128  # tokens of a cluster that attend together
     share_qk: bool | None = None  # one projection for q and k; None: when causal
-    # λ. Each training forward is a step, so with gradient accumulation each micro-batch. Keep the parameters in float32
-    # (autocast is fine): a 16-bit centroid cannot move by thousandths.
-    decay: float = 0.999  # of the moving average that the centroids are
+    # λ. Each training forward is a step, so with gradient accumulation each micro-batch is one. Keep the parameters in
+    # float32 (autocast is fine): a 16-bit centroid cannot move by thousandths.
+    decay: float = 0.999  # of the moving average that updates the centroids
     scale: float | None = None  # of the scores; None: 1/√K
     strict_causal: bool = True  # False: the balanced choice of the paper, which looks ahead
 
@@ -85,7 +85,7 @@ class Routing(Bucketed):
         self.register_buffer("centroids", torch.empty(options.heads, options.clusters, self.width))
         self.register_buffer("_last", torch.empty_like(self.centroids), persistent=False)
         self.centroids: Tensor
-        self._last: Tensor  # what the last training forward routed by
+        self._last: Tensor  # the centroids of the last training forward
         self.redraw()
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
@@ -105,7 +105,7 @@ class Routing(Bucketed):
         return (distance * real).sum() / real.sum().clamp(min=1)
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        # Checkpointed and reversible layers run forward again in backward: no new batch, and it must route the same way
+        # In backward, checkpointed and reversible layers run forward again: do not learn then, and route the same way
         again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         routed = self._route(x, centroids=self._last if again else self.centroids)
         if self.training and not again:
@@ -136,11 +136,11 @@ class Routing(Bucketed):
         self.centroids.copy_(_norm(moved, eps=1e-12))
 
     def _balanced(self, routed: Routed, lengths: Tensor | None) -> Tensor:
-        """The w nearest of each centroid: [B, T, H, V]."""
+        """Attention among the w tokens nearest to each centroid: [B, T, H, V]."""
         q, k, v, _, near = routed
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
-        # every centroid takes all of so few tokens, and the mean over centroids is what one of them gives
+        # with so few tokens every centroid takes all of them, so the mean over centroids is the result of one
         if not symbolic(size) and size <= self.options.window:
             near = tuple(nearness[:, :, :1] for nearness in near)
         present = keep(lengths, size)
@@ -149,7 +149,7 @@ class Routing(Bucketed):
                 nearness = nearness.masked_fill(~present[:, None, None], -torch.inf)
             if symbolic(size):  # there may be fewer tokens than places
                 nearness = F.pad(nearness, (0, self.options.window), value=-torch.inf)
-            # Half of the digits: equal tokens stay equal after a product in another order, and position decides
+            # Keep half of the digits: equal tokens stay equal in any order of summation, and then position decides
             steps = (nearness / torch.finfo(nearness.dtype).eps ** 0.5).round()
             steps, tokens = (t[..., : self.options.window] for t in steps.sort(dim=-1, descending=True, stable=True))
             chosen.append(tokens.masked_fill(steps == -torch.inf, -1))  # [B, H, clusters, w]
@@ -194,7 +194,7 @@ class Routing(Bucketed):
         return buckets.give_back(o, slots.place[..., -size:]).transpose(1, 2)
 
     def _all_pairs(self, tokens: Tokens) -> Tensor:
-        """By all pairs, because few tokens would leave most places of the slots empty."""
+        """Compute all pairs: with few tokens, most places of the slots would be empty."""
         q, k, v, asked, cluster = tokens
         same = (asked[..., :, None] == cluster[..., None, :]) & (asked >= 0)[..., None]
         same &= torch.ones_like(same[0, 0]).tril()
@@ -203,7 +203,7 @@ class Routing(Bucketed):
         return buckets.pair_attention(q, k, v, same & (chunk[..., None, :] >= newest - 1), dropout=self._dropout())
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One row and head after the other."""
+        """The definition, for one row and head at a time."""
         _, _, v, normed, _ = self._route(x)
         q, k = self._rotate(normed[0], normed[-1])
         q, rows = q * (self.options.scale or q.shape[-1] ** -0.5), []

@@ -40,7 +40,7 @@ class Options(base.Options):
     block: AtLeast1 = 64  # tokens that are sorted together
     iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
-    sortcut: AtLeast1 | None = None  # attend to so many sorted blocks only
+    sortcut: AtLeast1 | None = None  # attend only to this many sorted blocks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class Sinkhorn(Attention):
             bias = bias.movedim(2, 1).flatten(2)[:, :, None]  # [B, H, 1, S]
             o = self._attend_biased(q.flatten(1, 2), sorted_k.flatten(1, 2), sorted_v.flatten(1, 2), bias)
             return self.heads.merge(first(o, size))
-        present[..., 0] = True  # in blocks beyond the row as well, so that no softmax is over nothing
+        present[..., 0] = True  # also in blocks beyond the row, because a softmax over no keys is NaN
         visible = present[:, :, None, None]  # [B, N, 1, 1, C]
         if self.options.causal:
             visible = visible & torch.ones(block, block, dtype=torch.bool, device=x.device).tril()  # [B, N, 1, C, C]
@@ -159,7 +159,7 @@ class Sinkhorn(Attention):
 
 
 def balance(logits: Tensor, iterations: int) -> Tensor:
-    """Sinkhorn's alternation in log space: columns, then rows, of exp(logits) divided by their sums, over and over."""
+    """Sinkhorn's iterations in log space: divide the columns, then the rows, of exp(logits) by their sums; repeat."""
     for _ in range(iterations):
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)

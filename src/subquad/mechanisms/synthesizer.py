@@ -85,7 +85,7 @@ class Synthesizer(Attention):
         q, k, v = self.heads.split(x)
         size, causal = x.shape[1], self.options.causal
         sides: list[tuple[Tensor, Tensor]] = []  # [B, H, T, ·] and [B, H, S, ·], whose products are logits
-        bias: Tensor | None = None  # logits that are no product, [B, H, T, S]
+        bias: Tensor | None = None  # logits that are not a product, [B, H, T, S]
         for kind, share in zip(self.options.kinds, self.mixture.softmax(-1).T[..., None, None], strict=True):
             if kind in ("dense", "factorised_random", "dot"):
                 left, right = self._sides(kind, x, q, k)

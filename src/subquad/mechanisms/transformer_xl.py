@@ -87,7 +87,7 @@ class TransformerXL(Attention):
         size, span = q.shape[1], self.options.memory + self.after
         c = at_most(self.options.memory, size)
         extra = padding(size, c)
-        # padded without heads: torch.compile(dynamic=True) errs on the gradient of padding that comes in another layout
+        # flatten heads before padding: torch.compile(dynamic=True) fails on the gradient of padding in another layout
         q = F.pad(q.flatten(2), (0, 0, 0, extra)).unflatten(2, (self.options.heads, -1))
         q = q.unflatten(1, (-1, c))  # [B, N, C, H, K]
         k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
@@ -97,7 +97,7 @@ class TransformerXL(Attention):
         offset = torch.arange(c + span, device=q.device) - torch.arange(c, device=q.device)[:, None]  # [C, C + span]
         position = offsets.gather(-1, offset.clamp(0, span).expand(*offsets.shape[:3], -1, -1))
         visible = ((offset >= 0) & (offset <= span)) & seen[:, :, None]  # [B, N, C, C + span]
-        visible = visible | ~visible.any(-1, keepdim=True)  # a padded query sees anything rather than nothing
+        visible = visible | ~visible.any(-1, keepdim=True)  # padded queries see all keys, to avoid NaN
         scores = (content + position) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
         weights = F.dropout(weights, self._dropout())

@@ -68,8 +68,8 @@ def sorted_places(bucket: Tensor) -> Tensor:
 def asking_slots(slots: Slots, bucket: Tensor, asked: Tensor) -> Slots:
     """Slots for queries that read another bucket than their own token's: query t reads bucket `asked[t]` [G, T].
 
-    It sees what the slot of the newest token in that bucket, up to t, sees; queries of the same slot sit together.
-    A query that asks for -1 reads nothing.
+    It sees the same keys as the slot of the newest token up to t in that bucket. Queries that see the same keys are
+    put into the same slots. A query that asks for -1 reads nothing.
     """
     size, (*_, held, chunk) = bucket.shape[-1], slots.query.shape
     last = torch.where(bucket < 0, 1 << 31, bucket)
@@ -99,7 +99,7 @@ def lookup(values: Tensor, tokens: Tensor, empty: int) -> Tensor:
 def rounds_together(codes: Tensor, query: Tensor, key: Tensor, ahead: bool = False) -> Tensor:
     """The number of rounds in which a query sees a key, [G, R, N, C, W]; at least 1, also for pairs that never meet.
 
-    codes [G, R, S]: the slot of each token in each round, with numbers 1 apart only for neighbours in one bucket.
+    codes [G, R, S]: the slot of each token in each round, numbered so that only neighbours in one bucket differ by 1.
     """
     times = torch.zeros(1, dtype=torch.int8, device=codes.device)
     for code in codes.unbind(-2):
@@ -143,7 +143,7 @@ def pair_attention(
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens by index: x [B, T, H, D], index [B, H, ...] -> [B, H, ..., D]; an index of -1 gives some token."""
+    """Tokens by index: x [B, T, H, D], index [B, H, ...] -> [B, H, ..., D]; -1 gives an arbitrary token."""
     batch, size, heads, width = x.shape
     row = torch.arange(batch, device=x.device).view(-1, *[1] * (index.ndim - 1))
     head = torch.arange(heads, device=x.device).view(1, -1, *[1] * (index.ndim - 2))

@@ -16,7 +16,7 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
     traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
     if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
         return cache
-    size, used = cache.shape[1], position.tolist()  # one copy from a GPU, where two numbers would be two
+    size, used = cache.shape[1], position.tolist()  # one copy from a GPU; min() and max() would be two
     low, high = min(used), max(used)
     if low < 0 or (more and high > size):
         raise ValueError(f"state.position ranges from {low} to {high}: this state holds {size} places")

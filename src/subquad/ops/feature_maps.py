@@ -8,7 +8,7 @@ identity    x                       K       signed     any finite x
 quadratic   (x, x²)                 2K      signed     |x| below 1e4 in float32 and bfloat16, 250 in float16
 
 A positive map divides by d + eps. A signed one, and any callable, may see d near or below zero and divides by
-sign(d)·max(|d|, eps); its gradient grows as 1/d², and float16 does not hold what eps = 1e-6 allows.
+sign(d)·max(|d|, eps); its gradient grows as 1/d², so with eps = 1e-6 it may be too large for float16.
 A map of single numbers can be fused: the kernels apply it themselves. Any other map is applied before the kernels.
 """
 
@@ -100,7 +100,7 @@ def feature_map(name: str | Callable[[Tensor], Tensor]) -> FeatureMap:
         return FeatureMap(name)
     if name in FEATURE_MAPS:
         return FEATURE_MAPS[name]
-    near = [known for known in FEATURE_MAPS if known.startswith(str(name))]  # elu is meant for elu+1, not for relu
+    near = [known for known in FEATURE_MAPS if known.startswith(str(name))]  # elu means elu+1, not relu
     near = near or difflib.get_close_matches(str(name), FEATURE_MAPS, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"feature_map={name!r}: accepted are {', '.join(FEATURE_MAPS)}, or any callable{hint}")

@@ -17,7 +17,7 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f'impl={impl!r} for {op}: accepted are "auto", "torch", "triton"')
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
-        return "torch"  # the interpreter is for tests, so it is only entered by name
+        return "torch"  # the interpreter is for tests, so only impl="triton" uses it
     reason = unsupported
     if importlib.util.find_spec("triton") is None:
         reason = "triton is not installed"

@@ -1,9 +1,9 @@
-"""How Triton kernels are started, by all of them.
+"""How all Triton kernels are started.
 
-`kernel[grid](...)` looks at every argument of every call, which takes longer than a short kernel runs. Its findings
-depend only on types, numbers and the alignment of tensors: `launch` keeps the compiled kernel, and from the second call
-on hands the pointers to Triton's private launcher. Only the versions in KNOWN have that launcher in this form; with any
-other every call is `kernel[grid](...)`.
+`kernel[grid](...)` inspects every argument of every call, which takes longer than a short kernel runs. The result
+depends only on types, numbers and the alignment of tensors. So `launch` caches the compiled kernel, and from the second
+call on passes the pointers to Triton's private launcher. Only the versions in KNOWN have that launcher in this form;
+with other versions every call is `kernel[grid](...)`.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ if INTERPRETED and _is_known:
 
 
 class Plan(NamedTuple):
-    """How a kernel is started, but for its tensors: its parameters are tensors, numbers, constants, in this order."""
+    """How to start a kernel, apart from its tensors. Its parameters are tensors, numbers, constants, in this order."""
 
     grid: tuple[int, ...]
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 1
-    registers: int = 255  # of a thread at most; without a limit ptxas gives up on large tiles
+    registers: int = 255  # the most per thread; without a limit ptxas fails on large tiles
 
 
 _READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -50,9 +50,9 @@ def launch(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> None:
 
 
 def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...], plan: Callable[[], Plan]) -> None:
-    """Start a kernel as `plan()` says, which is asked once for each key: calls with one key differ in their data alone.
+    """Start a kernel by `plan()`, which runs once for each key: calls with the same key must have the same plan.
 
-    The key need not say where the tensors are, nor how they are aligned.
+    The key need not contain the device or the alignment of the tensors.
     """
     where = tensors[0].device.index
     if not INTERPRETED and where != torch.cuda.current_device():

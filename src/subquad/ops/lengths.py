@@ -1,4 +1,4 @@
-"""Lengths of right-padded rows, and sizes and values that a compiled program or a GPU does not let us read."""
+"""Lengths of right-padded rows, and how to work with sizes and values that cannot be read at once."""
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def keep(lengths: Tensor | None, size: int) -> Tensor | None:
 def visible_keys(lengths: Tensor | None, size: int) -> Tensor | None:
     """True for the keys that a query may see: [B] -> [B, 1, 1, size]; None without lengths.
 
-    An empty row sees its first key, so that no softmax is over nothing.
+    An empty row sees its first key, because a softmax over no keys is NaN.
     """
     mask = None if lengths is None else keep(lengths.clamp(min=1), size)
     return None if mask is None else mask[:, None, None]
@@ -78,12 +78,12 @@ def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether values can be read: on a GPU that waits, and in a program being compiled there are none."""
+    """Whether values can be read at once: reading from a GPU waits, and a program being compiled has no values."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def symbolic(*sizes: int) -> bool:
-    """Whether a size stands for any number, in an exported program: then no branch may depend on it."""
+    """Whether a size is symbolic, as in an exported program: then no branch may depend on it."""
     strict = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()  # shows symbols as plain integers
     return strict or any(isinstance(size, torch.SymInt) for size in sizes)
 
@@ -91,16 +91,16 @@ def symbolic(*sizes: int) -> bool:
 def padding(size: int, block: int) -> int:
     """How many tokens to add to make whole blocks.
 
-    In an exported program one block or no padding would be special cases: there it makes at least three blocks.
+    In an exported program, one block or no padding would be special cases, so there it makes at least three blocks.
     """
     return more_blocks(size, block, 3) * block - size if symbolic(size) else -size % block
 
 
 def more_blocks(size: int, block: int, more: int) -> int:
-    """⌈size / block⌉ + more - 1, for a size that stands for any number.
+    """⌈size / block⌉ + more - 1, for a symbolic size.
 
-    Written so that torch cannot turn it into a sum, where it would not see that this number divides its product with
-    block. For sizes of at least 2, as `Dim("length")` means, torch sees that it is at least `more`.
+    It is written so that torch cannot turn it into a sum: torch then sees that it divides its product with block. Torch
+    also sees that it is at least `more` for sizes of at least 2, which `Dim("length")` means.
     """
     return (size + more * block - 1) // block
 
@@ -116,12 +116,12 @@ def first(x: Tensor, size: int, dim: int = 1) -> Tensor:
 
 
 def at_most(limit: int, size: int) -> int:
-    """The smaller of the two; the limit if the size stands for any number."""
+    """The smaller of the two; the limit if the size is symbolic."""
     return limit if symbolic(size) else min(limit, size)
 
 
 def require(holds: Tensor, error: str) -> None:
-    """Raise ValueError unless it holds; if the value cannot be read now, the device fails later."""
+    """Raise ValueError if `holds` is false; if its value cannot be read now, the device raises an error later."""
     if not readable(holds):
         torch._assert_async(holds, error)
     elif not holds:

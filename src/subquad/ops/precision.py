@@ -1,4 +1,4 @@
-"""The precision of sums: at least float32, and float64 where the input is. Autocast, on meta too, which has none."""
+"""The type of sums: at least float32, and float64 for float64 inputs. Autocast, also for meta, which lacks it."""
 
 import torch
 from torch import Tensor
@@ -18,5 +18,5 @@ def autocasts(device: torch.device) -> bool:
 
 
 def uncast(x: Tensor) -> torch.autocast:
-    """A context in which nothing on x's device is cast."""
+    """A context that turns off autocast on x's device."""
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

@@ -216,7 +216,7 @@ def _product(x: Tensor, directions: Tensor) -> Tensor:
 
 
 def _product_backward(ctx, grad, x, directions, scale):  # type: ignore[no-untyped-def]
-    """Gradients of x, in the type of `grad`, and of the directions, from that of scale·ω·x; None if not needed."""
+    """Gradients of x, in the type of `grad`, and of the directions, given that of scale·ω·x; None if not needed."""
     with uncast(x):
         grad, dx, of_directions = _rows(grad), None, None  # [H, B*T, M]
         if ctx.needs_input_grad[0]:

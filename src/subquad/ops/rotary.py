@@ -9,7 +9,7 @@ from subquad.ops.precision import wide_type
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x_j, x_{j + D/2}) at position p by p / base^(2j/D) radians.
 
-    x [B, T, H, D] with D even, positions [T] or, a row at a time, [B, T]; the shape and type of x come back.
+    x [B, T, H, D] with D even, positions [T], or [B, T] if rows differ -> the shape and type of x.
     """
     if x.dim() != 4 or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} of shape {tuple(x.shape)}: accepted is a floating point tensor [B, T, H, D]")

@@ -250,7 +250,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shi
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_compiled_depends_on_the_length() -> None:
-    # strides of tokens and heads keep their divisor at any length; all else that is an integer is not looked at
+    # strides of tokens and heads keep their divisor at any length; Triton must not specialise on other integers
     for kernel in (kernels._forward, kernels._dq, kernels._dkv, kernels._far):
         for p in kernel.params:
             if not (p.is_constexpr or p.name in POINTERS or p.name.startswith("scale") or p.do_not_specialize):

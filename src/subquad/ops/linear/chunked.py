@@ -1,7 +1,7 @@
 """The torch path of linear attention: a step, and whole sequences in chunks of C tokens.
 
-It works on slabs, some heads over a segment of tokens, that stay in the caches of a CPU; the state goes from segment to
-segment. Only the inputs, o and its divisor are kept for the gradients: features, states and scores are computed again.
+It works on slabs (some heads over a segment of tokens) that fit into the caches of a CPU, and passes the state from one
+segment to the next. It keeps only the inputs, o and its divisor for the gradients, and computes the rest again there.
 
 Legend, beside that of the package: C chunk, N chunks, G sequences = B·H, P = G·N chunks in all, R rows of states,
 F = M·V + M numbers of a state.
@@ -22,8 +22,8 @@ from subquad.ops.linear.spec import Inputs, Spec
 from subquad.ops.precision import uncast, wide_type
 
 SEGMENT = 4096  # tokens of a head that a CPU works on at once
-BLOCK = 16  # chunks whose states are handed on by one matrix product
-FORGET = -1000.0  # exp of this is zero even in float64, and differences of sums of it stay exact to 1e-11
+BLOCK = 16  # chunks whose states are computed by one matrix product
+FORGET = -1000.0  # smallest log gate: its exp is zero even in float64, and differences of its sums are exact to 1e-11
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # o, s, z, the divisor of each o, the states between segments
 
@@ -50,7 +50,7 @@ def step(
 
 
 def outputs(x: Inputs, spec: Spec, save: bool) -> Outputs:  # noqa: ARG001 (the gradients need all of them)
-    """What `forward` fills, from shapes alone; the states between segments are [segments - 1, R, H, F]."""
+    """Empty tensors for `forward` to fill; the states between segments are [segments - 1, R, H, F]."""
     batch, length, heads, features = x.q.shape
     v, rows, width = x.v, x.sequences, x.v.shape[-1]
     dtype = wide_type(v)
@@ -96,9 +96,9 @@ def forward(x: Inputs, spec: Spec, save: bool) -> Outputs:
 def backward(
     do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, log_gate, s0 and z0, from those of o, s and z and from what `forward` returned."""
+    """Gradients of q, k, v, log_gate, s0 and z0, given those of o, s and z, and `done`, the outputs of `forward`."""
     o, s, z, divisor, starts = done
-    # without a gate or a start the tensors for their gradients are not used
+    # without a gate or a start, the tensors made for their gradients are not used
     dq, dk, dv, dgate, ds0, dz0 = (
         torch.empty_like(t, memory_format=torch.contiguous_format)
         for t in (x.q, x.k, x.v, x.q[:0] if x.log_gate is None else x.log_gate, s, z)
@@ -135,7 +135,7 @@ def backward(
 
 
 def _segment(q: Tensor) -> int:
-    """Tokens of a head worked on at once: on a CPU what its caches hold, on a GPU what fills it."""
+    """How many tokens of a head to compute at once: on a CPU as many as its caches hold, on a GPU enough to fill it."""
     return SEGMENT if q.device.type == "cpu" else 1 << 20
 
 
@@ -147,17 +147,17 @@ def _segments(x: Inputs, spec: Spec) -> list[slice]:
 
 
 def _each_slab(work: Callable[[slice, slice], None], x: Inputs, spec: Spec) -> None:
-    """Do the work for all rows and heads, several at once if they are short.
+    """Run `work` on slabs that cover all rows and heads; if sequences are short, a slab holds several of them.
 
-    On a CPU each thread takes slabs of its own, instead of all threads meeting at the end of every small operation.
+    On a CPU each thread computes its own slabs, so that threads do not wait for each other after every small operation.
     """
     q = x.q
     batch, _, heads, _ = q.shape
     threads = torch.get_num_threads() if q.device.type == "cpu" and q[..., 0].numel() > 2048 else 1
-    many = _segment(q) // _segments(x, spec)[0].stop  # heads of any rows
-    many = max(1, min(many, batch * heads // threads))
-    rows, some = max(1, many // heads), min(many, heads)
-    slabs = [(slice(i, i + rows), slice(j, j + some)) for i in range(0, batch, rows) for j in range(0, heads, some)]
+    count = _segment(q) // _segments(x, spec)[0].stop  # sequences in a slab: heads times rows
+    count = max(1, min(count, batch * heads // threads))
+    r, h = max(1, count // heads), min(count, heads)  # rows and heads of a slab
+    slabs = [(slice(i, i + r), slice(j, j + h)) for i in range(0, batch, r) for j in range(0, heads, h)]
 
     def run(slab: tuple[slice, slice]) -> None:
         with torch.no_grad(), uncast(q):
@@ -169,12 +169,12 @@ def _each_slab(work: Callable[[slice, slice], None], x: Inputs, spec: Spec) -> N
 
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, workers: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 (a forked process needs its own)
-    """Python threads whose torch operations use so many threads each."""
+    """A pool of `workers` Python threads; torch uses `threads` threads in each of them."""
     before = torch.get_num_threads()
     started = threading.Barrier(workers + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # a thread takes over the common number when it first asks
+        torch.get_num_threads()  # the first call copies the global number into this thread, so it must come first
         torch.set_num_threads(threads)
         started.wait()
 
@@ -182,7 +182,7 @@ def _pool(process: int, workers: int, threads: int) -> ThreadPoolExecutor:  # no
     for _ in range(workers):
         pool.submit(int)
     started.wait()
-    torch.set_num_threads(before)  # the number is the thread's own, but the last one set is common to threads to come
+    torch.set_num_threads(before)  # each thread has its own number, but new threads start with the last one set
     return pool
 
 
@@ -205,15 +205,15 @@ def divisor_of(d: Tensor, signed: bool, eps: float) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keep what float16 cannot hold at its largest number: a signed denominator near zero would give infinities."""
+    """Clamp x to the range of float16, where a signed denominator near zero would give infinities."""
     return x.clamp(-65504, 65504) if dtype == torch.float16 else x
 
 
 class _Layout:
     """How tokens [B, T, H, D] are laid out in chunks [P, C, D], and how states [R, H, F] of R sequences enter them.
 
-    A packed sequence starts a new chunk. The number of chunks is an upper bound that does not depend on where sequences
-    end, so nothing waits for the values of cu_seqlens; those left over stay empty.
+    Each sequence of a pack starts a new chunk. The number of chunks is an upper bound that needs only shapes, so that
+    nothing waits for a GPU to read cu_seqlens; the chunks left over stay empty.
     """
 
     def __init__(self, shape: tuple[int, int, int], size: int, lengths: Tensor | None, cu_seqlens: Tensor | None):
@@ -246,7 +246,7 @@ class _Layout:
                 self.empty = padded.reshape(-1, size, 1)
 
     def split(self, *tokens: Tensor, phi: Fused = FUSED["identity"]) -> Tensor:
-        """Some [B, T, H, D] of one width -> φ of each as [P, C, D], at least float32, zeros where no token is."""
+        """φ of n tensors [B, T, H, D] of one width -> [n, P, C, D], at least float32, zeros where no token is."""
         padded, width = self.chunks * self.size, tokens[0].shape[-1]
         shape = len(tokens), self.batch, self.heads, padded, width
         chunks = tokens[0].new_empty(shape, dtype=wide_type(tokens[0]))
@@ -310,7 +310,7 @@ class _Chunks:
             self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
             self.within = _decay(cumulated, self.q.dtype, strict=False)
         self.u = _outer(self.k_out, self.v, self.k_out.sum(1))
-        self.enter, self.final = self._travel(self.u, start)
+        self.enter, self.final = self._read_states(self.u, start)
         self.enter_s, self.enter_z = _divide(self.enter, v.shape[-1])
 
     def scores(self) -> Tensor | None:
@@ -318,12 +318,12 @@ class _Chunks:
         return None if self.within is None else torch.bmm(self.q, self.k.mT).mul_(self.within)
 
     def backward(self, dn: Tensor, dd: Tensor | None, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of q, k (after the map), v and log_gate, from those of both sums in `forward` and the final state.
+        """Gradients of q, k (after the map), v and log_gate, given those of both sums in `forward` and the final state.
 
-        The gradient of the start is left in `dstart`.
+        It stores the gradient of the start in `dstart`.
         """
         q_in_dd = torch.zeros_like(self.enter_z) if dd is None else torch.bmm(self.q_in.mT, dd)[..., 0]
-        du, self.dstart = self._travel(_outer(self.q_in, dn, q_in_dd), dfinal, reverse=True)
+        du, self.dstart = self._read_states(_outer(self.q_in, dn, q_in_dd), dfinal, reverse=True)
         du_s, du_z = _divide(du, dn.shape[-1])
         dq = torch.bmm(dn, self.enter_s.mT)
         if dd is not None:
@@ -344,26 +344,26 @@ class _Chunks:
             dk.baddbmm_(dscores.mT, self.q)
         if self.log_decay is None:
             return dq, dk, dv, None
-        # each score holds exp(cumulated_t - cumulated_s), each state that leaves a chunk exp(cumulated of its end)
+        # scores have a factor exp(cumulated_t - cumulated_s), states that leave a chunk exp(cumulated at its end)
         dcumulated = torch.linalg.vecdot(self.q, dq) - torch.linalg.vecdot(self.k, dk)  # [P, C]
         leave = torch.addcmul(self.u, self.enter, self.log_decay.exp().to(dq.dtype).view(-1, 1))
         dcumulated[:, -1] += torch.linalg.vecdot(du, leave)
         return dq, dk, dv, dcumulated.flip(-1).cumsum(-1).flip(-1)[..., None]
 
-    def _travel(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """The states each chunk reads [P, F] and the final ones [R, H, F], or their gradients in reverse."""
+    def _read_states(self, u: Tensor, start: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The states that each chunk reads [P, F] and the final ones [R, H, F], or with `reverse` their gradients."""
         layout = self.k_layout
-        # [R, H, F] -> [G, 1, F], or [G, R, F] for a pack, whose sequences stand behind each other
+        # [R, H, F] -> [G, 1, F], or [G, R, F] for a pack, where sequences follow each other
         start = start.transpose(0, 1) if layout.packed else start.flatten(0, 1)[:, None]
         enter, final = _states(u.unflatten(0, (-1, layout.chunks)), self.log_decay, start, layout, reverse)
-        if not self.causal:  # every chunk sees the whole of its sequence
+        if not self.causal:  # every chunk reads its whole sequence
             enter = final[:, layout.row] if layout.packed else final
         final = final.transpose(0, 1) if layout.packed else final[:, 0].unflatten(0, (layout.batch, layout.heads))
         return enter.flatten(0, 1), final
 
 
 def _outer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """What each chunk adds to the state: Σ x yᵀ, and z, as one row of numbers [P, F]."""
+    """What each chunk adds to the state, Σ x yᵀ and z, as one row of numbers [P, F]."""
     return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
 
 
@@ -372,28 +372,28 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     """States entering each chunk [G, N, F], and those after the last chunk of each sequence [G, 1 or R, F].
 
-    Where a pack goes from one sequence to the next, the state is replaced by the next one's start: it decays by zero
-    and gains that start. In reverse everything runs from the last chunk to the first.
+    In a pack, the state is reset where a new sequence begins: it decays to zero, and the start of that sequence is
+    added. With `reverse` everything runs from the last chunk to the first.
     """
     if layout.packed:
         edge: Tensor | slice = layout.first if reverse else layout.last
         change, starts = (layout.first[1:], start[:, :-1]) if reverse else (layout.last[:-1], start[:, 1:])
         begin = start[:, -1:] if reverse else start[:, :1]
         fade = u.new_zeros(1, u.shape[1], dtype=torch.float64) if log_decay is None else log_decay
-        enter = _hand_on(u.index_copy(1, change, starts), fade.index_fill(1, change, FORGET), begin, reverse)
+        enter = _scan(u.index_copy(1, change, starts), fade.index_fill(1, change, FORGET), begin, reverse)
     else:
         edge = slice(0, 1) if reverse else slice(u.shape[1] - 1, None)
-        enter = _hand_on(u, log_decay, start, reverse)
+        enter = _scan(u, log_decay, start, reverse)
     if log_decay is None:
         return enter, enter[:, edge] + u[:, edge]
     return enter, torch.addcmul(u[:, edge], enter[:, edge], log_decay[:, edge].exp().to(u.dtype)[..., None])
 
 
-def _hand_on(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> Tensor:
-    """States entering each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; in reverse likewise.
+def _scan(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> Tensor:
+    """States entering each chunk: e_0 = start, e_n = exp(a_{n-1}) e_{n-1} + u_{n-1}; with `reverse` from the end.
 
     u [G, N, F], log_decay a [G or 1, N] in float64 or None for no decay, start [G, 1, F]. A block of chunks is one
-    product with a triangular matrix of decays, and what enters a block is found the same way: the cost is linear in N.
+    product with a triangular matrix of decays; a recursive call computes the states entering the blocks, in O(N) time.
     """
     n = u.shape[1]
     size = min(n, BLOCK)
@@ -415,13 +415,13 @@ def _hand_on(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) 
         rest = (before if reverse else cumulated[..., -1:] - cumulated).exp().to(u.dtype)[..., None]
         after = (rest * u).sum(2) if n > size else None
     e = (decay.mT if reverse else decay) @ u
-    enter = start if after is None else _hand_on(after, total, start, reverse)  # [G, N/size, F]
+    enter = start if after is None else _scan(after, total, start, reverse)  # [G, N/size, F]
     e = e.add_(enter[:, :, None]) if reach is None else e.addcmul_(reach, enter[:, :, None])
     return e.flatten(1, 2)[:, :n]
 
 
 def _decay(cumulated: Tensor, dtype: torch.dtype, strict: bool) -> Tensor:
-    """exp of the log decay between positions: [..., N] sums up to and with n -> [..., N, N], zero above the diagonal.
+    """Decays between positions, zero above the diagonal: [..., N] sums of log decays up to n included -> [..., N, N].
 
     strict: the decay from after m to before n, for n > m; otherwise from after m to after n, for n >= m.
     """

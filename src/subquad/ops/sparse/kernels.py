@@ -102,7 +102,7 @@ def _free(i0, i1, j0, j1, lattice, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def _seen(i, j, x, own, first, A: tl.constexpr, n: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which pairs are visible through atom n and belong to no earlier one; `x`: the side with random block `own`."""
+    """Which pairs are visible through atom n and in no earlier one. RANDOM: `x` must be in the block `own`."""
     if A[4 * n] == RANDOM:
         seen = (x // A[4 * n + 1] == own) & (i == i) & (j == j)
     elif A[4 * n] == SUMMARY:

@@ -159,7 +159,7 @@ def _keys_of(T: int, S: int | None) -> int:
 
 
 def _check_indices(**indices: int | Tensor | None) -> None:
-    """Refuse tensors that are not integers, not on one device, or of shapes that do not broadcast."""
+    """Refuse tensors that are not integers, are on different devices, or have shapes that do not broadcast."""
     tensors = {name: x for name, x in indices.items() if isinstance(x, Tensor)}
     for name, x in tensors.items():
         if x.dtype not in INTEGERS or x.device != next(iter(tensors.values())).device:

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to cut into tiles. The columns of summaries have the positions behind the keys, from S on."""
+    """What to cut into tiles. The columns of summaries have positions after the keys, from S on."""
 
     atoms: tuple[Atom, ...]
     first_columns: dict[Summary, list[int]]  # where a summary's columns start in a block: for all heads, or for each

@@ -74,7 +74,7 @@ def backward(
 
 
 def _prepare(x: Inputs, spec: Spec) -> tuple[Job, Tensor, Tensor, Tensor]:
-    """q, k and v with zeros in the padding (0·inf is not 0), and with the columns of every summary behind the keys."""
+    """q, k and v with zeros in the padding (0·inf is not 0), and with the columns of every summary after the keys."""
     job = Job.of(x, spec)
     k, v = (_with_columns(job, zero_padding(t, x.key_lengths)) for t in (x.k, x.v))
     return job, zero_padding(x.q, x.lengths), k, v
@@ -88,7 +88,7 @@ def _summary_index(job: Job, atom: Summary, x: Tensor) -> Tensor:
 
 
 def _with_columns(job: Job, x: Tensor) -> Tensor:
-    """x [B, S, Hkv, D], and behind it the columns of every summary."""
+    """x [B, S, Hkv, D], followed by the columns of every summary."""
     columns = [x.gather(1, _summary_index(job, atom, x)) for atom in job.first_columns]
     return torch.cat([x, *columns], 1) if columns else x
 
@@ -104,12 +104,12 @@ def _from_columns(job: Job, grad: Tensor) -> Tensor:
 
 
 def _flat(at: Tensor, B: int, S: int) -> Tensor:
-    """Positions [N, n] or [B, N, n] as rows of [B·S, ...]; unused positions become some row."""
+    """Positions [N, n] or [B, N, n] as rows of [B·S, ...]; unused positions become any row."""
     return (at.clamp(0, S - 1) + torch.arange(B, device=at.device)[:, None, None] * S).flatten()
 
 
 def _gather(x: Tensor, at: Tensor, heads: int, start: int | None = None) -> Tensor:
-    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read some row."""
+    """Rows of x [B, S, Hkv, D] at positions [N, n] or [B, N, n] -> [B·N, heads, n, D]; unused ones read any row."""
     B, S, H, D = x.shape
     if start is not None:
         rows = x[:, start : start + at.numel()].reshape(-1, at.shape[-1], H, D)

@@ -163,11 +163,11 @@ class Pass(NamedTuple):
     stop: int
     step: int = 1
     go_on: bool = False  # continue from the result of an earlier pass
-    pieces: int = 0  # a few rows over a whole sequence, in so many pieces, whose float32 results are then added up
+    pieces: int = 0  # split a few rows over a whole sequence into this many, and add up their float32 results
 
 
 class Kind(NamedTuple):
-    """All of a call but its tensors: calls of one kind have the same launches, with the same numbers."""
+    """Everything in a call except its tensors: calls of one kind have the same launches, with the same numbers."""
 
     sizes: tuple[int, int, int, int, int, int]  # B, T, S, H, Hkv, D
     strides: tuple[tuple[int, ...], ...]  # of q, k, v
@@ -226,7 +226,7 @@ class Kind(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _numbers(kind: Kind, run: Pass, config: Config, split: int) -> dict[str, Any]:
-    """The arguments that the kernels of all passes have, but for tensors. Made once for a kind: it takes a while."""
+    """The arguments of the kernels of all passes, except tensors. Cached for each kind, because this is slow."""
     _, T, S, H, Hkv, D = kind.sizes
     pad, shift, low = kind.lattice(run.step, config)
     names = (f"{tensor}_{name}" for tensor in "qkv" for name in STRIDES)
@@ -262,7 +262,7 @@ class Call(NamedTuple):
     firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the kernels of all passes read; one that is not there is replaced by q, and never read."""
+        """The tensors that the kernels of all passes take; q stands for a missing one, which is never read."""
         q, k, v, *_ = self.x
         lengths, key_lengths = self.lengths or (q, q)
         firsts = q if self.firsts is None else self.firsts
