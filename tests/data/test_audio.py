@@ -73,7 +73,7 @@ def test_floats_channels_and_the_extensible_form_are_read(tmp_path: Path) -> Non
     ("body", "said"),
     [
         (b"ID3 music", "not a WAV file"),
-        (riff(1, 16, b"\0" * 100)[:-10], "promises 100 bytes of sound and holds 90: it is cut short"),
+        (riff(1, 16, b"\0" * 100)[:-10], "should hold 100 bytes of sound and holds 90: it is cut short"),
         (riff(1, 16, b"")[:12], "without a format"),
         (riff(1, 16, b"\0\0")[:36], "without sound"),
         (riff(0x55, 16, b"\0\0"), "format 85 of 16 bits: accepted are"),

@@ -224,7 +224,7 @@ def test_arrays_hold_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("x.npy", header.getvalue())
-    with pytest.raises(Broken, match=r"x\.npy says float64 \(1000000000000000,\) and holds 128 bytes"):
+    with pytest.raises(Broken, match=r"x\.npy should hold float64 \(1000000000000000,\) and holds 128 bytes"):
         files.arrays(path)
     path.write_bytes(b"nothing")
     with pytest.raises(Broken, match=r"a\.npz is not a whole npz file"):

@@ -59,15 +59,15 @@ def test_what_is_not_whole_is_named(data: Path) -> None:
     put(data)
     place = data / "aclImdb/train"
     (place / "urls_pos.txt").write_text("http://www.imdb.com/title/tt0000001/usercomments\n")
-    with pytest.raises(Broken, match=r"urls_pos\.txt has 1 lines, none for 10_8\.txt"):
+    with pytest.raises(Broken, match=r"urls_pos\.txt has only 1 lines, and none for 10_8\.txt"):
         imdb.load()
     (place / "neg/notes.txt").write_text("mine")
-    with pytest.raises(Broken, match=r"neg/notes\.txt is not a review: their names are like"):
+    with pytest.raises(Broken, match=r"neg/notes\.txt is not a review: reviews have names like"):
         imdb.load()
     for path in (place / "neg").iterdir():
         path.unlink()
     with pytest.raises(Broken, match="neg holds no reviews"):
         imdb.load()
     (place / "neg").rmdir()
-    with pytest.raises(Broken, match=r"neg is missing: .*aclImdb is not the whole"):
+    with pytest.raises(Broken, match=r"neg is missing: .*aclImdb is not the complete folder"):
         imdb.load()

@@ -52,11 +52,11 @@ def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:
     root = data / "tiny-imagenet-200"
     put_tiny(root)
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\t0\t32\t44\t62\n")
-    with pytest.raises(Broken, match=r"val_annotations\.txt:1 says that val_0\.JPEG is a n77"):
+    with pytest.raises(Broken, match=r"val_annotations\.txt:1 gives val_0\.JPEG the class n77"):
         tiny_imagenet.load()
     (root / "val/val_annotations.txt").write_text("\n\nval_0.JPEG\n")
     with pytest.raises(
-        Broken, match=r"val_annotations\.txt:3 is 'val_0\.JPEG': accepted are lines of a file, its class"
+        Broken, match=r"val_annotations\.txt:3 is 'val_0\.JPEG': accepted are lines of a file name, its class"
     ):
         tiny_imagenet.load()
     (root / "val/val_annotations.txt").write_text("\n")
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:
         tiny_imagenet.load()
 
 
-def test_blank_lines_are_passed_over(data: Path) -> None:
+def test_blank_lines_are_skipped(data: Path) -> None:
     put_tiny(data / "tiny-imagenet-200")
     path = data / "tiny-imagenet-200/val/val_annotations.txt"
     path.write_text(path.read_text().replace("\n", "\n \n"))
