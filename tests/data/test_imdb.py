@@ -17,7 +17,7 @@ def texts_of(part: Arrays) -> list[bytes]:
 
 
 def put(folder: Path) -> None:
-    """Three reviews of each kind, named 0, 2 and 10: the lists of films have lines for those between, too."""
+    """Three reviews of each kind, named 0, 2 and 10: the lists of films also have lines for the numbers between."""
     for part in ("train", "test"):
         for kind, stars in (("neg", 3), ("pos", 8)):
             place = folder / "aclImdb" / part / kind
@@ -30,7 +30,7 @@ def put(folder: Path) -> None:
 
 def test_reviews_are_read_with_label_stars_and_film(data: Path) -> None:
     put(data)
-    for _ in range(2):  # from the folder, then from what was kept
+    for _ in range(2):  # from the folder, then from the cached file
         training, test = imdb.load()
         assert len(training["labels"]) == len(test["labels"]) == 6
         assert [text.decode()[:12] for text in texts_of(training)] == [
@@ -55,7 +55,7 @@ def test_padding_keeps_the_beginning(texts: list[bytes], length: int) -> None:
         assert bytes(row.tolist()) == text[:length].ljust(length, b"\0")
 
 
-def test_what_is_not_whole_is_named(data: Path) -> None:
+def test_an_incomplete_set_is_named(data: Path) -> None:
     put(data)
     place = data / "aclImdb/train"
     (place / "urls_pos.txt").write_text("http://www.imdb.com/title/tt0000001/usercomments\n")

@@ -20,7 +20,7 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def put(path: Path, **parts: list[np.ndarray]) -> None:
-    """As NumPy writes arrays of arrays; silence is NaN."""
+    """Arrays of arrays as NumPy writes them; silence is NaN."""
     made = {}
     for name, pieces in parts.items():
         made[name] = np.empty(len(pieces), object)
@@ -46,7 +46,7 @@ def test_tokens_and_grids_are_the_same(grid: np.ndarray) -> None:
 @few
 @given(grids)
 def test_a_piece_survives_as_a_midi_file(tmp_path_factory: pytest.TempPathFactory, grid: np.ndarray) -> None:
-    grid[-1] = grid[0] = (60, 57, 52, 45)  # silence at the end leaves no trace, nor a voice that never sings
+    grid[-1] = grid[0] = (60, 57, 52, 45)  # MIDI keeps no silence at the end and no silent voice
     path = tmp_path_factory.getbasetemp() / "piece.mid"
     music.save_midi(music.to_tokens(grid), path)
     np.testing.assert_array_equal(music.from_notes(read_midi(path)), grid)

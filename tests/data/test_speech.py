@@ -106,7 +106,7 @@ def test_spoken_digits_are_split_by_index(data: Path) -> None:
     for digit in (0, 7):
         for index in (0, 4, 5, 9, 10, 49):
             noise(data / f"fsdd/recordings/{digit}_jackson_{index}.wav", index)
-    for _ in range(2):  # made, then kept
+    for _ in range(2):  # made, then read from the cache
         found = speech.digits()
         assert found.train.names == ("0_jackson_10", "0_jackson_49", "7_jackson_10", "7_jackson_49")
         assert found.validation.names == ("0_jackson_5", "0_jackson_9", "7_jackson_5", "7_jackson_9")
@@ -244,7 +244,7 @@ def test_a_sound_of_another_rate_is_named(data: Path, tmp_path: Path, number: in
         speech.folder(tmp_path)
 
 
-def test_frames_that_were_kept_do_not_hide_another_rate(data: Path, tmp_path: Path) -> None:
+def test_cached_frames_do_not_hide_another_rate(data: Path, tmp_path: Path) -> None:
     put_flat(tmp_path)
     speech.folder(tmp_path)
     for n in range(8):  # the training part

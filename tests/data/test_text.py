@@ -44,7 +44,7 @@ def test_a_truncated_file_is_not_taken_for_the_whole_corpus(data: Path, monkeypa
         text.load("text8.first12.5MB")
     monkeypatch.setitem(text.FIRST, "text8.first12.5MB", 1000)
     assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
-    with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # what is not whole is not cut either
+    with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # a truncated file is not cut either
         text.load("enwik8.first4.15MB")
 
 
@@ -76,18 +76,18 @@ def test_the_first_bytes_are_cut_from_the_whole(
     assert text.load(name).train[:12].tobytes() == b"my own file "
 
 
-def test_who_asks_for_the_whole_is_told_of_the_part(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_the_whole_names_the_part_that_exists(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Missing, match=r"holds it$"):
         text.load("text8")
     with pytest.raises(Missing, match=r"You can also give the path of your own file$"):
-        text.load("text8.first12.5MB")  # what the task takes by default
+        text.load("text8.first12.5MB")  # the default of the task
     (data / "text8.first12.5MB").write_bytes(b"x" * 100)
     with pytest.raises(Missing, match=r"text8\.first12\.5MB exists and can be loaded by that name$"):
         text.load("text8")
 
 
-def test_the_whole_is_split_as_the_papers_do(data: Path) -> None:
+def test_the_whole_is_split_as_in_the_papers(data: Path) -> None:
     with (data / "enwik8").open("wb") as file:
         file.truncate(100_000_000)  # zeros that take no room
         for at, mark in ((0, b"a"), (90_000_000, b"b"), (95_000_000, b"c"), (99_999_999, b"z")):

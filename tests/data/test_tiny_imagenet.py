@@ -12,7 +12,7 @@ from subquad.data.files import Broken, Missing
 
 
 def put_tiny(root: Path) -> np.ndarray:
-    """Two classes of two images each, and two for validation, of which the last is a grey file."""
+    """Two classes of two images each, and two for validation, the last of which is grey."""
     flat = np.broadcast_to(np.arange(10, 250, 40, dtype=np.uint8)[:, None, None, None], (6, 64, 64, 3))  # JPEG keeps it
     (root / "val/images").mkdir(parents=True)
     (root / "wnids.txt").write_text("n02\nn01\n")
@@ -76,7 +76,7 @@ def test_blank_lines_are_skipped(data: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_who_has_half_of_tiny_imagenet_is_told_what_to_put_where(data: Path, part: str) -> None:
+def test_the_error_for_a_missing_half_says_what_to_put_where(data: Path, part: str) -> None:
     root = data / "tiny-imagenet-200"
     put_tiny(root)
     shutil.rmtree(root / part)

@@ -81,8 +81,8 @@ def to_notes(grid: np.ndarray) -> list[Note]:
 
 
 def from_notes(notes: Sequence[Note], voices: int = VOICES) -> np.ndarray:
-    """The grid [T, voices] of a MIDI file. With 2 to `voices` channels, each channel is a voice, in order; else voices are
-    the highest notes that sound at each sixteenth. Notes out of range are moved by octaves."""
+    """The grid [T, voices] of a MIDI file. With 2 to `voices` channels, each channel is a voice, in order; else
+    the voices are the highest notes that sound at each sixteenth. Notes out of range are moved by octaves."""
     starts = [round(note.start / STEP) for note in notes]
     ends = [max(round(note.end / STEP), start + 1) for note, start in zip(notes, starts, strict=True)]
     rows = max(ends, default=0)
