@@ -1,4 +1,4 @@
-"""What test_pool.py starts in another process: it answers jobs, prints between its answers, and dies when told to."""
+"""A process that test_pool.py starts: it answers jobs, prints between answers, and dies when told to."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Bugs put into functions on purpose: a test that cannot fail is found by a bug that it lets through."""
+"""Put bugs into functions on purpose, to find tests that cannot fail."""
 
 import inspect
 import textwrap
@@ -9,7 +9,7 @@ import pytest
 
 
 class Slip(NamedTuple):
-    """A wrong line: in the source of `function`, `wrong` stands in place of `right`, which is there once."""
+    """A bug: in the source of `function`, `wrong` replaces `right`, which occurs once."""
 
     function: Any
     right: str
@@ -17,7 +17,7 @@ class Slip(NamedTuple):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, slip: Slip) -> None:
-    """The function itself is changed, so that everybody who has imported it meets the bug."""
+    """Change the function itself, so that the bug is also in modules that have already imported it."""
     function = inspect.unwrap(slip.function)
     source = textwrap.dedent(inspect.getsource(function))
     source = source[source.index("def ") :] if not source.startswith("def ") else source  # without decorators
@@ -34,7 +34,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, slip: Slip) -> None:
 
 
 def caught(monkeypatch: pytest.MonkeyPatch, slips: tuple[Slip, ...], check: Callable[[], None]) -> None:
-    """`check` holds, and fails once the bug is there."""
+    """Assert that `check` passes without the bug and fails with it."""
     check()
     with monkeypatch.context() as patched:
         for slip in slips:

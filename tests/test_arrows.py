@@ -1,4 +1,4 @@
-"""The plan of the house: which room may import which. Every import counts, those inside functions too."""
+"""Which folder of the package may import which. All imports count, also those inside functions."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import subquad
 
 SOURCE = Path(subquad.__file__).parent
 
-# Each room may import the rooms above it in this list, and no others. Rooms on one line do not import each other.
+# Each folder may import only those above it in this list. Folders on the same line do not import each other.
 PLAN = (
     ("checks",),
     ("disk", "machine", "pool", "ranks"),
@@ -29,12 +29,12 @@ FLOOR = {room: floor for floor, rooms in enumerate(PLAN) for room in rooms}
 
 
 def room_of(module: str) -> str:
-    """ "subquad.models.blocks" -> "models"; the package itself, "subquad", is no room."""
+    """ "subquad.models.blocks" -> "models"; the package itself, "subquad", is not a folder."""
     return module.split(".")[1] if "." in module else ""
 
 
 def imports(file: Path, known: set[str]) -> list[tuple[int, str]]:
-    """(line, room) of each import of this package in a file."""
+    """(line, folder) of each import of this package in a file."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

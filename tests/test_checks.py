@@ -1,4 +1,4 @@
-"""Errors name the argument, say what came and what is accepted, and come before any work is done."""
+"""Errors name the argument, its value and what is accepted, and are raised before any work is done."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ from subquad.mechanisms import MECHANISMS
 from subquad.models import LSTM, Classifier, Matcher
 from subquad.ops import LinearState
 
-# wrong types are the matter here, so the type checker does not look at these
+# wrong types are passed on purpose, so the type checker must ignore these
 Local: Any = ops.Local
 linear_attention: Any = ops.linear_attention
 linear_attention_step: Any = ops.linear_attention_step
@@ -144,7 +144,7 @@ def test_other_keywords_are_answered_with_the_nearest() -> None:
         build("linear", dim=8)(X, length=torch.tensor([1, 2]))
 
 
-def test_fields_that_a_model_cannot_do_without_are_named() -> None:
+def test_missing_fields_of_a_model_are_named() -> None:
     with pytest.raises(TypeError, match="LanguageModelConfig needs dim"):
         LanguageModel(vocab=11)
 
@@ -227,7 +227,7 @@ def test_settings_of_sampling_are_keywords_too() -> None:
     assert [streams.step()[0] for _ in range(8)] == expected.tolist()
 
 
-def test_continuing_takes_the_last_token_again() -> None:
+def test_continuing_needs_the_last_token_again() -> None:
     torch.manual_seed(0)
     lm, greedy = model(), {"temperature": 0.0}
     whole = lm.generate([[1, 2]], 9, **greedy)
@@ -257,6 +257,6 @@ def test_a_stream_is_checked_when_it_is_made() -> None:
     ],
     ids=range(4),
 )
-def test_what_no_memory_holds_is_named(message: str, call: Callable[[], object]) -> None:
+def test_sizes_that_fit_no_memory_are_named(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(MemoryError, match=message):
         call()

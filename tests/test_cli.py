@@ -55,7 +55,7 @@ def test_show_draws_and_measures(tmp_path: Path) -> None:
     assert "relative error" in result.output
 
 
-def test_error_where_there_is_nothing_to_compare_with() -> None:
+def test_error_if_there_is_nothing_to_compare_with() -> None:
     result = run.invoke(app, ["show", "fnet", "--error"])
     assert result.exit_code == 2
     assert "approximates no softmax" in result.output
@@ -74,7 +74,7 @@ print(*sys.modules, file=sys.stderr)
 
 
 def test_listing_and_help_load_no_more_than_the_package() -> None:
-    """What measures, trains and draws is loaded by the commands that do."""
+    """Code that measures, trains or draws is only loaded by commands that need it."""
     done = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
     loaded = done.stderr.split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("subquad.")}
@@ -84,7 +84,7 @@ def test_listing_and_help_load_no_more_than_the_package() -> None:
 
 
 def _one_of_two(rank: int, folder: Path) -> None:
-    """What torchrun would start, with what it prints in a file."""
+    """A rank as torchrun would start it, with its output in a file."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -96,7 +96,7 @@ def _one_of_two(rank: int, folder: Path) -> None:
     os._exit(result.exit_code)
 
 
-def test_of_all_ranks_the_first_one_speaks(tmp_path: Path) -> None:
+def test_only_the_first_rank_prints(tmp_path: Path) -> None:
     ranks = [start(_one_of_two, rank, tmp_path) for rank in range(2)]
     for process in ranks:
         process.join(120)

@@ -1,4 +1,4 @@
-"""What cannot work is refused at once: exit code 2, and one line that names the option or the file."""
+"""Wrong options and files are refused at once: exit code 2, and one line that names the option or the file."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"dim": 8, "depth": 1, "heads": 2, "mechanism": "linear"
 
 
 def refused(*words: str | Path, code: int = 2) -> str:
-    """The one line in which a command line is refused."""
+    """The one line that a refused command prints."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == code, result.output
@@ -35,7 +35,7 @@ def refused(*words: str | Path, code: int = 2) -> str:
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Saved models that write images, text, notes and sound; nothing may be generated."""
+    """Saved models of images, text, notes and sound; nothing may be generated with them."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("it was not refused before the work")
@@ -89,7 +89,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("music", ["--out", "x.exe"], "out='x.exe' cannot work: accepted is the beginning of names"),
     ],
 )
-def test_generate_refuses_what_a_model_has_no_use_for(models: Path, model: str, words: list[str], said: str) -> None:
+def test_generate_refuses_options_that_a_model_does_not_use(
+    models: Path, model: str, words: list[str], said: str
+) -> None:
     assert said in refused("generate", models / model, *words)
 
 
@@ -129,7 +131,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, words:
     name = words[-1][2:]
     assert f"{name}='{tmp_path / 'x.exe'}' cannot work: accepted is" in refused(*words, tmp_path / "x.exe")
     refused(*words, tmp_path / "file" / "x.json")
-    if words[0] != "report":  # which writes into a folder
+    if words[0] != "report":  # report writes into a folder
         assert "this is a folder" in refused(*words, tmp_path / "folder.json")
 
 
@@ -175,7 +177,7 @@ def test_a_depth_that_does_not_fit_is_refused_before_it_is_built(
 
 
 def test_a_batch_that_does_not_fit_is_found_with_one_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its data would fit; what it takes to learn from it would not."""
+    """The data would fit into memory, but its gradients and activations would not."""
     monkeypatch.setattr("subquad.training.memory_check.free_bytes", lambda _: 200_000_000)
     words = ("train", "digits", "--out", tmp_path / "run", "--device", "cpu", "--set", "training.batch=20000")
     line = refused(*words)
@@ -194,7 +196,7 @@ def test_a_comparison_skips_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     assert (row.skipped or "").startswith("does not fit: at least 2.05 MB for input and output")
 
 
-def test_memory_that_ends_is_not_an_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_not_reported_as_an_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError(
             "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -203,11 +205,11 @@ def test_memory_that_ends_is_not_an_error_of_torch(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(worker, "_build", full)
     row = worker.Bench(Settings(mechanisms=("linear",), lengths=(16,), dim=8, heads=1)).row("linear", 16, True)
-    assert (row.error, row.skipped) == (None, "out of memory: 8000000000000 bytes were asked for at once")
+    assert (row.error, row.skipped) == (None, "out of memory: 8000000000000 bytes were requested at once")
     assert measure.out_of_memory(ValueError("no")) is None
     monkeypatch.setattr("subquad.studies.generation.sweep", full)
     line = refused("bench", "generation", "--dim", "512")
-    assert line == "error not enough memory for dim=512: 8000000000000 bytes were asked for at once"
+    assert line == "error not enough memory for dim=512: 8000000000000 bytes were requested at once"
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys_of(data: Any) -> list[tuple[Any, ...]]:
-    """The path to every key of nested data; of a list its first item speaks for all."""
+    """The path to every key of nested data; only the first item of each list is used."""
     if isinstance(data, list):
         return [(0, *path) for path in keys_of(data[0])] if data else []
     found = [(key,) for key in data] if isinstance(data, dict) else []
@@ -252,7 +254,7 @@ CHANGES = [rename, *map(replace, ("x", None, -1, [1], {"a": 1}))]
 
 
 def shown_or_named(file: Path, *words: str | Path) -> None:
-    """Either it is read in spite of the damage, or the line of the error names the file."""
+    """The command either reads the file in spite of the damage or prints one line that names it."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exception)
     if result.exit_code:
@@ -278,7 +280,7 @@ def test_one_damaged_key_of_a_run_is_named(
 
 
 @pytest.mark.parametrize("change", CHANGES[:5], ids=range(5))
-def test_a_damaged_result_is_named_where_training_goes_on(trained: Path, tmp_path: Path, change: Any) -> None:
+def test_a_damaged_result_is_named_on_resume(trained: Path, tmp_path: Path, change: Any) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     whole = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps(damaged(whole, ("steps",), change)))
@@ -308,7 +310,7 @@ def test_json_that_holds_no_figures_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in refused("report", tmp_path)
     runs.write(tmp_path / "run", rows=[], quality=[])
     shutil.copy(tmp_path / "run" / "results.json", tmp_path / "compared.json")
-    result = CliRunner().invoke(app, ["report", str(tmp_path)])  # a folder may hold other JSON beside its figures
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])  # a folder may also hold other JSON
     assert result.exit_code == 0, result.output
 
 

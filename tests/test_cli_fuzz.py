@@ -1,8 +1,8 @@
-"""Random command lines over every command: each ends in 0, or says in one line what cannot work. Never a traceback.
+"""Random command lines for every command: each exits with 0, or prints one line about what is wrong, never a traceback.
 
-Options are those that the commands themselves declare, so a new one is drawn without a word here. What would take
-minutes is stood in for: it is the way there that is tested.
-$SUBQUAD_FUZZ: how many command lines; $SUBQUAD_FUZZ_SEED: which; $SUBQUAD_FUZZ_SECONDS: the most that one may take.
+Options are read from the declarations of the commands, so new ones are included automatically. Work that would take
+minutes is replaced by stubs: only the way there is tested.
+$SUBQUAD_FUZZ: number of command lines; $SUBQUAD_FUZZ_SEED: first seed; $SUBQUAD_FUZZ_SECONDS: time limit for each.
 """
 
 import inspect
@@ -62,7 +62,7 @@ SMALL = (
     "model.depth=1",
     "model.heads=2",
 )
-# what makes a command cheap where it would not be refused; what the draw adds comes later, and wins
+# options that make a valid command cheap; random ones come later on the line and override them
 CHEAP: dict[str, list[str]] = {
     "compare": ["--mechanisms", "linear", "--lengths", "16"],
     "train": [word for setting in SMALL for word in ("--set", setting)],
@@ -73,10 +73,10 @@ CHEAP: dict[str, list[str]] = {
                          "--depth", "1", "--heads", "1", "--steps", "2"],
     "lra": ["--tasks", "listops", "--mechanisms", "linear", "--steps", "1"],
 }  # fmt: skip
-# minutes where nothing is wrong: something always is
+# these would take minutes if valid, so they always get a wrong option
 WRONG = {"demo": ["--steps", "0"], "atlas": ["--out", "notes.txt"]}
-MADE = ("listops", "pathfinder", "pathx")  # their data is made, for minutes
-SENSIBLE: dict[str, list[str]] = {  # so that a draw comes further than its first value
+MADE = ("listops", "pathfinder", "pathx")  # generating their data takes minutes
+SENSIBLE: dict[str, list[str]] = {  # mostly valid values, so that commands get past their first check
     "task": ["digits", "copy", *(name for name in TASKS if name not in MADE)],
     "table": [*TABLES],
     "name": ["linear", "fnet"],
@@ -86,7 +86,7 @@ SENSIBLE: dict[str, list[str]] = {  # so that a draw comes further than its firs
     "source": ["compared", "flipped.json", "rows.json", "kind.json"],
     "device": ["cpu", "auto"],
 }
-ENDS_BADLY = ("train", "reproduce", "lra")  # documented: exit code 1 where something failed on the way
+ENDS_BADLY = ("train", "reproduce", "lra")  # documented: exit code 1 if something failed on the way
 DEPTHS = (
     "Traceback", "[Errno", "enforce fail", "Allocator", "aten::", "RuntimeError", "KeyError", "TypeError",
     "has no attribute", "positional argument", "unexpected keyword", "invalid literal", "not supported between",
@@ -95,11 +95,11 @@ DEPTHS = (
 
 
 class Option(NamedTuple):
-    """A parameter of a command as its function declares it."""
+    """A parameter of a command, from the declaration of its function."""
 
     name: str
     kind: type  # int, float, bool, str or Path
-    flags: list[str]  # what is written before its value; an argument has none
+    flags: list[str]  # written before the value; empty for an argument
     many: bool
     required: bool
 
@@ -141,7 +141,7 @@ class World(NamedTuple):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A folder with files of every kind that a command may be pointed at."""
+    """A folder with files of every kind that a command can take."""
     here: Path = tmp_path_factory.mktemp("world")
     made_up.write(here / "compared")
     flipped = json.dumps(made_up.results()).replace('"mechanism"', '"mechansm"', 3)
@@ -171,7 +171,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path) -> Path:
-    """A copy of the world to work in. Nothing is measured for minutes, downloaded, or started as another process."""
+    """A copy of that folder to work in. Nothing is measured for minutes, downloaded, or started in another process."""
 
     def rows(settings: Any, jobs: Sequence[Any], _: Any) -> Iterator[dict[str, Any]]:
         for job in jobs:
@@ -218,7 +218,9 @@ def draw_command(dice: random.Random, files: Sequence[str]) -> tuple[str, list[s
         if not option.flags and (option.required or option in drawn):
             words += [draw_value(dice, option, files) for _ in range(dice.choice((1, 1, 2)) if option.many else 1)]
         elif option in drawn and option.kind is bool:
-            words.append(option.flags[-1] if option.name == "compile" else dice.choice(option.flags))  # not for minutes
+            words.append(
+                option.flags[-1] if option.name == "compile" else dice.choice(option.flags)
+            )  # compiling takes minutes
         elif option in drawn:
             words += [option.flags[0], draw_value(dice, option, files)]
     return name, words + WRONG.get(name, [])
@@ -235,7 +237,7 @@ def draw_value(dice: random.Random, option: Option, files: Sequence[str]) -> str
 
 
 def complaint(name: str, words: Sequence[str], result: Any, files: Sequence[str]) -> str | None:
-    """What is wrong with how a command line ended, or None."""
+    """What is wrong with the end of a command line, or None."""
     text = result.output
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return f"a traceback: {result.exception!r}"
@@ -258,7 +260,7 @@ def complaint(name: str, words: Sequence[str], result: Any, files: Sequence[str]
 
 
 class TooLong(BaseException):
-    """Caught by nobody."""
+    """An error that nothing catches."""
 
 
 def too_long(*_: Any) -> None:

@@ -8,7 +8,7 @@ from subquad.cli import app
 from subquad.machine import available
 
 
-def test_what_is_there_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_and_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available("cpu") == "cpu"
     for wrong in ("tpu", "meta", ""):
         with pytest.raises(ValueError, match='accepted is "cpu" or "cuda"'):
@@ -40,7 +40,7 @@ def test_every_command_says_that_there_is_no_gpu(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "out.json"  # of a folder or of a file, as the command has it
+    out = tmp_path / "out.json"  # a folder or a file, depending on the command
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--device", "cuda", "--out", str(out)])
     assert result.exit_code in (1, 2)
     assert "torch finds no GPU" in result.output

@@ -24,14 +24,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, data: bytes, message: str)
         read_json(tmp_path / "file.json")
 
 
-def test_nesting_that_people_use_is_read(tmp_path: Path) -> None:
+def test_usual_nesting_is_read(tmp_path: Path) -> None:
     assert parse_json("[" * DEEPEST + "]" * DEEPEST, "it")
     (tmp_path / "file.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"holds a list: accepted is a JSON object"):
         read_object(tmp_path / "file.json")
 
 
-def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
+def test_a_changed_sealed_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     data = {"b": (1, 2.5), "a": {"x": None, "é": "ü"}, "c": 1e-300}
     write_sealed(file, data)
@@ -50,12 +50,12 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
     assert refused > 8 * len(written) * 0.9
 
 
-def test_a_file_from_before_digests_is_read(tmp_path: Path) -> None:
+def test_an_old_file_without_digest_is_read(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text('{"a": 1}')
     assert read_sealed(tmp_path / "file.json") == ({"a": 1}, False)
 
 
-def test_what_is_set_aside_is_kept(tmp_path: Path) -> None:
+def test_set_aside_keeps_the_files(tmp_path: Path) -> None:
     for content in ("one", "two"):
         (tmp_path / "file").write_text(content)
         assert set_aside(tmp_path / "file") == tmp_path / "file.damaged"
@@ -96,6 +96,6 @@ def test_a_locked_folder_is_refused_by_name_until_its_process_ends(tmp_path: Pat
 
 
 def test_training_needs_neither_fcntl_nor_resource() -> None:
-    """Which Windows does not have."""
+    """Windows does not have them."""
     code = "import sys; sys.modules.update(fcntl=None, resource=None); import subquad.training.train, subquad.tasks"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,9 +1,9 @@
 """Every public function called with one or two wrong arguments: a valid result, or an error that names the argument.
 
-The functions come from the `__all__` of the package, so a new one is called as soon as `CASES` says how, and until then
+The functions come from the `__all__` of the package. A new one needs an entry in `CASES`; until then
 `test_every_public_function_is_called` fails. SUBQUAD_FUZZ is the number of calls, SUBQUAD_FUZZ_SEED the first seed.
 """
-# ruff: noqa: ARG005 (every case is asked with the same arguments, whether it needs them or not)
+# ruff: noqa: ARG005 (all cases are called with the same arguments, needed or not)
 
 import inspect
 import itertools
@@ -61,7 +61,7 @@ def similarity(q: Tensor, k: Tensor) -> Tensor:
 
 
 def mixer(rng: random.Random, needs: str = "") -> subquad.Mixer:
-    """A mechanism, with a state or with cross-attention where that is needed."""
+    """A mechanism, with a state or cross-attention if needed."""
     fitting = {
         "state": [name for name, cls in MECHANISMS.items() if cls.traits.state],
         "cross": [name for name, cls in MECHANISMS.items() if cls.traits.cross],
@@ -72,11 +72,11 @@ def mixer(rng: random.Random, needs: str = "") -> subquad.Mixer:
     options["causal"] = needs == "state"
     if "max_length" not in cls.unused:
         options["max_length"] = 16
-    for option in ("layer", "dilation", "gate"):  # these ask for other heads, or for causal
+    for option in ("layer", "dilation", "gate"):  # these need other heads or causal=True
         options.pop(option, None)
     mix = build(name, **options).eval()
     fits = getattr(mix.traits, needs) if needs else True
-    return mix if fits else mixer(rng, needs)  # a mixed layer has what all of its parts have
+    return mix if fits else mixer(rng, needs)  # a mixed layer only has what all its parts have
 
 
 def language_model(rng: random.Random) -> LanguageModel:
@@ -483,7 +483,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 
 def _fields(rng: random.Random, config: Any, **more: Any) -> dict[str, Any]:
-    """Flat keywords of a model: some of its config's, and of those inside it."""
+    """Flat keywords of a model: some of its config and of the configs inside it."""
     parts = [
         kind for kind in typing.get_type_hints(config).values() if inspect.isclass(kind) and hasattr(kind, "to_dict")
     ]
@@ -518,7 +518,7 @@ def _a_step(rng: random.Random) -> Call:
 
 
 def junk(rng: random.Random, value: Any) -> Any:
-    """Something else than `value`."""
+    """A value other than `value`."""
     strange: list[Any] = [
         None, True, False, 0, 1, -1, 3, 1000, 2**70, -(2**70), 1.5, float("inf"), float("nan"), -0.5, 1j, "", "x", "RO",
         b"x", [], [3], [1.5], ["a"], (), (1, 2), (None,), {}, {"a": 1}, {3}, range(3), object(), print, int,
@@ -554,7 +554,7 @@ def junk(rng: random.Random, value: Any) -> Any:
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Every public function, class and method, under the name that CASES has for it."""
+    """Every public function, class and method, by its name in CASES."""
     for module in MODULES:
         for name in module.__all__:
             thing = getattr(module, name)
@@ -572,7 +572,7 @@ def public() -> Iterator[tuple[str, Any]]:
                             yield f"{owner.__name__}.{attribute}", value
 
 
-# the same functions under another name: classes that are never made by themselves, methods that share one definition
+# not called separately: classes that are never built directly, and methods that share a definition
 SAME = {
     "Model": "LanguageModel",
     "Model.save": "LanguageModel.save",
@@ -599,7 +599,7 @@ def parameters(function: Callable[..., Any], arguments: dict[str, Any]) -> set[s
 
 
 def must_refuse(function: Callable[..., Any], name: str, value: Any) -> bool:
-    """Whether the hint of a parameter leaves no doubt that this value does not belong there."""
+    """Whether the type hint of a parameter clearly excludes this value."""
     target = function.forward if isinstance(function, torch.nn.Module) else function
     target = target.__init__ if inspect.isclass(target) else target
     hint = typing.get_type_hints(inspect.unwrap(getattr(target, "__func__", target))).get(name, Any)
@@ -621,14 +621,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def complaint(function: Callable[..., Any], arguments: dict[str, Any], changed: dict[str, Any]) -> str | None:
-    """What is wrong with how a call ended, or None."""
+    """What is wrong with the end of a call, or None."""
     try:
         result = function(**arguments)
         if isinstance(result, types.GeneratorType):
             result = list(itertools.islice(result, 2))
     except Exception as error:
         if any(isinstance(value, torch.nn.Module) or value is int for value in changed.values()):
-            return None  # a callable that was called, and failed
+            return None  # an argument was callable, was called and failed
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{type(error).__name__} from {frames[-1].filename}:{frames[-1].lineno}: {str(error)[:300]}"
         if not isinstance(error, TypeError | ValueError | NotImplementedError | FileNotFoundError):
@@ -636,7 +636,9 @@ def complaint(function: Callable[..., Any], arguments: dict[str, Any], changed: 
         if not frames[-1].filename.startswith(PACKAGE):
             return place
         names = parameters(function, arguments)
-        values = [str(arguments[name]) for name in ("path", "directory") if name in arguments]  # a file names itself
+        values = [
+            str(arguments[name]) for name in ("path", "directory") if name in arguments
+        ]  # an error may name the file instead
         named = any(re.search(rf"\b{re.escape(name)}\b", str(error)) for name in names)
         return (
             None if named or any(value in str(error) for value in values) else f"{place} names none of {sorted(names)}"
@@ -652,7 +654,7 @@ def complaint(function: Callable[..., Any], arguments: dict[str, Any], changed: 
 
 
 def trial(seed: int, folder: Path) -> str | None:
-    """One random call; what was wrong with it, or None."""
+    """Make one random call; returns what was wrong with its end, or None."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     name = rng.choice(list(CASES))
@@ -663,7 +665,7 @@ def trial(seed: int, folder: Path) -> str | None:
         key: junk(rng, arguments[key])
         for key in rng.sample(list(arguments), min(len(arguments), rng.choice([1, 1, 2])))
     }
-    if name in ("LinearState", "SparseState"):  # plain tuples: what they hold is checked where they are used
+    if name in ("LinearState", "SparseState"):  # plain tuples, whose content is checked when they are used
         return None
     if changed.get("compile") is True:  # valid, and takes a minute
         return None
@@ -683,7 +685,7 @@ def test_wrong_arguments_are_refused_by_name(part: int, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_calls_are_valid_as_they_stand(name: str, tmp_path: Path) -> None:
+def test_the_calls_are_valid_without_changes(name: str, tmp_path: Path) -> None:
     rng = random.Random(0)
     torch.manual_seed(0)
     function, arguments = CASES[name](rng, tmp_path)

@@ -1,4 +1,4 @@
-"""What the guides show is what the code does."""
+"""The code and commands in the guides work."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def commands(name: str) -> list[list[str]]:
-    """The words behind `subquad`, of every command; `torchrun ... -m subquad.cli` is one too."""
+    """The words after `subquad` in every command, including `torchrun ... -m subquad.cli`."""
     lines = [line for block in blocks(name, "sh") for line in block.replace("\\\n", " ").splitlines()]
     calls = [re.sub(r"^torchrun .* -m subquad.cli ", "subquad ", line) for line in lines]
     return [shlex.split(call, comments=True)[1:] for call in calls if call.startswith("subquad ")]
@@ -50,8 +50,8 @@ def settings_of(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
-def test_every_command_is_one(name: str) -> None:
-    """Options are parsed as they are when typed, and settings are those of the task."""
+def test_every_command_exists(name: str) -> None:
+    """Options are parsed as on the command line, and settings are checked against the task."""
     group: Any = typer.main.get_command(app)
     for command, *words in commands(name):
         group.commands[command].make_context(command, list(words))
@@ -67,7 +67,7 @@ def invoke(command: str, *words: str) -> None:
 
 
 def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guide's commands in their order, with a smaller model, then what it does from Python."""
+    """The guide's commands in order, with a smaller model, then its Python code."""
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("The sea was grey and the ships lay still. " * 60)
     for command, *words in commands("own_text.md"):
@@ -90,7 +90,7 @@ def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guide's commands between its Python, with fewer mechanisms, lengths and steps."""
+    """The guide's commands and Python code in order, with fewer mechanisms, lengths and steps."""
     monkeypatch.chdir(tmp_path)
     write, read = blocks("compare_own_data.md", "python")
     run([write], "compare_own_data.md")
@@ -141,7 +141,7 @@ def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StandIn(types.ModuleType):
-    """As much of Lightning as the guide uses."""
+    """A stub with the parts of Lightning that the guide uses."""
 
     LightningModule = nn.Module
 
@@ -158,7 +158,7 @@ class StandIn(types.ModuleType):
                     optimiser.step()
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning warns of loaders with few workers, and of its own dependencies
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about loaders with few workers and about its dependencies
 @pytest.mark.parametrize("real", [False, True])
 def test_lightning(real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if real:

@@ -54,7 +54,7 @@ def attention(mechanism: str = "linear", weights: int = 0, **fields: Any) -> Mul
 
 
 def copy_of(module: MultiheadAttention, mechanism: str, **options: Any) -> Mixer:
-    """The mechanism itself, as `build` makes it, with the module's weights."""
+    """The mechanism made by `build`, with the module's weights."""
     mix = subquad.build(mechanism, dim=DIM, heads=HEADS, **options).double()
     mix.load_state_dict(module.mixer.state_dict())
     return mix.train(module.training)
@@ -73,14 +73,14 @@ def decoder_layer(**fields: Any) -> Any:
 
 
 def by_hand(layer: Any, mixed: Tensor, x: Tensor) -> Tensor:
-    """A post-norm encoder layer, of what the attention made of x."""
+    """A post-norm encoder layer, given the output of its attention for x."""
     x = layer.norm1(x + mixed)
     return layer.norm2(x + layer.linear2(layer.linear1(x).relu()))
 
 
 @pytest.fixture(autouse=True)
 def no_fast_path(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every call of the fused kernels, which compute softmax whatever the module in the layer is."""
+    """Record calls of the fused kernels, which always compute softmax, whatever module the layer has."""
     called: list[str] = []
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
         fused = getattr(torch, name)
@@ -108,7 +108,7 @@ def test_the_signatures_are_those_of_torch() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mechanism", BIDIRECTIONAL)
 def test_an_encoder_computes_the_mechanism(mechanism: str, training: bool, mode: str, no_fast_path: list[str]) -> None:
-    """Also with padding, where TransformerEncoder would nest tensors, and where the layers were replaced afterwards."""
+    """Also with padding, for which TransformerEncoder would nest tensors, and with layers replaced afterwards."""
     options, x = BIDIRECTIONAL[mechanism], tokens(B, T, DIM)
     encoder: Any = nn.TransformerEncoder(encoder_layer(), 2).train(training)
     assert encoder.use_nested_tensor
@@ -151,7 +151,7 @@ def test_a_causal_encoder_takes_the_masks_that_torch_makes(mechanism: str, no_fa
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_softmax_is_torchs_own_layer_with_its_weights(norm_first: bool, causal: bool, no_fast_path: list[str]) -> None:
-    """The state dict of torch's encoder loads as it is."""
+    """The state dict of torch's encoder loads unchanged."""
     theirs = nn.TransformerEncoder(encoder_layer(norm_first=norm_first), 2, enable_nested_tensor=False)
     ours: Any = copy.deepcopy(theirs)
     for n, layer in enumerate(ours.layers):
@@ -168,7 +168,7 @@ def test_softmax_is_torchs_own_layer_with_its_weights(norm_first: bool, causal: 
     assert no_fast_path == []
     with torch.no_grad():
         theirs(x)
-    assert no_fast_path  # the same call of torch's own layers takes it: this test can see it
+    assert no_fast_path  # torch's own layers take the fast path in the same call, so this test can notice it
 
 
 @pytest.mark.parametrize("cross", ["softmax", "linear", "performer"])
@@ -274,7 +274,7 @@ def test_copies_are_independent_and_state_dicts_go_there_and_back() -> None:
 def test_weights_that_do_not_fit_are_named() -> None:
     theirs = nn.MultiheadAttention(DIM, HEADS, batch_first=True).double()
     linear = attention("linear")
-    linear.load_state_dict(theirs.state_dict())  # the same projections, to go on training from
+    linear.load_state_dict(theirs.state_dict())  # the same projections, to continue training from
     assert torch.equal(linear.mixer.heads.qkv.weight, theirs.in_proj_weight)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*mixer\.heads\.qkv\.weight"):
         attention("fnet").load_state_dict(theirs.state_dict())
@@ -329,7 +329,7 @@ def test_the_options_are_those_of_build() -> None:
         ({"mechanism": "linformer"}, r"max_length=None cannot work"),
     ],
 )
-def test_what_a_module_cannot_be_is_named(fields: dict[str, Any], error: str) -> None:
+def test_impossible_modules_are_named(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         attention(**fields)
 
@@ -348,7 +348,7 @@ def test_sizes_are_named_as_torch_names_them(sizes: Any, error: str) -> None:
         MultiheadAttention(*sizes)
 
 
-def test_options_that_are_not_there_are_named() -> None:
+def test_unknown_options_are_named() -> None:
     with pytest.raises(TypeError, match="linear has no option 'window'"):
         attention(window=3)
     with pytest.raises(TypeError, match="heads is the same as num_heads"):
@@ -392,14 +392,14 @@ X, Y = tokens(B, T, DIM), tokens(B, S, DIM, seed=1)
         ({"causal": True}, (X, X, X), {"is_causal": None}, "is_causal=None cannot work"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(module: Any, inputs: Any, fields: Any, error: str) -> None:
+def test_unsupported_arguments_are_named(module: Any, inputs: Any, fields: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         attention(**module)(*inputs, **fields)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # said once in a process
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # warned once per process
 def test_nested_tensors_are_refused_with_the_way_out() -> None:
-    """The first layer is torch's own and nests; the encoder looks at the first layer only."""
+    """The first layer is torch's own, so the encoder nests tensors: it only looks at the first layer."""
     encoder: Any = nn.TransformerEncoder(encoder_layer(), 2).eval()
     encoder.layers[1].self_attn = attention().eval()
     x = tokens(B, T, DIM)
@@ -410,8 +410,8 @@ def test_nested_tensors_are_refused_with_the_way_out() -> None:
         assert encoder(x, src_key_padding_mask=PADDING).shape == x.shape
 
 
-def test_torchs_kernel_refuses_what_stands_for_the_weights() -> None:
-    """Should a later torch take its fast path all the same, it fails."""
+def test_torchs_kernel_refuses_the_placeholders_of_the_weights() -> None:
+    """If a later version of torch takes its fast path anyway, it fails."""
     layer, x = encoder_layer(), tokens(B, T, DIM)
     layer.self_attn = attention()
     fused = torch._native_multi_head_attention

@@ -1,4 +1,4 @@
-"""What importing the package costs and loads, and what the wheel holds."""
+"""What importing the package loads, and what the wheel contains."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_importing_loads_nothing_heavy_beside_torch() -> None:
     assert not {name for name in loaded if name.split(".")[0] in HEAVY}
 
 
-def test_few_public_names_and_those_that_people_look_for() -> None:
+def test_public_names_are_few_and_the_expected_ones() -> None:
     names = [name for name in subquad.__all__ if not isinstance(getattr(subquad, name), ModuleType)]
     assert len(names) <= 15
     assert {"Sampling", "Streams", "fork", "load_state", "save_state"} <= set(names)

@@ -12,14 +12,14 @@ import subquad
 from subquad import pool as processes
 from subquad.pool import Died, Worker, environment, run_all
 
-# what `subquad reproduce` is to its rows, without its imports
+# starts a process like `subquad reproduce`, without its imports
 PARENT = """
 import os, subprocess, sys
 subprocess.call([sys.executable, "-m", "subquad.pool", str(os.getpid()), "subquad.cli", *sys.argv[1:]])
 """
 
 
-def test_commands_run_side_by_side_and_tell_what_they_say() -> None:
+def test_commands_run_in_parallel_and_report_their_output() -> None:
     lines: list[tuple[str, str]] = []
     commands = {"right": ["--version"], "wrong": ["show", "no such mechanism"]}
     found = {name: (code, last) for name, code, last in run_all(commands, 2, lambda *line: lines.append(line))}
@@ -51,7 +51,7 @@ def worker() -> Iterator[Worker]:
         if worker.process is not None:
             worker.process.kill()
 
-    watchdog = threading.Timer(120, kill)  # a failure rather than a hang
+    watchdog = threading.Timer(120, kill)  # so that it fails instead of hanging
     watchdog.start()
     yield worker
     watchdog.cancel()
@@ -62,7 +62,7 @@ def test_a_worker_answers_job_after_job_in_one_process(worker: Worker) -> None:
     answers = [worker.ask({"do": "answer"}) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0]["setup"] == "here"
-    assert worker.ask({"do": "last"}) == answers[0]  # after which it ends, and the next job gets another process
+    assert worker.ask({"do": "last"}) == answers[0]  # it ends after this, and the next job gets another process
     assert worker.ask({"do": "answer"})["process"] != answers[0]["process"]
     assert worker.close() == 0
 
@@ -96,7 +96,7 @@ def test_a_process_saves_and_ends_when_its_parent_is_killed(tmp_path: Path) -> N
         said = next((line for line in parent.stdout if "1,000,000 steps" in line), "")  # it trains
         parent.kill()
         parent.wait()
-        rest = parent.stdout.read()  # until the process, which holds the other end, is gone
+        rest = parent.stdout.read()  # until the process, which holds the other end, has ended
     assert said
-    assert "saved: --resume goes on" in rest
+    assert "saved: --resume continues" in rest
     assert list(tmp_path.glob("checkpoints/step_*"))

@@ -3,7 +3,7 @@ import pytest
 from subquad import machine as provenance
 
 
-def test_what_was_said_comes_first_and_then_git(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_comes_before_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(provenance.COMMIT, raising=False)
     answers = {"rev-parse": "0123456789ab", "status": ""}
     monkeypatch.setattr(provenance, "_git", lambda *words: answers[words[0]] or None)

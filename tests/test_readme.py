@@ -1,4 +1,4 @@
-"""What the README and the pages it links to say is what the files and the code say."""
+"""The README and the pages it links to agree with the files and the code."""
 
 import hashlib
 import json
@@ -23,18 +23,18 @@ def results(name: str) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tables_are_those_of_the_files(page: str) -> None:
+def test_tables_agree_with_the_files(page: str) -> None:
     text = (ROOT / page).read_text()
     assert "<!-- table " in text
     assert renewed(text) == text, "run: python benchmarks/tables.py"
 
 
-def test_every_table_stands_on_a_page() -> None:
+def test_every_table_is_on_a_page() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
     assert sorted(re.findall(r"<!-- table (\w+) -->", text)) == sorted(TABLES)
 
 
-def test_a_figure_that_is_not_of_the_files_is_replaced() -> None:
+def test_a_wrong_figure_is_replaced() -> None:
     text = README.read_text()
     assert renewed(text.replace("1.02 ms", "1.01 ms")) == text != text.replace("1.02 ms", "1.01 ms")
 
@@ -76,11 +76,11 @@ def test_the_pictures_are_drawn_from_the_results(name: str) -> None:
     assert hashlib.sha256(drawn_from).hexdigest() == origin["SHA-256"], f"run benchmarks/pictures.py: {name}.png is old"
 
 
-def test_the_generated_images_are_those_of_the_results() -> None:
+def test_the_generated_images_agree_with_the_results() -> None:
     images = results("generated")
     rows, columns, _ = images["shape"]
     sheet = np.asarray(Image.open(RESULTS / "generated.png").convert("L"), dtype=np.float64)
-    times, frame = 2, 1  # a pixel is a square, and a line stands below and beside each image
+    times, frame = 2, 1  # each pixel is a square of this size, with a line below and beside each image
     first = sheet[: times * rows, : times * columns][::times, ::times]
     image = np.asarray(images["images"][0], dtype=np.float64).reshape(rows, columns)
     assert np.abs(first - image / (images["shades"] - 1) * 255).max() <= 1

@@ -26,12 +26,12 @@ def riff(
 ) -> bytes:
     width = channels * bits // 8 if width is None else width
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * width, width, bits) + extra
-    note = b"LIST" + struct.pack("<I", 3) + b"abc\0"  # a chunk of odd size, to be passed over
+    note = b"LIST" + struct.pack("<I", 3) + b"abc\0"  # a chunk of odd size, to be skipped
     chunks = b"fmt " + struct.pack("<I", len(form)) + form + note + b"data" + struct.pack("<I", len(body)) + body
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
 
 
-def test_what_is_written_is_read_by_us_and_by_others(tmp_path: Path) -> None:
+def test_written_files_can_be_read_by_us_and_by_others(tmp_path: Path) -> None:
     samples = tone(12000)
     audio.write_wav(tmp_path / "a.wav", samples, 12000)
     found, rate = audio.read_wav(tmp_path / "a.wav")
@@ -73,7 +73,7 @@ def test_floats_channels_and_the_extensible_form_are_read(tmp_path: Path) -> Non
     ("body", "said"),
     [
         (b"ID3 music", "not a WAV file"),
-        (riff(1, 16, b"\0" * 100)[:-10], "promises 100 bytes of sound and holds 90: it is cut short"),
+        (riff(1, 16, b"\0" * 100)[:-10], "should hold 100 bytes of sound and holds 90: it is cut short"),
         (riff(1, 16, b"")[:12], "without a format"),
         (riff(1, 16, b"\0\0")[:36], "without sound"),
         (riff(0x55, 16, b"\0\0"), "format 85 of 16 bits: accepted are"),
@@ -104,7 +104,7 @@ def test_other_files_are_read_with_soundfile(tmp_path: Path, ending: str) -> Non
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, (left + right) / 2, atol=0.1 if ending == "ogg" else 1e-4)
     audio.write_wav(tmp_path / "a.wav", left, 8000)
-    assert audio.sound_files(tmp_path) == [tmp_path / "a.wav"]  # where there are WAV files only these are read
+    assert audio.sound_files(tmp_path) == [tmp_path / "a.wav"]  # if there are WAV files, only these are read
     (tmp_path / "b.flac").write_bytes(b"fLaC and nothing else")
     with pytest.raises(Broken, match=r"b\.flac is not a whole sound file"):
         audio.read_sound(tmp_path / "b.flac")
@@ -141,7 +141,7 @@ def test_another_rate_is_the_same_sound(rate: int, wanted: int) -> None:
     np.testing.assert_allclose(found[inner], expected[inner], atol=2e-3)
 
 
-def test_what_a_lower_rate_cannot_hold_is_filtered_out() -> None:
+def test_resampling_filters_out_high_frequencies() -> None:
     assert np.abs(audio.resample(tone(16000, 6000), 16000, 8000)[200:-200]).max() < 5e-3
 
 

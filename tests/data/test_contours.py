@@ -8,21 +8,21 @@ from subquad.data.contours import DEGREES, FULL, HARD, Scene, disc, draw, render
 from subquad.tasks.lra import pathfinder
 from tests.data import tracing
 
-# of the public generator: sums of the light and of the masks of all dashes, ways to go on, the likeliest after a dash
+# of the public generator: sums of the light and of the masks of all dashes, next directions, the likeliest after a dash
 # at an angle of 0.3, directions of a first dash
 PUBLISHED = {
     (32, 1): (565.740, 3261.773, 18, 0.237181, 30),
     (128, 2): (3457.990, 18076.123, 41, 0.171703, 354),
     (128, 3): (3503.541, 30604.145, 49, 0.148209, 360),
 }
-# of 1,500 pictures of 32 x 32 by the public generator
+# averages over 1,500 pictures of 32 x 32 by the public generator
 LIGHT, LIT, APART, DISTRACTORS = 20.24, 0.158, (12.84, 13.20), 1786 / 1500
 ROWS = [1, 4, 8, 12, 16, 20, 24, 28, 30]
 LIT_ROWS = [0.014, 0.198, 0.183, 0.204, 0.204, 0.161, 0.133, 0.154, 0.029]
 
 
 def masks(scene: Scene, size: int, i: int) -> np.ndarray:
-    """The room that each dash of picture i takes: [P, size, size]"""
+    """The pixels that each dash of picture i takes: [P, size, size]"""
     style = HARD[size]
     made = stamps(style, int(scene.margin[i]))
     reach = made.reach
@@ -67,13 +67,13 @@ def test_paths_follow_the_published_parameters(size: int, count: int) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(32, 16), (128, 3)])
 def test_paths_keep_their_margins(size: int, count: int) -> None:
-    """Masks of two dashes overlap only where the later was placed before the earlier one counted."""
+    """The masks of two dashes overlap only if the later one was placed before the earlier one took its room."""
     scene = scenes(HARD[size], count, seed=1, number=0)
     for i in range(count):
         room = masks(scene, size, i)
         before = np.delete(room[:28], 13, 0).max(0)  # the end of the first path does not count
         for first in range(28, HARD[size].dashes, 4):
-            assert (room[first + 1 : first + 4] + before).max() < FULL  # a first dash has a rule of its own
+            assert (room[first + 1 : first + 4] + before).max() < FULL  # first dashes follow another rule
             before = np.maximum(before, room[first : first + 4].max(0))
         for a in range(28):
             for b in range(a + 1, 28):
@@ -101,7 +101,7 @@ def test_pictures_are_the_same_for_a_seed_and_differ_between_chunks() -> None:
 
 
 def test_dashes_discs_and_turns_are_as_published() -> None:
-    """Figures of the public generator. A disc lies half a pixel above and left of its place."""
+    """Figures of the public generator. Its discs lie half a pixel above and to the left of their places."""
     light = np.round(255 * stamps(HARD[32], 1).light[180]).astype(int)  # straight to the right
     assert light[4].tolist() == [0, 0, 2, 0, 102, 135, 116, 0, 0]
     assert light.sum() == light[4].sum()
@@ -116,7 +116,7 @@ def test_dashes_discs_and_turns_are_as_published() -> None:
 
 
 def test_pictures_are_on_average_as_published() -> None:
-    """Beside 1,500 pictures of the public generator with the same parameters."""
+    """Compares with 1,500 pictures of the public generator with the same parameters."""
     scene = scenes(HARD[32], 600, 3, 0)
     pictures, labels = render(HARD[32], scene), scene.labels
     lit = pictures > 20

@@ -58,11 +58,11 @@ def sha256(body: bytes) -> str:
 
 
 def everything(folder: Path) -> list[str]:
-    """All that lies in a folder but the lock, a file that stays."""
+    """All files in a folder except the lock, which stays."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != ".lock")
 
 
-def test_a_file_that_is_here_is_not_asked_for_elsewhere(data: Path) -> None:
+def test_a_file_that_exists_is_not_downloaded(data: Path) -> None:
     file = File("set/a.bin", "home", also=("other/a",), url="http://127.0.0.1:9/a", sha256="0" * 64)
     (data / "other").mkdir()
     (data / "other/a").write_bytes(b"x")
@@ -224,7 +224,7 @@ def test_arrays_hold_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("x.npy", header.getvalue())
-    with pytest.raises(Broken, match=r"x\.npy says float64 \(1000000000000000,\) and holds 128 bytes"):
+    with pytest.raises(Broken, match=r"x\.npy should hold float64 \(1000000000000000,\) and holds 128 bytes"):
         files.arrays(path)
     path.write_bytes(b"nothing")
     with pytest.raises(Broken, match=r"a\.npz is not a whole npz file"):
@@ -232,7 +232,7 @@ def test_arrays_hold_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "..\\x", "C:/x"])
-def test_a_list_of_files_names_none_outside(tmp_path: Path, name: str) -> None:
+def test_a_list_of_files_cannot_name_files_outside(tmp_path: Path, name: str) -> None:
     assert files.inside(tmp_path, "a/b.png", tmp_path / "list") == tmp_path / "a/b.png"
     with pytest.raises(Broken, match=r"list names .*, which lies outside"):
         files.inside(tmp_path, name, tmp_path / "list")
@@ -247,7 +247,7 @@ def test_the_folder_is_the_users_choice_or_their_cache(monkeypatch: pytest.Monke
         assert files.folder() == tmp_path / "subquad"
 
 
-def test_what_is_prepared_is_made_once_and_anew_when_its_source_changes(data: Path) -> None:
+def test_a_prepared_file_is_made_once_and_again_when_its_source_changes(data: Path) -> None:
     source, made = data / "source", []
 
     def make(new: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_is_prepared_is_made_once_and_anew_when_its_source_changes(data: Pa
     assert made == [b"one", b"other"]
 
 
-def test_what_fails_to_be_prepared_leaves_nothing(data: Path) -> None:
+def test_a_failed_preparation_leaves_nothing(data: Path) -> None:
     def make(new: Path) -> None:
         new.mkdir()
         (new / "part").write_bytes(b"x")
@@ -274,7 +274,7 @@ def test_what_fails_to_be_prepared_leaves_nothing(data: Path) -> None:
     assert everything(data) == ["prepared"]
 
 
-def test_what_a_killed_process_left_is_removed(data: Path) -> None:
+def test_files_left_by_a_killed_process_are_removed(data: Path) -> None:
     path = files.prepared("x", Path.touch)
     path.unlink()
     (path.parent / f".{path.name}.123").mkdir()
@@ -283,13 +283,13 @@ def test_what_a_killed_process_left_is_removed(data: Path) -> None:
     assert everything(path.parent) == [path.name]
 
 
-def test_a_folder_nobody_may_write_to_is_leftlock(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_left_alone(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert files.prepared("x", Path.touch).is_relative_to(user_cache())
     assert everything(data) == []
 
 
-def test_what_several_ask_for_is_prepared_by_one(data: Path) -> None:
+def test_only_one_of_several_threads_prepares_a_file(data: Path) -> None:
     made, found = [], []
 
     def make(new: Path) -> None:
@@ -341,13 +341,13 @@ def test_a_folder_has_changed_when_anything_in_it_has(data: Path) -> None:
     first = kept()
     assert kept() == first
     time = picture.stat().st_mtime_ns
-    os.utime(picture, ns=(time, time - 1))  # replaced in its place by an older one of the same size
+    os.utime(picture, ns=(time, time - 1))  # replaced by an older file of the same size
     second = kept()
     (data / "set/class/images/2.png").touch()
     assert len({first, second, kept()}) == 3
 
 
-def test_a_bar_is_for_peoplelock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_only_shown_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(files.shown("abc", "letters")) == ["a", "b", "c"]
     assert not capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -373,7 +373,7 @@ def test_every_download_has_a_hash_and_a_home() -> None:
         assert file.home
 
 
-def test_what_is_read_elsewhere_or_anew_has_another_name(tmp_path: Path) -> None:
+def test_another_or_a_changed_source_gets_another_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.tsv").write_text("1")

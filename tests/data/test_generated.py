@@ -26,7 +26,7 @@ def test_arrays_are_made_once_and_mapped(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "x").iterdir()] == ["set"]
 
 
-def test_a_failed_making_leaves_no_set(tmp_path: Path) -> None:
+def test_a_failed_generation_leaves_no_data(tmp_path: Path) -> None:
     def broken() -> dict[str, np.ndarray]:
         raise RuntimeError("no")
 
@@ -41,10 +41,10 @@ def test_a_failed_making_leaves_no_set(tmp_path: Path) -> None:
     assert kept(tmp_path / "set", lambda: {"a": np.zeros(1)})["a"].shape == (1,)
 
 
-def test_who_comes_second_takes_what_is_there(tmp_path: Path) -> None:
+def test_a_second_process_uses_the_arrays_of_the_first(tmp_path: Path) -> None:
     def slow() -> dict[str, np.ndarray]:
         (tmp_path / "set").mkdir()
-        np.save(tmp_path / "set" / "a.npy", np.array([1]))  # another process finished meanwhile
+        np.save(tmp_path / "set" / "a.npy", np.array([1]))  # another process finished first
         return {"a": np.array([2])}
 
     assert kept(tmp_path / "set", slow)["a"][0] == 1

@@ -50,7 +50,7 @@ def test_folders_of_png_files_have_no_labels(data: Path) -> None:
     np.testing.assert_array_equal(test.pixels.view(-1, 64, 64, 3), made[3:])
     assert training.labels.tolist() == [-1, -1, -1]
     path = data / "imagenet64/train_64x64/0000001.png"
-    imsave(path, made[4])  # in its place, so that the folder's own time stays
+    imsave(path, made[4])  # overwritten in place, so that the folder's own time stays
     os.utime(path, ns=(1, 1))
     np.testing.assert_array_equal(imagenet64.load()[0].pixels.view(-1, 64, 64, 3), made[[0, 4, 2]])
 

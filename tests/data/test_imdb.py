@@ -17,7 +17,7 @@ def texts_of(part: Arrays) -> list[bytes]:
 
 
 def put(folder: Path) -> None:
-    """Three reviews of each kind, named 0, 2 and 10: the lists of films have lines for those between, too."""
+    """Three reviews of each kind, named 0, 2 and 10: the lists of films also have lines for the numbers between."""
     for part in ("train", "test"):
         for kind, stars in (("neg", 3), ("pos", 8)):
             place = folder / "aclImdb" / part / kind
@@ -30,7 +30,7 @@ def put(folder: Path) -> None:
 
 def test_reviews_are_read_with_label_stars_and_film(data: Path) -> None:
     put(data)
-    for _ in range(2):  # from the folder, then from what was kept
+    for _ in range(2):  # from the folder, then from the cached file
         training, test = imdb.load()
         assert len(training["labels"]) == len(test["labels"]) == 6
         assert [text.decode()[:12] for text in texts_of(training)] == [
@@ -55,19 +55,19 @@ def test_padding_keeps_the_beginning(texts: list[bytes], length: int) -> None:
         assert bytes(row.tolist()) == text[:length].ljust(length, b"\0")
 
 
-def test_what_is_not_whole_is_named(data: Path) -> None:
+def test_an_incomplete_set_is_named(data: Path) -> None:
     put(data)
     place = data / "aclImdb/train"
     (place / "urls_pos.txt").write_text("http://www.imdb.com/title/tt0000001/usercomments\n")
-    with pytest.raises(Broken, match=r"urls_pos\.txt has 1 lines, none for 10_8\.txt"):
+    with pytest.raises(Broken, match=r"urls_pos\.txt has only 1 lines, and none for 10_8\.txt"):
         imdb.load()
     (place / "neg/notes.txt").write_text("mine")
-    with pytest.raises(Broken, match=r"neg/notes\.txt is not a review: their names are like"):
+    with pytest.raises(Broken, match=r"neg/notes\.txt is not a review: reviews have names like"):
         imdb.load()
     for path in (place / "neg").iterdir():
         path.unlink()
     with pytest.raises(Broken, match="neg holds no reviews"):
         imdb.load()
     (place / "neg").rmdir()
-    with pytest.raises(Broken, match=r"neg is missing: .*aclImdb is not the whole"):
+    with pytest.raises(Broken, match=r"neg is missing: .*aclImdb is not the complete folder"):
         imdb.load()

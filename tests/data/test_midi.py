@@ -25,10 +25,10 @@ def test_a_file_written_by_others_is_read(tmp_path: Path) -> None:
         b"\x00\xc0\x05"  # a program
         b"\x00\x90\x3c\x40"  # C, and by running status E after a quarter
         b"\x60\x40\x50"
-        b"\x00\xf0\x03\x01\x02\xf7"  # system exclusive, passed over; running status ends with it
+        b"\x00\xf0\x03\x01\x02\xf7"  # system exclusive, skipped; it ends running status
         b"\x60\x90\x3c\x00"  # velocity 0 ends a note
         b"\x81\x40\x80\x40\x40"  # 192 ticks later, by two bytes
-        b"\x00\x91\x30\x33"  # never ended: it ends with the track
+        b"\x00\x91\x30\x33"  # without an end: it ends with the track
         b"\x30\xe0\x00\x40"  # pitch bend
     ) + END
     (tmp_path / "a.mid").write_bytes(song(tempo, notes))
@@ -47,7 +47,7 @@ notes = st.lists(
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(notes, st.integers(20, 300))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, notes: list[Note], tempo: int) -> None:
+def test_written_notes_are_read_back(tmp_path_factory: pytest.TempPathFactory, notes: list[Note], tempo: int) -> None:
     path = tmp_path_factory.getbasetemp() / "written.mid"
     write_midi(path, notes, tempo, programs=(52, 52))
     found = read_midi(path)
@@ -66,7 +66,7 @@ def test_a_repeated_note_stays_two(tmp_path: Path) -> None:
 
 
 def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """Written before mido did it."""
+    """The expected bytes were written before mido was used."""
     notes = [Note(0, 1, 60), Note(1, 2, 60), Note(0.5, 3.25, 64, 100, 3), Note(2, 2, 36, 1, 15)]
     write_midi(tmp_path / "a.mid", notes, 83.0, (52, 52, 0, 19))
     assert (tmp_path / "a.mid").read_bytes().hex() == (

@@ -65,7 +65,7 @@ def test_the_last_images_are_held_out(data: Path) -> None:
     ("change", "said"),
     [
         (lambda b: gzip.compress(b)[:-20], "not a whole gzip file"),
-        (lambda b: b[:-1], "holds 4,703 bytes: it is not whole"),
+        (lambda b: b[:-1], "holds 4,703 bytes: it is damaged"),
         (lambda b: b + b"x", "holds 4,705 bytes"),
         (lambda b: b"\x89PNG" + b, "not an idx file of bytes: it begins with 89 50 4e 47"),
         (lambda b: b[:0], "not an idx file"),
@@ -92,5 +92,5 @@ def test_images_of_another_size_are_refused(data: Path, shape: tuple[int, ...]) 
 def test_labels_of_other_images_are_refused(data: Path) -> None:
     put(data / "mnist")
     (data / "mnist/train-labels-idx1-ubyte.gz").write_bytes(idx(np.zeros(5, np.uint8)))
-    with pytest.raises(Broken, match=r"train-labels.* holds 5 labels of 6 images"):
+    with pytest.raises(Broken, match=r"train-labels.* holds 5 labels for 6 images"):
         mnist.load()

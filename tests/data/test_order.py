@@ -26,7 +26,7 @@ def test_every_example_is_seen_once_an_epoch(length: int, batch: int, seed: int,
 
 @few
 @given(lengths, batches, seeds, st.integers(0, 500))
-def test_a_step_is_the_same_whatever_came_before(length: int, batch: int, seed: int, step: int) -> None:
+def test_a_step_does_not_depend_on_earlier_calls(length: int, batch: int, seed: int, step: int) -> None:
     order = Order(length, batch, seed)
     permutation.cache_clear()
     cold, epoch = order.indices(step)
@@ -77,7 +77,7 @@ def test_a_cached_order_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         permutation(9, 1, 2)[0] = 3
     indices, _ = Order(9, 9, 1).indices(2)
-    indices[0] = 3  # a batch is the caller's own
+    indices[0] = 3  # the caller may change a batch
     assert sorted(permutation(9, 1, 2)) == list(range(9))
 
 

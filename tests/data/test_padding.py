@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from subquad.data.padding import LENGTHS, UNIT, pad, padded_length
 
 
-def test_rows_stand_first_and_zeros_behind() -> None:
+def test_rows_are_padded_with_zeros_at_the_end() -> None:
     rows = [torch.ones(3, 2), torch.full((5, 2), 2.0)]
     made = pad(rows, longest=40)
     assert made.shape == (2, 5, 2)
@@ -29,7 +29,7 @@ def test_lengths_are_few_and_hold_every_row(longest: int, lengths: int) -> None:
         assert all(length % UNIT == 0 for length in found)
 
 
-def test_a_shape_does_not_depend_on_what_else_is_there() -> None:
+def test_a_shape_depends_only_on_its_own_rows() -> None:
     lengths = {padded_length(size, 639) for size in range(1, 640)}
     assert len(lengths) == LENGTHS
-    assert padded_length(700, 639) == 720  # longer than was said: one more step
+    assert padded_length(700, 639) == 720  # longer than the given longest row: one more step

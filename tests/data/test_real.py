@@ -1,5 +1,5 @@
-"""The real sets, each where the data folder holds it: counts and facts that others have published or that a second
-way of counting gives."""
+"""The real data sets, if the data folder holds them: counts and facts that others have published or that were counted
+in a second way."""
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def test_an4() -> None:
     lengths = np.concatenate([np.diff(part.starts) for part in found[1:4]])
     assert (lengths.min(), lengths.max()) == (69, 639)
     assert all(np.isfinite(part.frames).all() for part in found[1:4])
-    for part in found[1:4]:  # CTC can say every target: a frame for each symbol and one between equal ones
+    for part in found[1:4]:  # enough frames for CTC: one for each symbol and one between equal ones
         assert bool((np.diff(part.starts) > 2 * np.diff(part.target_starts)).all())
 
 

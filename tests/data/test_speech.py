@@ -50,7 +50,7 @@ def test_an4_is_read_with_its_phones_and_people_kept_apart(data: Path) -> None:
     assert batch["targets"][1].tolist() == [5, 6, 0, 0, 0]
     assert batch["target_lengths"].tolist() == [5, 2]
     assert batch["lengths"].tolist() == [13, 10]
-    assert batch["frames"].shape == (2, 14, 13)  # even steps to the longest
+    assert batch["frames"].shape == (2, 14, 13)  # padded to an even step up to the longest
     assert not batch["frames"][0, 13:].any()
     assert not batch["frames"][1, 10:].any()
     raw = made[found.test.names[1]]
@@ -79,7 +79,7 @@ def test_what_is_wrong_with_an4_is_named(data: Path) -> None:
         speech.an4()
     spoken = data / "an4/etc/an4_test.transcription"
     spoken.write_text("A (an0-mx-b)\nFOUR (an1-mx-b)\nB (an2-mx-b)\n")
-    with pytest.raises(Broken, match=r"an4_test\.transcription says 'FOUR', which the dictionary does not have"):
+    with pytest.raises(Broken, match=r"an4_test\.transcription holds the word 'FOUR', which is not in the dictionary"):
         speech.an4()
     spoken.write_text("A (an0-mx-b)\n")
     with pytest.raises(Broken, match=r"an4_test\.transcription has no line for an1-mx-b"):
@@ -89,7 +89,7 @@ def test_what_is_wrong_with_an4_is_named(data: Path) -> None:
         speech.an4()
 
 
-def test_the_letter_a_is_no_article_in_an4(data: Path) -> None:
+def test_a_is_the_letter_in_an4_not_the_article(data: Path) -> None:
     with pytest.raises(Missing, match="an4 is not in"):
         speech.an4_dictionary()
     put_an4(data / "an4")
@@ -106,7 +106,7 @@ def test_spoken_digits_are_split_by_index(data: Path) -> None:
     for digit in (0, 7):
         for index in (0, 4, 5, 9, 10, 49):
             noise(data / f"fsdd/recordings/{digit}_jackson_{index}.wav", index)
-    for _ in range(2):  # made, then kept
+    for _ in range(2):  # made, then read from the cache
         found = speech.digits()
         assert found.train.names == ("0_jackson_10", "0_jackson_49", "7_jackson_10", "7_jackson_49")
         assert found.validation.names == ("0_jackson_5", "0_jackson_9", "7_jackson_5", "7_jackson_9")
@@ -135,7 +135,7 @@ def test_a_folder_of_parts_with_a_dictionary_has_phones(data: Path) -> None:
     with pytest.raises(Broken, match=r"d\.wav has no transcript: neither d\.txt nor a line for d"):
         speech.folder(root)
     (root / "dev/text").write_text("d goodbye\n")
-    with pytest.raises(Broken, match="says 'goodbye', which the dictionary does not have"):
+    with pytest.raises(Broken, match="holds the word 'goodbye', which is not in the dictionary"):
         speech.folder("wsj")
 
 
@@ -161,7 +161,7 @@ def test_other_lists_of_transcripts_are_read(data: Path, tmp_path: Path) -> None
         found = speech.folder(tmp_path / name)
         assert "".join(found.symbols[s] for s in found.test.batch(np.array([0]))["targets"][0]) == "he hoped"
     (tmp_path / "kaldi/test/wav.scp").write_text("u1 sph2pipe -f wav u1.sph |\n")
-    with pytest.raises(Broken, match=r"wav\.scp makes the sound of u1 by a command"):
+    with pytest.raises(Broken, match=r"wav\.scp gives a command for the sound of u1"):
         speech.folder(tmp_path / "kaldi")
 
 
@@ -172,7 +172,7 @@ def said(found: speech.Speech, part: speech.Utterances) -> list[str]:
 
 
 @pytest.mark.parametrize("lists", ["", "text"])
-def test_recordings_of_one_name_are_as_many_as_there_are(data: Path, tmp_path: Path, lists: str) -> None:
+def test_recordings_of_the_same_name_are_all_read(data: Path, tmp_path: Path, lists: str) -> None:
     root = tmp_path / "people"
     for n in range(12):
         for name, words in (("a", f"yes {n}"), ("b", f"no {n}")):
@@ -191,7 +191,7 @@ def test_recordings_of_one_name_are_as_many_as_there_are(data: Path, tmp_path: P
         for path in root.rglob("text"):
             path.unlink()
         (root / "text").write_text("a yes\nb no\n")
-        with pytest.raises(Broken, match=r"text has one line for a, which is .*p00/a\.WAV and .*p01/a\.WAV"):
+        with pytest.raises(Broken, match=r"text has one line for a, which names both .*p00/a\.WAV and .*p01/a\.WAV"):
             speech.folder(root)
 
 
@@ -214,11 +214,11 @@ def test_folders_that_cannot_be_split_are_named(data: Path, tmp_path: Path) -> N
         speech.folder(tmp_path / "a")
     noise(tmp_path / "a/train/x.wav", 0)
     (tmp_path / "a/train/x.txt").write_text("x")
-    with pytest.raises(Broken, match="a holds train only: accepted are folders train, validation and test"):
+    with pytest.raises(Broken, match="a holds only train: accepted are folders train, validation and test"):
         speech.folder(tmp_path / "a")
     noise(tmp_path / "b/x.wav", 0)
     (tmp_path / "b/x.txt").write_text("x")
-    with pytest.raises(Broken, match="b holds 1 utterances: ten or more"):
+    with pytest.raises(Broken, match="b holds 1 utterances: accepted are ten or more"):
         speech.folder(tmp_path / "b")
 
 
@@ -240,21 +240,21 @@ def test_text_that_is_not_utf_8_is_named(data: Path, tmp_path: Path, name: str) 
 def test_a_sound_of_another_rate_is_named(data: Path, tmp_path: Path, number: int) -> None:
     put_flat(tmp_path)
     noise(tmp_path / f"{number}.wav", number, rate=16000)
-    with pytest.raises(Broken, match=rf"/{number}\.wav is at 16,000 Hz, but .*/0\.wav at 8,000 Hz"):
+    with pytest.raises(Broken, match=rf"/{number}\.wav has a sample rate of 16,000 Hz, but .*/0\.wav has 8,000 Hz"):
         speech.folder(tmp_path)
 
 
-def test_frames_that_were_kept_do_not_hide_another_rate(data: Path, tmp_path: Path) -> None:
+def test_cached_frames_do_not_hide_another_rate(data: Path, tmp_path: Path) -> None:
     put_flat(tmp_path)
     speech.folder(tmp_path)
     for n in range(8):  # the training part
         noise(tmp_path / f"{n}.wav", n, rate=16000)
-    with pytest.raises(Broken, match=r"/8\.wav is at 8,000 Hz, but .*/0\.wav at 16,000 Hz"):
+    with pytest.raises(Broken, match=r"/8\.wav has a sample rate of 8,000 Hz, but .*/0\.wav has 16,000 Hz"):
         speech.folder(tmp_path)
 
 
 def test_a_rate_too_low_for_frames_is_named(data: Path, tmp_path: Path) -> None:
     put_flat(tmp_path)
     noise(tmp_path / "0.wav", 0, seconds=9, rate=50)
-    with pytest.raises(Broken, match=r"/0\.wav has 50 samples a second: accepted are 100 or more"):
+    with pytest.raises(Broken, match=r"/0\.wav has a sample rate of 50 Hz: accepted is 100 Hz or more"):
         speech.folder(tmp_path)

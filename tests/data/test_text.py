@@ -25,16 +25,16 @@ def test_any_file_is_cut_in_order_and_mapped(data: Path, tmp_path: Path) -> None
     assert text.load("mine.txt").train.tobytes() == body[:900]
 
 
-def test_a_name_that_is_neither_set_nor_file_says_what_is(data: Path) -> None:
+def test_an_unknown_name_lists_the_accepted_ones(data: Path) -> None:
     with pytest.raises(ValueError, match=r"'enwik9' is neither.*enwik8, text8, .*ptb") as raised:
         text.load("enwik9")
-    assert f"from {Path.cwd()} or {data} on" in str(raised.value)  # a relative path, asked for from another folder
+    assert f"relative to {Path.cwd()} or {data}" in str(raised.value)
     (data / "small").write_bytes(b"ab")
     with pytest.raises(Broken, match="small holds 2 bytes"):
         text.load("small")
 
 
-def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_file_is_not_taken_for_the_whole_corpus(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("enwik8", "text8"):
         (data / name).write_bytes(b"x" * 1000)
         with pytest.raises(Broken, match=f"{name} holds 1,000 bytes, not the 100,000,000"):
@@ -44,7 +44,7 @@ def test_what_is_cut_short_does_not_carry_the_name_of_the_whole(data: Path, monk
         text.load("text8.first12.5MB")
     monkeypatch.setitem(text.FIRST, "text8.first12.5MB", 1000)
     assert text.load("text8.first12.5MB").name == "text8 first 12.5 MB"
-    with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # what is not whole is not cut either
+    with pytest.raises(Broken, match=r"enwik8 holds 1,000 bytes"):  # a truncated file is not cut either
         text.load("enwik8.first4.15MB")
 
 
@@ -76,18 +76,18 @@ def test_the_first_bytes_are_cut_from_the_whole(
     assert text.load(name).train[:12].tobytes() == b"my own file "
 
 
-def test_who_asks_for_the_whole_is_told_of_the_part(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_the_whole_names_the_part_that_exists(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(Missing, match=r"holds it$"):
         text.load("text8")
-    with pytest.raises(Missing, match=r"A file of your own works as well, by its path$"):
-        text.load("text8.first12.5MB")  # what the task takes by default
+    with pytest.raises(Missing, match=r"You can also give the path of your own file$"):
+        text.load("text8.first12.5MB")  # the default of the task
     (data / "text8.first12.5MB").write_bytes(b"x" * 100)
-    with pytest.raises(Missing, match=r"What is there is text8\.first12\.5MB, which is loaded by that name$"):
+    with pytest.raises(Missing, match=r"text8\.first12\.5MB exists and can be loaded by that name$"):
         text.load("text8")
 
 
-def test_the_whole_is_split_as_the_papers_do(data: Path) -> None:
+def test_the_whole_is_split_as_in_the_papers(data: Path) -> None:
     with (data / "enwik8").open("wb") as file:
         file.truncate(100_000_000)  # zeros that take no room
         for at, mark in ((0, b"a"), (90_000_000, b"b"), (95_000_000, b"c"), (99_999_999, b"z")):
@@ -149,7 +149,7 @@ def test_a_broken_novel_is_named(data: Path) -> None:
     for n in range(20):
         (data / f"eltec-eng/level1/ENG{n:03}.xml").write_text(NOVEL.format(n=n))
     (data / "eltec-eng/level1/ENG007.xml").write_text(NOVEL[:200])
-    with pytest.raises(Broken, match=r"ENG007\.xml is not whole XML"):
+    with pytest.raises(Broken, match=r"ENG007\.xml is not complete XML"):
         text.load("eltec-eng")
     (data / "eltec-eng/level1/ENG007.xml").write_text("<html/>")
     with pytest.raises(Broken, match=r"ENG007\.xml is not a TEI file"):

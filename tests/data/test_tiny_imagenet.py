@@ -12,7 +12,7 @@ from subquad.data.files import Broken, Missing
 
 
 def put_tiny(root: Path) -> np.ndarray:
-    """Two classes of two images each, and two for validation, of which the last is a grey file."""
+    """Two classes of two images each, and two for validation, the last of which is grey."""
     flat = np.broadcast_to(np.arange(10, 250, 40, dtype=np.uint8)[:, None, None, None], (6, 64, 64, 3))  # JPEG keeps it
     (root / "val/images").mkdir(parents=True)
     (root / "wnids.txt").write_text("n02\nn01\n")
@@ -52,11 +52,11 @@ def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:
     root = data / "tiny-imagenet-200"
     put_tiny(root)
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn77\t0\t32\t44\t62\n")
-    with pytest.raises(Broken, match=r"val_annotations\.txt:1 says that val_0\.JPEG is a n77"):
+    with pytest.raises(Broken, match=r"val_annotations\.txt:1 gives val_0\.JPEG the class n77"):
         tiny_imagenet.load()
     (root / "val/val_annotations.txt").write_text("\n\nval_0.JPEG\n")
     with pytest.raises(
-        Broken, match=r"val_annotations\.txt:3 is 'val_0\.JPEG': accepted are lines of a file, its class"
+        Broken, match=r"val_annotations\.txt:3 is 'val_0\.JPEG': accepted are lines of a file name, its class"
     ):
         tiny_imagenet.load()
     (root / "val/val_annotations.txt").write_text("\n")
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_tiny_imagenet_is_named(data: Path) -> None:
         tiny_imagenet.load()
 
 
-def test_blank_lines_are_passed_over(data: Path) -> None:
+def test_blank_lines_are_skipped(data: Path) -> None:
     put_tiny(data / "tiny-imagenet-200")
     path = data / "tiny-imagenet-200/val/val_annotations.txt"
     path.write_text(path.read_text().replace("\n", "\n \n"))
@@ -76,7 +76,7 @@ def test_blank_lines_are_passed_over(data: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_who_has_half_of_tiny_imagenet_is_told_what_to_put_where(data: Path, part: str) -> None:
+def test_the_error_for_a_missing_half_says_what_to_put_where(data: Path, part: str) -> None:
     root = data / "tiny-imagenet-200"
     put_tiny(root)
     shutil.rmtree(root / part)

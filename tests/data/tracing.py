@@ -1,11 +1,11 @@
-"""Pathfinder without a network: find the discs, follow dashes from one of them, see whether they lead to the other."""
+"""Solve Pathfinder without a network: find the discs and check whether dashes lead from one to the other."""
 
 import numpy as np
 
 from subquad.data.contours import DEGREES, Stamps, Style, begin, disc, stamps, step_pivot, weights
 
 BEAM = 400  # paths followed at once
-DIM = 1.5 / 255  # a dash may be this much darker in the picture than it was drawn
+DIM = 1.5 / 255  # a dash may be this much darker in the picture than when drawn
 SLACK = 0.25  # a path to the other disc wins if it costs at most this much more than the cheapest
 SURPRISE = 0.05  # cost of a dash's turn, for each unit of its negative logarithm
 
@@ -13,7 +13,7 @@ SURPRISE = 0.05  # cost of a dash's turn, for each unit of its negative logarith
 def solve(picture: np.ndarray, style: Style) -> int:
     """1 if a path of the style's dashes leads from one disc to the other, else 0."""
     pair, light = discs(picture, style)
-    best = {True: np.inf, False: np.inf}  # cost of the likeliest way that ends at the other disc, or does not
+    best = {True: np.inf, False: np.inf}  # least cost of a path that ends at the other disc, or elsewhere
     for margin in style.margins:
         for here, there in (pair, pair[::-1]):
             ends, cost = _follow(light, here, pair, style, stamps(style, margin), margin)
@@ -24,11 +24,11 @@ def solve(picture: np.ndarray, style: Style) -> int:
 
 
 def discs(picture: np.ndarray, style: Style) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """(the middles of the two discs, (row, column); the picture's light, of which a disc has 1)"""
+    """(the middles of the two discs as (row, column), the picture scaled so that a disc has 1)"""
     contrast = max(style.contrast, style.distractor_contrast)
     most = max(1.0, contrast * max(stamps(style, margin).light.max() for margin in style.margins))
     found = []
-    for brightest in np.unique(picture[picture >= np.floor(255 / most)]):  # of a disc: a dash may be brighter
+    for brightest in np.unique(picture[picture >= np.floor(255 / most)]):  # the value of a disc; a dash may be brighter
         light = picture / float(brightest)
         fits = [(float(_apart(light, place, style)), tuple(place)) for place in _places(light, style)]
         if len(fits) >= 2:
@@ -41,12 +41,12 @@ def discs(picture: np.ndarray, style: Style) -> tuple[tuple[np.ndarray, np.ndarr
 def _places(light: np.ndarray, style: Style) -> np.ndarray:
     """Places where the picture is at least as bright as a disc."""
     shape = disc(style)
-    beyond = np.pad(light, len(shape) // 2, constant_values=1)  # whatever lies there
+    beyond = np.pad(light, len(shape) // 2, constant_values=1)  # anything may lie beyond the border
     return np.argwhere((np.lib.stride_tricks.sliding_window_view(beyond, shape.shape) >= shape - 4 * DIM).all((2, 3)))
 
 
 def _apart(light: np.ndarray, place: np.ndarray, style: Style) -> float:
-    """How far the picture differs from a disc in the disc's bright pixels."""
+    """The difference between the picture and a disc in the disc's bright pixels."""
     shape = disc(style)
     at = np.argwhere(shape > 0.5)
     inside = place + at - len(shape) // 2
@@ -56,17 +56,17 @@ def _apart(light: np.ndarray, place: np.ndarray, style: Style) -> float:
 def _follow(
     light: np.ndarray, here: np.ndarray, pair: tuple[np.ndarray, np.ndarray], style: Style, made: Stamps, margin: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(where ways of all dashes of a path end that begin at a disc [W, 2], what they cost [W])"""
+    """(the ends [W, 2] of possible paths that begin at a disc, their costs [W])"""
     size, reach = style.size, made.reach
     shown = np.pad(light, reach, constant_values=1)
-    hidden = np.pad(np.zeros_like(light, dtype=bool), reach, constant_values=True)  # beyond the border, or by discs
+    hidden = np.pad(np.zeros_like(light, dtype=bool), reach, constant_values=True)  # beyond border, under discs
     for y, x in pair:
         far = int(style.radius) + 1
         hidden[y + reach - far : y + reach + far + 1, x + reach - far : x + reach + far + 1] = True
     patch = np.arange(2 * reach + 1)
 
     def unlike(place: np.ndarray, stamp: np.ndarray) -> np.ndarray:
-        """What more than dashes [n] there is where they are, or infinity where one is not: [n]"""
+        """[n]: how much brighter than the dashes [n] the picture is there; infinity if a dash is not there"""
         dash = style.contrast * made.light[stamp]
         index = (place[:, 0, None, None] + patch[:, None], place[:, 1, None, None] + patch)
         seen, lit = shown[index], (dash > 0) & ~hidden[index]

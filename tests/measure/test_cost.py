@@ -23,7 +23,7 @@ def test_spread_is_median_and_quartiles() -> None:
     assert spread([1, 2, 3, 4, 5]) == Spread(median=3, low=2, high=4)
 
 
-def test_the_peak_counts_what_is_held_at_once_and_not_what_was_freed() -> None:
+def test_the_peak_counts_what_is_held_at_once() -> None:
     def run() -> None:
         kept = torch.empty(1000, dtype=torch.float32)
         for _ in range(5):
@@ -37,7 +37,7 @@ def test_the_peak_counts_what_is_held_at_once_and_not_what_was_freed() -> None:
 def test_the_peak_of_a_training_step_grows_as_documented_and_is_the_same_each_time() -> None:
     peaks = [peak_bytes(Subject("gmlp", Shape(length=n, dim=8))) for n in (256, 512, 256)]
     assert peaks[0] == peaks[2]
-    assert 3 < peaks[1] / peaks[0] < 4.2  # its parameters are [T, T]
+    assert 3 < peaks[1] / peaks[0] < 4.2  # the parameters are [T, T]
 
 
 def test_the_peak_holds_parameters_and_input() -> None:
@@ -45,7 +45,7 @@ def test_the_peak_holds_parameters_and_input() -> None:
     assert peak_bytes(subject) > subject.own_bytes() > sum(4 * p.numel() for p in subject.mix.parameters())
 
 
-def test_ours_stands_between_two_of_the_yardstick() -> None:
+def test_a_mechanism_is_timed_between_two_samples_of_the_yardstick() -> None:
     order: list[str] = []
     yardstick = Yardstick(Shape(length=8, dim=8))
     yardstick.runs = {"forward": lambda: order.append("softmax")}

@@ -15,12 +15,12 @@ def test_one_length_has_no_exponent() -> None:
     assert exponent([], []) is None
 
 
-def test_the_crossover_lies_where_the_ratio_passes_one_for_good() -> None:
+def test_the_crossover_is_where_the_ratio_stays_below_one() -> None:
     lengths = [256, 512, 1024, 2048]
     assert crossover(lengths, [700 / n for n in lengths]) == 700
     assert crossover(lengths, [0.5, 0.5, 0.4, 0.3]) == 256  # below everywhere
     assert crossover(lengths, [0.5, 2.0, 1.5, 1.1]) is None  # not below at the longest
-    assert 512 < (crossover(lengths, [0.9, 1.2, 0.8, 0.5]) or 0) < 1024  # one lucky short length does not count
+    assert 512 < (crossover(lengths, [0.9, 1.2, 0.8, 0.5]) or 0) < 1024  # a single short length below 1 does not count
     assert crossover([], []) is None
 
 
@@ -36,7 +36,7 @@ def test_growth_and_crossovers_of_rows_use_the_longest_lengths_that_were_measure
     for n in (512, 1024, 2048, 4096):
         row = Row(mechanism="linear", length=n, causal=True)
         if n < 4096:
-            time = 50.0 if n == 512 else n / 100  # the shortest is all overhead
+            time = 50.0 if n == 512 else n / 100  # the shortest length is only overhead
             row.training_ms, row.peak_bytes = Spread(time, time, time), 1000 * n
             row.training_ratio, row.memory_ratio = Spread(1500 / n, 0, 0), 2.0
         rows.append(row)
@@ -50,13 +50,13 @@ def test_growth_and_crossovers_of_rows_use_the_longest_lengths_that_were_measure
     assert crossovers(rows) == [Crossover(mechanism="linear", training=1500, forward=None, memory=None)]
 
 
-def test_a_slow_minute_of_the_machine_does_not_bend_the_curve() -> None:
+def test_a_slow_minute_of_the_machine_does_not_change_the_curve() -> None:
     rows = []
     for name, at_16 in (("softmax", 10.0), ("linear", 5.0), ("local", 8.0)):
         for n in (16, 32):
             softmax = 10.0 * (n / 16) ** 2
             time = softmax if name == "softmax" else at_16 * n / 16
-            slow = 3.0 if (name, n) == ("linear", 32) else 1.0  # of this measurement and its softmax alike
+            slow = 3.0 if (name, n) == ("linear", 32) else 1.0  # slows this measurement and its softmax equally
             row = Row(mechanism=name, length=n, causal=True)
             row.training_ms = Spread(slow * time, 0.0, 0.0)
             row.training_ratio = Spread(time / softmax, 0.0, 0.0)

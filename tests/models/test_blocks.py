@@ -76,8 +76,8 @@ def test_chunks_and_checkpoints_keep_less() -> None:
     plain = saved_bytes(Transformer(**wide), x)
     chunked = saved_bytes(Transformer(**wide, ff_chunks=4), x)
     checkpointed = saved_bytes(Transformer(**wide, checkpoint=True), x)
-    assert chunked < plain - 4 * 2 * 64 * 256 * 4  # at least one wide tensor a layer
-    assert checkpointed <= 4 * 2 * 64 * 8 * 4 * 2 + 4096  # an input a block, and the last norm's
+    assert chunked < plain - 4 * 2 * 64 * 256 * 4  # at least one wide tensor per layer
+    assert checkpointed <= 4 * 2 * 64 * 8 * 4 * 2 + 4096  # the inputs of each block and of the last norm
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "linear, local", "routing"])
@@ -99,7 +99,7 @@ def test_checkpointed_is_plain(mechanism: str, cross: str | None) -> None:
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(size=st.integers(1, 9), pool=st.integers(1, 5), data=st.data())
-def test_mean_pool_averages_what_is_there(size: int, pool: int, data: st.DataObject) -> None:
+def test_mean_pool_ignores_padding(size: int, pool: int, data: st.DataObject) -> None:
     lengths = torch.tensor(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=3)))
     x = torch.randn(len(lengths), size, 2, dtype=torch.float64)
     pooled, short = mean_pool(x, lengths, pool), shorten(lengths, pool)
@@ -138,7 +138,7 @@ def test_mixers_without_cross_attention_are_pooled_after_mixing() -> None:
 
 @pytest.mark.parametrize("name", [name for name, cls in MECHANISMS.items() if cls.traits.bidirectional])
 def test_a_pooling_layer_trains_every_parameter(name: str) -> None:
-    """One that never gets a gradient would stop data-parallel training."""
+    """A parameter that never gets a gradient would stop data-parallel training."""
     model = Transformer(dim=8, heads=2, depth=1, pool=2, mechanism=name, max_length=12)
     model(torch.randn(2, 12, 8), lengths=torch.tensor([12, 7])).sum().backward()
     assert [found for found, p in model.named_parameters() if p.grad is None] == []

@@ -37,7 +37,7 @@ def test_one_argument_names_the_mechanism_of_every_layer(given: Any, layers: lis
     assert [block.mixer.options.layer for block in model.blocks] == list(range(5))
 
 
-def test_options_reach_every_layer_and_a_layers_own_go_first() -> None:
+def test_options_reach_every_layer_and_a_layers_own_win() -> None:
     model = Transformer(
         dim=8, heads=2, depth=2, mechanism=["linear", ("linear", {"eps": 0.5, "heads": 4})], options={"eps": 0.25}
     )
@@ -46,7 +46,7 @@ def test_options_reach_every_layer_and_a_layers_own_go_first() -> None:
     assert (second.eps, second.heads) == (0.5, 4)
 
 
-def test_what_all_layers_are_asked_goes_to_those_that_know_it() -> None:
+def test_options_of_all_layers_go_to_the_mechanisms_that_have_them() -> None:
     model = Transformer(
         dim=8, heads=2, depth=2, mechanism="softmax, linear", rotary=True, attention_dropout=0.1, seed=7, max_length=9
     )

@@ -43,7 +43,7 @@ def test_concatenation_leaves_tokens_and_positions_apart() -> None:
 
 
 @pytest.mark.parametrize(("kind", "fields"), [k for k in KINDS if k[0] != "none"])
-def test_tokens_and_positions_enter_at_like_size(kind: str, fields: dict[str, Any]) -> None:
+def test_tokens_and_positions_start_at_similar_size(kind: str, fields: dict[str, Any]) -> None:
     torch.manual_seed(0)
     embedding = Embedding(EmbeddingConfig(vocab=50, positions=kind, **fields), 256, 10)
     tokens = torch.nn.functional.embedding(torch.arange(50), embedding.weight) * embedding.scale
@@ -62,7 +62,7 @@ def test_beyond_the_last_position(kind: str, fields: dict[str, Any], what: str) 
         embedding(torch.zeros(1, 11, dtype=torch.int64))
     with pytest.raises(ValueError, match="tokens reaches T=11"):
         embedding(torch.zeros(2, 1, dtype=torch.int64), position=torch.tensor([3, 10]))
-    # padding stands nowhere
+    # padding has no position
     assert embedding(torch.zeros(2, 11, dtype=torch.int64), lengths=torch.tensor([10, 3])).shape == (2, 11, 12)
 
 
@@ -95,7 +95,7 @@ def test_ids() -> None:
     for bad in no_ids:
         with pytest.raises(ValueError, match=r"tokens has shape .*: accepted are token ids \[batch, T\]"):
             embedding(bad)
-    # padding may hold anything, also what is no id
+    # padding may hold anything, even invalid ids
     padded = torch.tensor([[1, 2, -100], [3, 999, 7]], dtype=torch.int32)
     expected = embedding(torch.tensor([[1, 2], [3, 0]]))
     torch.testing.assert_close(embedding(padded, torch.tensor([2, 1]))[:, 0], expected[:, 0])

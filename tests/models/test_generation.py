@@ -115,7 +115,7 @@ def test_all_streams_stopped_ends_the_loop() -> None:
     assert len(calls) == generation.CHECK
 
 
-def test_stream_is_generate_as_it_comes() -> None:
+def test_stream_gives_the_tokens_of_generate() -> None:
     model = make()
     expected = model.generate([[1, 2], [3]], 12, seed=4)
     rows = list(model.stream([[1, 2], [3]], 12, seed=4))
@@ -128,13 +128,13 @@ def test_stream_is_generate_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax"])
-def test_a_stream_without_end_grows_what_must_grow(mechanism: str) -> None:
+def test_an_endless_stream_grows_its_state(mechanism: str) -> None:
     model = make(mechanism, max_length=None)
     endless = model.stream([1], seed=4)
     assert [next(endless) for _ in range(90)] == model.generate([1], 90, seed=4).tolist()
 
 
-def test_continuing_from_the_state_is_going_on() -> None:
+def test_continuing_from_a_state_gives_the_same_tokens() -> None:
     for mechanism in ("linear", "softmax", ("local", {"window": 3}), "sinkhorn"):
         model = make(mechanism)
         whole = model.generate([[1, 2, 3], [4]], 20, seed=[1, 2])
@@ -142,11 +142,11 @@ def test_continuing_from_the_state_is_going_on() -> None:
         kept = {name: tensor.clone() for name, tensor in leaves(first.state)}
         rest = model.generate(first.tokens[:, -1:], 12, seed=[1, 2], state=first.state)
         assert torch.equal(torch.cat((first.tokens, rest), 1), whole)
-        for name, tensor in leaves(first.state):  # a state is a value: using it leaves it alone
+        for name, tensor in leaves(first.state):  # using a state does not change it
             assert torch.equal(tensor, kept[name])
 
 
-def test_a_saved_state_goes_on_in_another_process(tmp_path: Path) -> None:
+def test_a_saved_state_continues_in_another_process(tmp_path: Path) -> None:
     names, expected, last = ("linear", "softmax", "sinkhorn"), [], {}
     for name in names:
         model = make(name)
@@ -189,7 +189,7 @@ def test_a_state_that_was_changed_is_refused(tmp_path: Path, caplog: pytest.LogC
         load_state(path, make().init_state(1))
     assert not caplog.records
     tensors = {name: tensor.clone() for name, tensor in leaves(make().init_state(2))}
-    save_file(tensors, path, metadata={"subquad": '{"format": 1, "kind": "state"}'})  # from before digests
+    save_file(tensors, path, metadata={"subquad": '{"format": 1, "kind": "state"}'})  # an old file without a digest
     load_state(path, make().init_state(1))
     assert "has no digest" in caplog.records[0].getMessage()
 
@@ -214,7 +214,7 @@ def test_states_are_picked_and_joined() -> None:
     back = select(both, torch.tensor([1]))
     for (_, a), (_, b) in zip(leaves(back), leaves(states[1]), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(ValueError, match="a stream in one state"):
+    with pytest.raises(ValueError, match="per stream in one state"):
         join([states[0], model.init_state(1, 5)])
 
 
@@ -263,7 +263,7 @@ def test_each_module_gets_its_own_mode_back() -> None:
     assert [module.training for module in model.modules()] == modes
     left = model.stream([1], 10)
     next(left)
-    assert [module.training for module in model.modules()] == modes  # between tokens, and so when it is left there
+    assert [module.training for module in model.modules()] == modes  # also between tokens, where a caller may stop
 
 
 def test_streams_of_one_model_do_not_switch_dropout_on_for_each_other() -> None:
@@ -317,7 +317,7 @@ def test_memory_is_known_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     for model in (linear, softmax, make("sinkhorn"), make(("linear", "local")), make("mixed")):
         assert bytes_per_stream(model, 30) == size(decoder_of(model).init_state(1, 30))
     assert bytes_per_stream(linear, 10) == bytes_per_stream(linear, 10**9)
-    assert bytes_per_stream(softmax, 10**9) > 10**9 * 2 * 2 * 16 * 4 - 1  # nothing like it is allocated
+    assert bytes_per_stream(softmax, 10**9) > 10**9 * 2 * 2 * 16 * 4 - 1  # nothing of this size is allocated
     with monkeypatch.context() as patch:
         patch.setattr("subquad.models.footprint.free_bytes", lambda _: 10**7)
         most = largest_batch(linear, 100)
@@ -366,7 +366,7 @@ def test_other_failures_of_a_compiled_step_are_not_hidden(monkeypatch: pytest.Mo
 
 
 def test_a_step_traces_as_one_graph() -> None:
-    """What compiling needs, without a compiler: no break, and the state changed where it stands."""
+    """What compiling needs, tested without a compiler: no graph break, and a state that is changed in place."""
     model = make(depth=1, mixture=2, vocab=257)
     state, token = model.init_state(2, 8), torch.tensor([3, 4])
     graphs: list[Any] = []

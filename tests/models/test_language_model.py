@@ -39,7 +39,7 @@ def test_ragged_prompts_and_steps_are_forward(fields: dict[str, Any]) -> None:
             logits, state = model.step(tokens[rows, at], state)
             torch.testing.assert_close(logits, whole[rows, at])
         assert state.position.tolist() == [12, 7, 5]
-        # a prompt in two pieces, the second from a state that is at another position in each row
+        # a prompt in two pieces; the second continues at a different position in each row
         piece = torch.stack([tokens[0, 9:11], tokens[1, 4:6], tokens[2, 2:4]])
         _, state = model.prefill(tokens[:, :9], torch.tensor([9, 4, 2]))
         logits, _ = model.prefill(piece, state=state)
@@ -116,7 +116,7 @@ def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
 def test_bad_steps() -> None:
     model = make(positions="learned", max_length=3)
     state = model.init_state(2)
-    with pytest.raises(ValueError, match=r"step takes one token a row, \[batch\]"):
+    with pytest.raises(ValueError, match=r"step takes one token per row, \[batch\]"):
         model.step(torch.zeros(2, 1, dtype=torch.int64), state)
     with pytest.raises(ValueError, match="state has batch 2: the input has batch 3"):
         model.step(torch.zeros(3, dtype=torch.int64), state)

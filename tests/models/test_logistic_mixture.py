@@ -48,7 +48,7 @@ def test_gradients_are_finite_far_from_the_target() -> None:
 
 
 def misfit(drawn: torch.Tensor, x: torch.Tensor) -> float:
-    """How far frequencies are from probabilities, in standard deviations of the chi-square statistic."""
+    """The distance of frequencies from probabilities, in standard deviations of the chi-square statistic."""
     expected = lm.log_probs(x)[0].double().exp()
     found = drawn.bincount(minlength=256).double() / len(drawn)
     enough = expected * len(drawn) > 20
@@ -64,7 +64,7 @@ def test_the_sampler_draws_what_the_loss_scores(seed: int) -> None:
     x = outputs(1, seed=seed)
     seeds, at = torch.arange(count) + seed * count, torch.full((count,), 11)
     assert abs(misfit(lm.draw(x.expand(count, -1), seeds, at), x)) < 5
-    # elu + 1.0001 is exp for small scales; for wide ones it is another distribution, which this test must see
+    # elu + 1.0001 is close to exp for small scales but not for wide ones, and this test must see that
     x[:, 20:] = torch.rand(1, 10) + 1
     assert abs(misfit(lm.draw(x.expand(count, -1), seeds, at), x)) < 5
     trap = x.clone()

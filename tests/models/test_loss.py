@@ -6,7 +6,7 @@ import torch
 from subquad.models.loss import cross_entropy, shift
 
 
-def test_mean_is_over_the_targets_that_are_there() -> None:
+def test_mean_skips_ignored_targets() -> None:
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     targets = torch.tensor([[1, 2, -100, 4], [0, 3, 99, 99]])
     nats = -logits.log_softmax(-1)
@@ -43,7 +43,7 @@ def test_shift() -> None:
     assert targets.tolist() == [[2, 3], [0, 0]]
     assert lengths is not None
     assert lengths.tolist() == [2, 0]
-    with pytest.raises(ValueError, match=r"target has shape \[2, 1\]: the next token is predicted"):
+    with pytest.raises(ValueError, match=r"target has shape \[2, 1\]: accepted is \[B, T >= 2\], to predict"):
         shift(torch.zeros(2, 1, dtype=torch.int64), None, "target")
 
 

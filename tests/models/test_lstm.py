@@ -20,7 +20,7 @@ def test_steps_and_prefills_in_any_split_equal_forward() -> None:
     for i in range(4, 9):
         before = state.hidden.clone()
         y, new = lstm.step(tokens[:, i], state)
-        assert torch.equal(before, state.hidden)  # the old state is left alone
+        assert torch.equal(before, state.hidden)  # the old state is unchanged
         outputs.append(y[:, None])
         state = new
     torch.testing.assert_close(torch.cat(outputs, 1), wanted)

@@ -33,7 +33,7 @@ def test_grid_adds_row_column_and_channel() -> None:
 
 @pytest.mark.parametrize("width", [36, 41])
 def test_waves_tell_how_far_apart_two_places_are(width: int) -> None:
-    """At first the likeness of two places depends on how many rows and columns lie between them alone."""
+    """Before training, the similarity of two places depends only on the rows and columns between them."""
     grid = Grid((6, 5, 3), width, waves=True)
     places = grid(torch.arange(90), torch.float32).detach().view(6, 5, 3, width)[:, :, 0]
     assert places.square().sum(-1).flatten().tolist() == pytest.approx([width // 6 * 6] * 30, abs=1e-3)

@@ -10,7 +10,7 @@ from .test_blocks import gradients, saved_bytes
 
 
 def plainly(model: Transformer, x: Tensor, lengths: Tensor | None, memory: Tensor | None) -> Tensor:
-    """The same couplings, recorded by autograd as it would record anything."""
+    """The same couplings with ordinary autograd."""
     a = b = x
     for block in model.blocks:
         for residual, _, branch in block.branches(lengths, None):
@@ -29,7 +29,7 @@ def test_reversible_is_plain_in_values_and_gradients(mechanism: str, dropout: fl
     torch.manual_seed(0)
     model = make(mechanism=mechanism, dropout=dropout, ff_dropout=dropout).double()
     x, lengths = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True), torch.tensor([7, 4])
-    twin = copy.deepcopy(model)  # some mixers learn in forward
+    twin = copy.deepcopy(model)  # some mixers update buffers in forward
     results = []
     for run, used in ((lambda: model(x, lengths), model), (lambda: plainly(twin, x, lengths, None), twin)):
         torch.manual_seed(3)
@@ -37,7 +37,7 @@ def test_reversible_is_plain_in_values_and_gradients(mechanism: str, dropout: fl
         y = run()
         after = torch.get_rng_state()
         results.append((y, gradients(used, y), x.grad))
-        assert torch.equal(after, torch.get_rng_state())  # backward leaves the dice alone
+        assert torch.equal(after, torch.get_rng_state())  # backward does not change the random state
     torch.testing.assert_close(results[0], results[1], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
 
@@ -104,7 +104,7 @@ def test_backward_runs_in_the_types_of_forward() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             y = run()
         found.append(gradients(model, y))
-    for name, grad in found[1].items():  # in another type they would differ by some 4e-3 of themselves
+    for name, grad in found[1].items():  # in another type the relative difference would be about 4e-3
         assert grad.norm() < 0.1 or (found[0][name] - grad).norm() < 1e-5 * grad.norm(), name
 
 

@@ -15,7 +15,7 @@ from subquad.models.streams import Streams
 
 
 def many(logits: torch.Tensor, sampling: Sampling, count: int = 20000) -> torch.Tensor:
-    """Frequencies of `count` streams that draw from the same logits."""
+    """Frequencies of the tokens of `count` streams that draw from the same logits."""
     seeds = torch.arange(count)
     tokens = draw(logits.expand(count, -1), sampling, seeds, torch.full((count,), 7))
     return tokens.bincount(minlength=logits.shape[-1]) / count
@@ -37,7 +37,7 @@ def test_noise_is_uniform_and_independent() -> None:
 
 
 def test_noise_has_fixed_values() -> None:
-    # streams that were saved must go on as they began, in every later version
+    # saved streams must continue in the same way in every later version
     u = uniform(torch.tensor([0, 1, 1 << 40]), torch.tensor([0, 5, 5]), 2)
     expected = [[0.5 + int(x) for x in row] for row in REFERENCE]
     torch.testing.assert_close(u.double() * 2**32, torch.tensor(expected).double(), rtol=1e-7, atol=300)
@@ -75,7 +75,7 @@ def test_frequencies_are_the_probabilities() -> None:
         assert ((many(logits, Sampling(temperature=temperature)) - expected).abs() < error).all()
 
 
-def test_filters_keep_what_they_say() -> None:
+def test_filters_keep_the_right_tokens() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.08, 0.02]]).log()
     probabilities = logits.exp()[0]
 
@@ -111,7 +111,7 @@ def test_greedy_takes_the_largest_and_a_penalty_can_change_it() -> None:
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.integers(1, 9), st.integers(0, 2**62), st.integers(0, 10**6), st.integers(0, 8))
-def test_a_row_draws_the_same_in_any_company(batch: int, seed: int, position: int, row: int) -> None:
+def test_a_row_draws_the_same_in_any_batch(batch: int, seed: int, position: int, row: int) -> None:
     row = row % batch
     logits = torch.randn(batch, 30, generator=torch.Generator().manual_seed(batch))
     seeds, at = torch.arange(batch) * 17, torch.arange(batch) * 5

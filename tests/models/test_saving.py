@@ -74,7 +74,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    for moment in ("fsync", "replace"):  # while writing, and before the finished file takes the old one's place
+    for moment in ("fsync", "replace"):  # while writing, and before the finished file replaces the old one
         monkeypatch.setattr(os, moment, full)
         with pytest.raises(OSError, match="no space left"):
             other.save(tmp_path)
@@ -105,7 +105,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def damage(directory: Path, **changes: torch.Tensor | None) -> None:
-    """Rewrite the weights with some tensors changed, and without the config they carry."""
+    """Rewrite the weights with some tensors changed, and without their copy of the config."""
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(name.replace("__", "."), None)
@@ -116,7 +116,7 @@ def damage(directory: Path, **changes: torch.Tensor | None) -> None:
 
 def test_every_tensor_must_fit(saved: Path) -> None:
     damage(saved)
-    LanguageModel.load(saved)  # weights of another program, with our config beside them
+    LanguageModel.load(saved)  # weights of another program with our config.json
     damage(saved, head__bias=None)
     with pytest.raises(ValueError, match=r"does not fit its config: it lacks head\.bias"):
         load(saved)
@@ -168,7 +168,7 @@ def test_bad_files(saved: Path) -> None:
 def test_weights_without_any_config(saved: Path) -> None:
     damage(saved)
     (saved / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="carries no config"):
+    with pytest.raises(FileNotFoundError, match="holds no config"):
         load(saved)
 
 
@@ -214,7 +214,7 @@ def test_a_model_without_a_digest_loads_and_says_so(saved: Path, caplog: pytest.
     (saved / "config.json").write_text(json.dumps(header))
     load(saved)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{saved} has no digest: whether its weights are as they were saved cannot be checked"
+        f"{saved} has no digest, so its weights cannot be checked for changes"
     ]
 
 
@@ -222,10 +222,10 @@ def test_a_model_without_a_digest_loads_and_says_so(saved: Path, caplog: pytest.
     ("part", "change", "message"),
     [
         ("embedding", {"vocab": 10**10}, r"embedding\.weight has shape \[11, 16\]: accepted is \[10000000000, 16\]"),
-        ("embedding", {"vocab": 10**18}, "of which no model can be built"),
+        ("embedding", {"vocab": 10**18}, "which no model can be built from"),
         ("transformer", {"dim": 4 * 10**9}, "has shape|no model can be built"),
-        ("transformer", {"depth": 300_000}, "depth=300,000, and it holds 29 tensors"),
-        ("transformer", {"depth": 10**15}, "depth=1,000,000,000,000,000, and it holds 29 tensors"),
+        ("transformer", {"depth": 300_000}, "depth=300,000, but it holds only 29 tensors"),
+        ("transformer", {"depth": 10**15}, "depth=1,000,000,000,000,000, but it holds only 29 tensors"),
         ("transformer", {"depth": 20}, r"it lacks transformer\.blocks\.10\..* and \d+ more"),
         ("transformer", {"mechanism": [{"name": "performer", "options": {"features": 10**11}}]}, "does not fit"),
         ("transformer", {"norm_eps": "small"}, "no model can be built"),
@@ -234,7 +234,7 @@ def test_a_model_without_a_digest_loads_and_says_so(saved: Path, caplog: pytest.
 def test_a_config_asks_for_no_more_than_the_file_holds(
     saved: Path, part: str, change: dict[str, Any], message: str
 ) -> None:
-    """Before anything is allocated: these would need up to 640 GB, or hours."""
+    """Checked before anything is allocated, because these would need up to 640 GB or hours."""
     header = json.loads((saved / "config.json").read_text())
     del header["sha256"]
     header["config"][part].update(change)

@@ -41,7 +41,7 @@ def test_decoding_from_a_fixed_memory_is_teacher_forcing(fields: dict[str, Any])
             at = state.decoder.position
             logits, state = model.step(target[rows, at], state)
             torch.testing.assert_close(logits, whole[rows, at])
-        logits, _ = model.step(target[:, 0], model.init_state(model.encode(source)[0]))  # every source whole
+        logits, _ = model.step(target[:, 0], model.init_state(model.encode(source)[0]))  # unpadded sources
         torch.testing.assert_close(logits, model(source, target)[:, 0])
         alone = model(source[1:2, :4], target[1:2, :5])
         padded = model(source, target, source_lengths, torch.tensor([7, 5, 2]))
@@ -125,7 +125,7 @@ def test_sharing() -> None:
         ({"decoder_dim": 32}, "decoder.dim=32 cannot work"),
         ({"cross": None}, "decoder.cross=None cannot work"),
         ({"cross": "local"}, "Local has no cross-attention"),
-        ({"cross": "nystrom"}, "cross='nystrom' cannot work with causal=True: what a query gets depends"),
+        ({"cross": "nystrom"}, "cross='nystrom' cannot work with causal=True: the output of a query depends"),
         ({"cross": ("mixed", {"parts": (("softmax", 2), ("clustered", 2))})}, "cross='mixed' cannot work"),
         ({"encoder_cross": "softmax"}, "encoder.cross=.* cannot work"),
         ({"decoder_causal": False}, "decoder.causal=False cannot work"),

@@ -16,7 +16,7 @@ run = CliRunner(env={"COLUMNS": "160"})
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A finished run of music, in a folder of its own."""
+    """A finished run of the music task, in its own folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SUBQUAD_DATA", raising=False)
     torch.manual_seed(0)
@@ -46,9 +46,7 @@ def test_a_released_checkpoint_is_found_by_name_in_half_the_bytes(trained: Path)
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-2, atol=1e-2, msg=name)
 
 
-def test_the_card_of_a_real_run_says_on_what_and_how_it_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_of_a_real_run_says_how_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny = [f"--set={setting}" for setting in ("training.steps=1", "model.depth=1", "model.dim=16", "model.heads=2")]
     assert run.invoke(app, ["train", "digits", "--out", "tiny", *tiny]).exit_code == 0
@@ -73,7 +71,7 @@ def test_paths_runs_and_names_all_lead_to_a_model(trained: Path, monkeypatch: py
         shipped.find("bahc")
 
 
-def test_the_model_that_ships_finds_what_it_wrote_likely() -> None:
+def test_the_shipped_model_gives_its_own_images_high_probability() -> None:
     folder = shipped.find("mnist_linear")
     assert (folder / "model.safetensors").stat().st_size < shipped.LARGEST
     model = LanguageModel.load(folder).float().eval()
@@ -87,7 +85,7 @@ def test_the_model_that_ships_finds_what_it_wrote_likely() -> None:
     assert known / 1.5 < bits < known * 1.5  # eight images; uniform noise has 8 bits
 
 
-def test_what_is_not_finished_or_too_large_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_or_too_large_model_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "LARGEST", 100)
     with pytest.raises(ValueError, match="at most 100"):
         shipped.release(trained, "bach")
@@ -106,7 +104,7 @@ def test_generate_takes_a_name_and_writes_music(trained: Path) -> None:
     assert "bach" in result.output
 
 
-def test_load_takes_what_generate_takes(trained: Path) -> None:
+def test_load_accepts_the_same_names_as_generate(trained: Path) -> None:
     shipped.release(trained, "bach")
     for name in (trained, str(trained), "runs/music", trained / "model", "bach", "checkpoints/bach", "mnist_linear"):
         assert isinstance(subquad.load(name), LanguageModel)

@@ -35,7 +35,7 @@ def test_streams_come_and_go_without_touching_the_others(mechanism: Any) -> None
     streams.retire(first)
     assert streams.running == [second, third]
     (fourth,) = streams.admit([[1, 2]], seed=3)
-    go(30)  # until every one has filled its capacity
+    go(30)  # until every stream is full
     assert streams.running == []
     assert streams.step() == {}
     lengths = {first: 7, second: 24, third: 23, fourth: 23}
@@ -44,7 +44,7 @@ def test_streams_come_and_go_without_touching_the_others(mechanism: Any) -> None
         assert made[id] == model.generate(prompt, lengths[id], seed=seed).tolist()
 
 
-def test_a_neighbour_changes_no_bit() -> None:
+def test_other_streams_change_no_bit() -> None:
     model = make()
     states = []
     for company in (False, True):
@@ -86,7 +86,7 @@ def test_a_stream_moves_to_another_server() -> None:
     assert tokens == whole
 
 
-def test_a_repetition_penalty_is_each_streams_own() -> None:
+def test_each_stream_has_its_own_repetition_penalty() -> None:
     model = make()
     with torch.no_grad():
         model.head.bias.fill_(50)
@@ -110,8 +110,8 @@ def test_memory_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         Streams(model, slots=most + 1, capacity=50)
 
 
-def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers have read the token by then and others have not: what follows would be wrong."""
+def test_streams_cannot_continue_after_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers have already read the token and others have not, so later tokens would be wrong."""
     model = make()
     streams = Streams(model, slots=2, capacity=24)
     (id,) = streams.admit([[1, 2, 3]])

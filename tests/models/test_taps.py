@@ -1,4 +1,4 @@
-"""A convolution before each mixer: against torch's own, and the same numbers a token at a time."""
+"""The convolution before each mixer equals torch's, both for whole sequences and token by token."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def convolved(taps: Taps, x: Tensor) -> Tensor:
-    """torch's convolution, one kernel a channel, that is zero between the taps."""
+    """torch's convolution with one kernel per channel, which is zero between the taps."""
     reach, dim = taps.reach, x.shape[-1]
     kernel = torch.zeros(dim, 1, reach + 1, dtype=x.dtype)
     for back, weight in zip((0, *taps.taps), taps.weight, strict=True):
@@ -100,7 +100,7 @@ def test_taps_see_no_later_token_and_the_row_above() -> None:
     changed = text.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 11
     apart = (lm(text) - lm(changed)).abs().amax(-1)[0] > 1e-12
-    assert apart.nonzero().flatten().tolist() == [10, 11, 18, 19]  # itself and a row down, and the window's neighbour
+    assert apart.nonzero().flatten().tolist() == [10, 11, 18, 19]  # itself, a row down, and by the window the next
 
 
 @pytest.mark.parametrize("fields", [{"checkpoint": True}, {"reversible": True, "ff_chunks": 2}], ids=str)
@@ -131,7 +131,7 @@ def test_a_saved_model_has_its_taps(tmp_path: Any) -> None:
     torch.testing.assert_close(again(tokens(1, 9)), lm(tokens(1, 9)))
 
 
-def test_taps_are_no_matrices_to_an_optimiser() -> None:
+def test_an_optimiser_does_not_treat_taps_as_matrices() -> None:
     lm = model()
     optimiser = Optimiser(TrainingConfig(optimiser="muon", weight_decay=0.1), lm)
     weights = {id(block.taps.weight) for block in lm.transformer.blocks}
@@ -143,7 +143,7 @@ def test_taps_are_no_matrices_to_an_optimiser() -> None:
 
 
 @pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",), 3, None, "12", [[1]]])
-def test_taps_lie_behind(taps: Any) -> None:
+def test_taps_must_look_back(taps: Any) -> None:
     with pytest.raises(ValueError, match="taps"):
         model(taps=taps)
 
@@ -163,7 +163,7 @@ def test_the_decoder_of_two_stacks_has_taps() -> None:
         torch.testing.assert_close(y, whole[:, t])
 
 
-def test_a_state_goes_with_the_taps_it_came_from(tmp_path: Path) -> None:
+def test_a_state_only_fits_the_taps_it_came_from(tmp_path: Path) -> None:
     near, far, none = (model(taps=taps) for taps in ((1, 3), (1, 7), ()))
     text = tokens(2, 9)
     for other in (far, none):

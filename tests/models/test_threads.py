@@ -31,7 +31,7 @@ def make(mechanism: Any = "linear", **changes: Any) -> LanguageModel:
 
 
 def watch(model: LanguageModel) -> list[int]:
-    """The number of threads that each prompt and each step has, from now on."""
+    """Record the number of threads of each prompt and each step from now on."""
     seen: list[int] = []
     for name in ("prefill", "step"):
         before(model, name, lambda: seen.append(torch.get_num_threads()))
@@ -105,7 +105,7 @@ def test_the_work_grows_with_rows_width_and_state() -> None:
     assert threads_of_a_step(make(), 20000) == OURS
     assert threads_of_a_step(make(dim=1024, depth=1), 8) == OURS
     assert threads_of_a_step(make("softmax"), 10, 100) == 1
-    assert threads_of_a_step(make("softmax"), 10, 20000) == OURS  # a cache is read whole in every step
+    assert threads_of_a_step(make("softmax"), 10, 20000) == OURS  # every step reads the whole cache
 
 
 @pytest.mark.parametrize("steps", [20, None])
@@ -116,7 +116,7 @@ def test_between_the_tokens_of_a_stream_the_number_is_the_users(steps: int | Non
     torch.set_num_threads(OURS + 1)
     next(stream)
     assert torch.get_num_threads() == OURS + 1
-    del stream  # left half way
+    del stream  # stopped halfway
     assert torch.get_num_threads() == OURS + 1
 
 
@@ -147,7 +147,7 @@ def test_a_thread_that_starts_meanwhile_takes_the_users_number() -> None:
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
 def test_matrix_products_use_one_thread_too() -> None:
-    """They are MKL's, which has a number of its own."""
+    """MKL computes them, and it has its own number of threads."""
 
     def mkl() -> str:
         info = torch.__config__.parallel_info()
@@ -192,7 +192,7 @@ def test_threads_that_generate_at_once_keep_their_own_numbers() -> None:
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax"])
 def test_the_number_of_threads_changes_no_token(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stream alone on one thread; the same one in a crowd on three."""
+    """A single stream runs on one thread; in a large batch it runs on three."""
     model = make(mechanism, dim=64, heads=4)
     alone = model.generate([[5, 6]], 20, seed=77, full=True)
     prompts = [[5, 6]] * 300

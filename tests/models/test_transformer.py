@@ -15,7 +15,7 @@ CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
 
 
 def small(name: str, **fields: Any) -> Transformer:
-    """Two layers of a mechanism, with options at which a few tokens already show it at work."""
+    """Two layers of a mechanism, with options for short sequences."""
     cls = MECHANISMS[name]
     fields = {"dim": 16, "heads": 4, "depth": 2, "max_length": 24, **fields}
     return Transformer(mechanism=(name, dict(cls.small[0])), **fields).double().eval()
@@ -69,7 +69,7 @@ def test_hybrids_as_recurrences(fields: dict[str, Any], data: st.DataObject) -> 
 
 @torch.no_grad()
 def check_recurrence(model: Transformer, size: int, prompts: list[int]) -> None:
-    """Ragged prompts, then a second ragged piece from the state, then a token at a time, equal forward."""
+    """Ragged prompts, then a second ragged piece from the state, then single tokens, equal forward."""
     batch = len(prompts)
     x = torch.randn(batch, size, 16, dtype=torch.float64)
     memory: dict[str, Tensor] = {}
@@ -129,7 +129,7 @@ def test_padding_is_invisible(fields: dict[str, Any]) -> None:
     model = Transformer(**{"dim": 16, "heads": 4, "depth": 2, **fields}).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases start at zero, where padding is zero by itself
+            parameter.add_(0.1 * torch.randn_like(parameter))  # biases start at zero, which would keep padding at zero
     x, lengths = torch.randn(3, 10, 16, dtype=torch.float64), torch.tensor([10, 4, 0])
     poisoned = x.clone()
     poisoned[1, 4:] = poisoned[2] = torch.nan
@@ -177,7 +177,7 @@ CROSS = [name for name, cls in MECHANISMS.items() if cls.traits.cross and not cl
 
 @pytest.mark.parametrize("name", CROSS)
 def test_cross_attention_of_a_decoder_sees_no_later_query(name: str) -> None:
-    """Every mechanism that may attend to a memory does so a query at a time; those that may not are refused."""
+    """A mechanism may attend to a memory only if it treats each query separately; others are refused."""
     cls = MECHANISMS[name]
     parts = {"parts": (("linear", 2), ("softmax", 2))} if name == "mixed" else dict(cls.small[0])
     model = Transformer(dim=16, heads=4, depth=2, causal=True, cross=(name, parts), max_length=40).double().eval()

@@ -121,7 +121,7 @@ def test_interrupted_is_130(tmp_path: Path) -> None:
             break
     rest = process.stdout.read()
     assert process.wait(60) == 130
-    assert "saved: --resume goes on" in rest
+    assert "saved: --resume continues" in rest
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
@@ -142,7 +142,7 @@ def test_a_warm_up_that_was_not_set_follows_the_steps(tmp_path: Path) -> None:
 
 
 def test_a_published_tables_warm_up_stays(tmp_path: Path) -> None:
-    """Also with few steps: a row that was begun before goes on."""
+    """Also with few steps: a row that was begun before continues."""
     table = TABLES["speech"]
     budget = Budget(settings=("training.steps=300",), device="cpu")
     (row,) = (row for row in table.rows if row.name == "linear")

@@ -1,4 +1,4 @@
-"""Bytes that change on disk: the result stays the same, or the damage is named; nothing changes without a word."""
+"""Change bytes on disk: either the result stays the same, or the damage is reported."""
 
 import dataclasses
 import io
@@ -25,12 +25,12 @@ from subquad.training.train import train
 from tests.training.test_train import _die_at
 from tests.training.tiny import Tiny, assert_same_run, curve, run, weights
 
-FLIPS = int(os.environ.get("SUBQUAD_FLIPS", "6"))  # of each run; the full size is 200
+FLIPS = int(os.environ.get("SUBQUAD_FLIPS", "6"))  # flips in each run; the full size is 200
 MEASURED = ("test", "validation", "best_step", "steps")
 
 
 class Backwards(Tiny):
-    """Its first evaluation is its best, so that the weights that are tested come from best/."""
+    """The first evaluation is the best, so that the tested weights come from best/."""
 
     higher_is_better: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resume(out: Path) -> tuple[Result, str]:
-    """The result, and everything that was said."""
+    """Resume a run; returns the result and all output."""
     console = Console(file=io.StringIO(), width=400)
     result = train(Backwards(), out=out, resume=True, device="cpu", console=console)
     assert isinstance(console.file, io.StringIO)
@@ -64,7 +64,7 @@ def files_of(out: Path) -> list[Path]:
 
 
 def flip(file: Path, chance: random.Random) -> None:
-    """Change one byte, by a bit or altogether."""
+    """Change one bit of a byte, or the whole byte."""
     data = bytearray(file.read_bytes())
     at = chance.randrange(len(data))
     data[at] ^= chance.choice([1 << chance.randrange(8), chance.randrange(1, 256)])
@@ -72,7 +72,7 @@ def flip(file: Path, chance: random.Random) -> None:
 
 
 def seen(out: Path) -> dict[str, Any]:
-    """What people see of a run: each reading of it, or the error instead."""
+    """Everything users can read of a run; an error in place of a reading that fails."""
 
     def attempt(read: Any) -> Any:
         try:
@@ -93,7 +93,7 @@ def seen(out: Path) -> dict[str, Any]:
 
 
 def outcome(original: Path, whole: Path, copy: Path, seed: int) -> tuple[str, str]:
-    """One flip in a copy of a run: (the file, what came of it); fails where something changed without a word."""
+    """Flip one byte in a copy of a run; returns (file, effect). Fails if something changed without a message."""
     chance = random.Random(seed)
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(original, copy)
@@ -104,7 +104,7 @@ def outcome(original: Path, whole: Path, copy: Path, seed: int) -> tuple[str, st
         unchanged = read == before[name] or str(read).startswith("error: ")
         assert unchanged, f"flip {seed} of {file}: {name} changed without a word"
     if file.name == "result.json":
-        with pytest.raises(ValueError, match=r"result\.json is not the result of a run .*: remove it to go on"):
+        with pytest.raises(ValueError, match=r"result\.json is not the result of a run .*: delete it to continue"):
             resume(copy)
         return str(file), "refused by name"
     result, said = resume(copy)
@@ -113,12 +113,14 @@ def outcome(original: Path, whole: Path, copy: Path, seed: int) -> tuple[str, st
     assert same, f"flip {seed} of {file}: another result"
     assert_same_run(copy, whole)
     assert "error: " not in str(seen(copy)["model"]), f"flip {seed} of {file}: the model stays damaged"
-    named = any(words in said for words in ("damaged", "was written again", "is repeated", "makes these weights again"))
+    named = any(
+        words in said for words in ("damaged", "new one was written", "is repeated", "makes these weights again")
+    )
     return str(file), "named, the same result" if named else "the same result"
 
 
 @pytest.mark.parametrize("kind", ["finished", "interrupted"])
-def test_a_flipped_byte_changes_nothing_without_a_word(
+def test_a_flipped_byte_is_harmless_or_reported(
     request: pytest.FixtureRequest, finished: Path, tmp_path: Path, kind: str
 ) -> None:
     original = request.getfixturevalue(kind)
@@ -163,13 +165,13 @@ def test_a_damaged_state_is_set_aside_and_the_one_before_used(
     assert state.read_text(errors="replace") != text
     _, said = resume(tmp_path / "run")
     assert "step_000006 is damaged: state.json cannot be read" in said
-    assert "the checkpoint before it is used" in said
+    assert "resuming from the checkpoint before it" in said
     assert (tmp_path / "run" / "checkpoints" / "step_000006.damaged").is_dir()
     assert_same_run(tmp_path / "run", finished)
 
 
 def without_digests(out: Path) -> None:
-    """A run as it was written before there were digests."""
+    """A run in the old format, without digests."""
     for state in out.glob("checkpoints/*/state.json"):
         (state.parent / history.METRICS).unlink()
         found = json.loads(state.read_text())
@@ -188,13 +190,11 @@ def without_digests(out: Path) -> None:
     (out / history.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_from_before_digests_goes_on_and_says_that_there_is_none(
-    interrupted: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_an_old_run_without_digests_resumes_with_a_note(interrupted: Path, finished: Path, tmp_path: Path) -> None:
     shutil.copytree(interrupted, tmp_path / "run")
     without_digests(tmp_path / "run")
     _, said = resume(tmp_path / "run")
-    assert "step_000006 is from a version without digests: its state.json cannot be checked" in said
+    assert "step_000006 was written by a version without digests: its state.json cannot be checked" in said
     assert curve(tmp_path / "run") == [
         {**line, **({} if line["split"] != "test" else {"perplexity": curve(tmp_path / "run")[-1]["perplexity"]})}
         for line in curve(finished)
@@ -203,7 +203,7 @@ def test_a_run_from_before_digests_goes_on_and_says_that_there_is_none(
     shutil.copytree(finished, tmp_path / "done")
     without_digests(tmp_path / "done")
     again, said = resume(tmp_path / "done")
-    assert "is finished already" in said
+    assert "is already finished" in said
     assert again.weights_sha256 is None
 
 
@@ -215,7 +215,7 @@ def test_a_state_without_digest_that_lacks_something_is_still_named(
     state = tmp_path / "run" / "checkpoints" / "step_000006" / "state.json"
     state.write_text(state.read_text().replace('"totals"', '"total"'))
     _, said = resume(tmp_path / "run")
-    assert "step_000006 is damaged: state.json lacks totals; the checkpoint before it is used" in said
+    assert "step_000006 is damaged: state.json lacks totals; resuming from the checkpoint before it" in said
 
 
 @pytest.mark.parametrize("how", ["lost", "changed", "line lost", "line doubled", "cut", "not text", "empty"])
@@ -250,25 +250,25 @@ def test_a_lost_or_damaged_config_is_written_again_from_a_checkpoint(
         file = tmp_path / "run" / "config.json"
         file.unlink() if damage is None else file.write_bytes(damage)
         _, said = resume(tmp_path / "run")
-        assert "it was written again from the settings in the checkpoints" in said
+        assert "a new one was written from the settings in the checkpoints" in said
         assert_same_run(tmp_path / "run", finished)
         written = json.loads(file.read_text())
         assert written["training"] == json.loads((finished / "config.json").read_text())["training"]
     shutil.copytree(interrupted, tmp_path / "other")
     (tmp_path / "other" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"begun with other settings: training\.lr is 1, was"):
+    with pytest.raises(ValueError, match=r"started with other settings: training\.lr is 1, was"):
         run(tmp_path / "other", task=Backwards(), resume=True, lr=1)
 
 
-def test_a_config_from_before_digests_is_compared_with_the_checkpoint(interrupted: Path, tmp_path: Path) -> None:
-    """Before the model is built: this one would need 640 GB."""
+def test_an_old_config_is_compared_with_the_checkpoint(interrupted: Path, tmp_path: Path) -> None:
+    """The check comes before the model is built, which would need 640 GB."""
     shutil.copytree(interrupted, tmp_path / "run")
     without_digests(tmp_path / "run")
     file = tmp_path / "run" / "config.json"
     written = json.loads(file.read_text())
     written["model"]["vocab"] = 10**10
     file.write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"begun with other settings: model\.vocab is new \(10000000000\)"):
+    with pytest.raises(ValueError, match=r"started with other settings: model\.vocab is new \(10000000000\)"):
         run(tmp_path / "run", {"vocab": 10**10}, task=Backwards(), resume=True)
 
 
@@ -285,7 +285,7 @@ def test_a_damaged_history_is_not_shown(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     file = tmp_path / "run" / history.METRICS
     file.write_text(file.read_text().replace('"loss": ', '"loss": 1', 1))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 1 is not what was written"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 1 was changed"):
         results.read([tmp_path / "run"])
     resume(tmp_path / "run")
     assert curve(tmp_path / "run") == curve(finished)

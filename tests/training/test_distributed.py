@@ -1,4 +1,4 @@
-"""2 and 4 processes on the CPU against one: the same losses, whatever is spread over them."""
+"""2 and 4 processes on the CPU give the same losses as one, for every way of distributing the work."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def _together(world: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything once: alone, on two ranks (where a sharded run stops halfway), on four (where it goes on)."""
+    """Each job once: on one process, on two ranks (where a sharded run stops halfway), on four (where it resumes)."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder / "alone", STILL, task=Tiny(ragged=True), **BASE)
     run(folder / "alone_tensor", STILL, task=Tiny(ragged=True), **{**BASE, **TENSOR})
@@ -96,7 +96,7 @@ PAIRS: dict[str, Any] = {
 }
 
 
-def test_what_is_written_token_by_token_is_measured_over_shards_too(
+def test_generated_tokens_are_measured_over_shards_too(
     tmp_path: Path,
 ) -> None:
     ranks = [start(_decode, rank, tmp_path) for rank in range(2)]
@@ -112,11 +112,11 @@ def test_ranks_make_the_same_losses_as_one_process(folder: Path, job: str) -> No
     assert_close_run(folder / job, folder / "alone")
 
 
-def test_shards_are_clipped_as_the_tensors_they_are_of(folder: Path) -> None:
+def test_shards_are_clipped_like_whole_tensors(folder: Path) -> None:
     assert_close_run(folder / "tensor_2", folder / "alone_tensor")
 
 
-def test_a_sharded_checkpoint_goes_on_with_other_numbers_of_ranks(folder: Path) -> None:
+def test_a_sharded_checkpoint_resumes_on_another_number_of_ranks(folder: Path) -> None:
     found = checkpoints.names(folder / "cut_1" / "checkpoints")[-1]
     assert found.name == "step_000004"
     assert len(list(found.glob("*.distcp"))) == 2
@@ -126,7 +126,7 @@ def test_a_sharded_checkpoint_goes_on_with_other_numbers_of_ranks(folder: Path) 
     assert_close_run(folder / "cut_4", folder / "alone")
 
 
-def test_gradients_cross_the_network_once_an_update(tmp_path: Path) -> None:
+def test_gradients_are_sent_once_per_update(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         ranks, sent = Ranks(torch.device("cpu"), "ddp"), []
@@ -149,7 +149,7 @@ def test_gradients_cross_the_network_once_an_update(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_blocks_are_sharded_one_by_one_where_they_can() -> None:
+def test_blocks_are_sharded_one_by_one_if_possible() -> None:
     make = Tiny().make_model
     assert len(blocks_of(make({"depth": 3}))) == 3
     assert blocks_of(make({"depth": 2, "reversible": True})) == []
@@ -172,8 +172,8 @@ def test_impossible_numbers_of_ranks_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert pieces_of(10, None, 4) == 1
 
 
-def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path: Path) -> None:
-    """One of two workers dies once at step 4; nobody says --resume."""
+def test_torchrun_restarts_and_the_run_resumes_by_itself(folder: Path, tmp_path: Path) -> None:
+    """One of two workers dies once at step 4; --resume is not passed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     command += ["-m", "tests.training.test_distributed", str(tmp_path / "run")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -181,14 +181,14 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(folder: Path, tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "died").exists()
     assert_close_run(tmp_path / "run", folder / "alone")
-    command[3:] = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", *command[6:]]  # one worker shows it too
+    command[3:] = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", *command[6:]]  # one worker is enough here
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert again.returncode != 0  # a run that somebody else began is refused, however often it is tried
+    assert again.returncode != 0  # an existing run of another process is refused in every restart
     assert "holds a run" in again.stderr
 
 
 def _mortal_worker(out: Path) -> None:
-    """What torchrun starts above."""
+    """The worker that torchrun starts."""
     torch.set_num_threads(1)
     update = loop_module.Run._update
 

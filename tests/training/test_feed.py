@@ -35,7 +35,7 @@ def _seen(batches: list[Batch]) -> list[int]:
 def test_ranks_and_pieces_together_are_the_update(world: int, pieces: int) -> None:
     order = Order(20, 9, seed=3)
     feeds = [Feed(Numbers(20), order, pieces, _ranks(rank, world)) for rank in range(world)]
-    for step in (0, 1, 2, 7, 3):  # also when it does not go on from the last
+    for step in (0, 1, 2, 7, 3):  # also if it does not follow the last one
         parts = [feed.update(step) for feed in feeds]
         assert all(len(part) == pieces for part in parts)
         assert [number for part in parts for number in _seen(part)] == order.indices(step)[0].tolist()
@@ -56,6 +56,6 @@ def test_an_error_of_the_data_is_not_swallowed() -> None:
 )
 def test_a_split_is_measured_once_whatever_the_ranks(count: int, batch: int, most: Any, world: int) -> None:
     made = [list(in_order(Numbers(count), batch, most, _ranks(rank, world))) for rank in range(world)]
-    assert len({len(batches) for batches in made}) == 1  # all ranks compute as often
+    assert len({len(batches) for batches in made}) == 1  # all ranks compute equally often
     counted = sorted(n for batches in made for part, counts in batches if counts for n in part["index"].tolist())
     assert counted == list(range(count if most is None else min(count, most)))

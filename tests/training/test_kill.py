@@ -1,4 +1,4 @@
-"""Real processes that die at any moment, and what is left of their runs."""
+"""Kill real processes at any moment and check what is left of their runs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _file(out: Path) -> int | None:
-    """Each start of a run writes metrics.jsonl anew."""
+    """An id of metrics.jsonl, which every start of a run replaces."""
     return (out / "metrics.jsonl").stat().st_ino if (out / "metrics.jsonl").exists() else None
 
 
@@ -38,7 +38,7 @@ def _wait_until_begun(out: Path, before: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kill_at_any_moment_and_resume_gives_the_same_curve(tmp_path: Path, whole: Path, seed: int) -> None:
-    """Whatever moment of an update, an evaluation or a checkpoint is hit, the run that went on is the run."""
+    """The resumed run gives the same curve, whatever moment of an update, evaluation or checkpoint is hit."""
     chance = random.Random(seed)
     kills = 0
     while not (tmp_path / "run" / "result.json").exists():
@@ -52,12 +52,12 @@ def test_kill_at_any_moment_and_resume_gives_the_same_curve(tmp_path: Path, whol
         process.join(120)
         assert process.exitcode in (0, -signal.SIGKILL)
         for path in checkpoints.names(tmp_path / "run" / "checkpoints"):
-            checkpoints.read(path)  # what has a checkpoint's name is whole
+            checkpoints.read(path)  # a directory with the name of a checkpoint is complete
     assert_same_run(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_asked_to_stop_a_run_saves_and_says_so(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
+def test_a_signal_makes_a_run_save_and_say_so(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     process = start(elsewhere, tmp_path, False, {**SETTINGS, "checkpoint_every": 50})
     _wait_until_begun(tmp_path, None)
     assert process.pid is not None

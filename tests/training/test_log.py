@@ -16,7 +16,7 @@ def _lines(path: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key != CHECK} for line in lines]
 
 
-def test_what_was_logged_after_a_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_are_deleted(tmp_path: Path) -> None:
     with Log(tmp_path, Console(quiet=True), "run") as log:
         for step in (2, 4, 6):
             log.write(step, "train", {"loss": float(step)})
@@ -34,7 +34,7 @@ def test_tensorboard_has_the_same_curve(tmp_path: Path, monkeypatch: pytest.Monk
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
 
-    # files of one second are read by the numbers in their names, where 10 comes before 9
+    # files of the same second are read in the order of their names, where 10 comes before 9
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with Log(tmp_path, Console(quiet=True), "run") as log:
         for step in (2, 4, 6):
@@ -60,7 +60,7 @@ def test_without_tensorboard_one_line_says_so(tmp_path: Path, monkeypatch: pytes
     assert _lines(tmp_path / "b") == [{"step": 1, "split": "train", "loss": 1.0}]
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_nan_is_written_as_null(tmp_path: Path) -> None:
     with Log(tmp_path, Console(quiet=True), "run") as log:
         log.write(1, "validation", {"accuracy": math.nan, "loss": math.inf, "count": 3})
     assert _lines(tmp_path) == [{"step": 1, "split": "validation", "accuracy": None, "loss": None, "count": 3}]
@@ -77,7 +77,7 @@ def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
     assert "[step 5] as it is" in out.getvalue()
 
 
-def test_without_a_terminal_there_is_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_line_is_printed_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, now = io.StringIO(), [1000.0]
     monkeypatch.setattr("subquad.training.log.time.monotonic", lambda: now[0])
     with Log(tmp_path, Console(file=out, width=100), "digits") as log:
@@ -91,7 +91,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(tmp_path: Path, monkeyp
     ]
 
 
-def test_other_ranks_say_nothing() -> None:
+def test_other_ranks_print_nothing() -> None:
     out = io.StringIO()
     with Log(None, Console(file=out), "run") as log:
         log.write(1, "train", {"loss": 1.0})
@@ -106,7 +106,7 @@ def test_durations_are_read_by_people() -> None:
     assert [duration(seconds) for seconds in (7, 67, 3667, math.nan)] == ["0:07", "1:07", "1:01:07", "-"]
 
 
-def test_a_meter_counts_neither_the_first_updates_nor_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meter_counts_neither_the_first_updates_nor_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("subquad.training.log.time.perf_counter", lambda: now[0])
     meter = Meter(30)

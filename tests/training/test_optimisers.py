@@ -33,7 +33,7 @@ def test_matrices_decay_and_nothing_else() -> None:
     assert "embedding.weight" not in _decayed(tied)
 
 
-def test_muon_takes_the_matrices_inside() -> None:
+def test_muon_updates_the_inner_matrices() -> None:
     optimiser = Optimiser(TrainingConfig(optimiser="muon"), _model())
     names = {id(p): name for name, p in optimiser.named.items()}
     adam, muon = optimiser.parts
@@ -43,11 +43,11 @@ def test_muon_takes_the_matrices_inside() -> None:
     assert "transformer.blocks.0.ff.inner.weight" in inside
     assert not any(name.startswith(("head.", "embedding.")) for name in inside)
     every = [id(p) for part in optimiser.parts for group in part.param_groups for p in group["params"]]
-    assert sorted(every) == sorted(names)  # each once
+    assert sorted(every) == sorted(names)  # each exactly once
 
 
 @pytest.mark.parametrize("name", ["radam", "adamw", "adam", "muon"])
-def test_a_state_that_is_loaded_goes_on_exactly(name: Any) -> None:
+def test_a_loaded_state_continues_exactly(name: Any) -> None:
     def steps(model: nn.Module, optimiser: Optimiser, seeds: range) -> None:
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,9 @@ def test_gradients_are_scaled_then_clipped(by: str) -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0, 4]), torch.full((2, 2), 6.0)
     norm = scale_and_clip(parameters, torch.tensor(0.5), 1.0, by, sharded=False)
-    assert norm.item() == pytest.approx((2.5**2 + 6**2) ** 0.5)  # before clipping; the one without a gradient is none
+    assert norm.item() == pytest.approx(
+        (2.5**2 + 6**2) ** 0.5
+    )  # before clipping; a parameter without gradient does not count
     first, second = parameters[0].grad, parameters[1].grad
     assert first is not None
     assert second is not None

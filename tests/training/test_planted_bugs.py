@@ -1,4 +1,4 @@
-"""The tests of ranks and of the order of data can fail: each bug planted here is caught by the test named beside it."""
+"""Shows that the tests of ranks and data order can fail: each bug planted here is caught by the test next to it."""
 
 from collections.abc import Callable
 from itertools import count

@@ -18,7 +18,7 @@ def test_warm_up_rises_to_one() -> None:
     assert _factors(steps=8, warmup=4, schedule="constant") == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
 
 
-def test_cosine_and_linear_end_where_they_are_told() -> None:
+def test_cosine_and_linear_end_at_final_lr() -> None:
     cosine = _factors(steps=10, schedule="cosine", final_lr=0.1)
     assert cosine[0] == 1
     assert cosine[5] == pytest.approx(0.55)
@@ -64,7 +64,7 @@ def test_plateau_of_a_measure_that_should_be_high() -> None:
     warmup=st.integers(0, 1200),
     final=st.floats(0, 1),
 )
-def test_when_time_is_over_the_schedule_is_too(schedule: Any, steps: int, warmup: int, final: float) -> None:
+def test_the_schedule_ends_with_the_time(schedule: Any, steps: int, warmup: int, final: float) -> None:
     config = TrainingConfig(steps=steps, warmup=warmup, schedule=schedule, final_lr=final, minutes=2.0)
     made = Schedule(config)
     assert made.progress(0, 120) == 1
@@ -73,7 +73,7 @@ def test_when_time_is_over_the_schedule_is_too(schedule: Any, steps: int, warmup
     if warmup < steps:
         assert factor <= final + 1e-9
     times = [made.factor(warmup, seconds) for seconds in range(0, 121, 10)]
-    assert times == sorted(times, reverse=True)  # never up again as time goes by
+    assert times == sorted(times, reverse=True)  # it never rises again
     assert all(0 <= value <= 1 for value in times)
 
 

@@ -24,13 +24,13 @@ from subquad.training.task import Batch, Loss
 from subquad.training.train import train
 from tests.training.tiny import Tiny, Tokens, assert_close_run, assert_same_run, curve, run, weights
 
-STILL = {"dropout": 0.0}  # two ways of computing an update are compared without chance,
-EPS = 1e-3  # and with updates that do not make much of gradients which are rounding alone
+STILL = {"dropout": 0.0}  # to compare two ways of computing an update, without random numbers
+EPS = 1e-3  # large, so that gradients that are only rounding errors cause small updates
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run(out)
     return out
@@ -54,7 +54,7 @@ def test_a_run_learns_and_leaves_everything(whole: Path) -> None:
     assert {path.name for path in whole.rglob(".*")} <= {".lock"}  # nothing half written
 
 
-def test_the_model_that_is_left_is_the_best_and_measures_as_it_says(whole: Path) -> None:
+def test_the_saved_model_is_the_best_and_measures_as_reported(whole: Path) -> None:
     result = json.loads((whole / "result.json").read_text())
     model = models.load(whole / "model")
     total, count = Tiny().loss(model, Tiny().source("test").batch(torch.arange(11).numpy(), 0))
@@ -65,8 +65,8 @@ def test_the_model_that_is_left_is_the_best_and_measures_as_it_says(whole: Path)
 
 
 @pytest.mark.parametrize("clip_by", ["norm", "tensor"])
-def test_an_update_is_that_of_torch(tmp_path: Path, clip_by: str) -> None:
-    """The loop against the loop everybody writes: the mean loss, clipped, AdamW, a rate for each step."""
+def test_an_update_is_the_usual_one_in_torch(tmp_path: Path, clip_by: str) -> None:
+    """Compare with the usual loop: the mean loss, clipped gradients, AdamW, a learning rate for each step."""
     task = Tiny(ragged=True)
     run(tmp_path / "ours", STILL, task=task, steps=5, clip=0.05, clip_by=clip_by, warmup=2, schedule="linear", eps=EPS)
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_mechanisms_with_buffers_of_their_own_resume_exactly(tmp_path: Path, mec
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_plateau_is_remembered(tmp_path: Path) -> None:
+def test_plateau_is_saved_and_resumed(tmp_path: Path) -> None:
     settings = {"schedule": "plateau", "patience": 1, "lr": 3.0, "clip": None, "evaluate_every": 2}
     run(tmp_path / "whole", **settings)
     rates = [line["lr"] for line in curve(tmp_path / "whole") if line["split"] == "train"]
@@ -193,7 +193,7 @@ def test_legs_add_up_to_the_run(tmp_path: Path, whole: Path, monkeypatch: pytest
     assert_same_run(tmp_path, whole)
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path: Path, whole: Path) -> None:
+def test_a_nan_loss_stops_and_keeps_the_last_good_state(tmp_path: Path, whole: Path) -> None:
     with pytest.raises(
         Stopped, match=r"the loss is no longer a number between steps 7 and 8.*step_000006.*training\.lr"
     ):
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, w
     assert_same_run(tmp_path, whole)
 
 
-def test_an_older_checkpoint_that_is_damaged_is_in_nobody_s_way(tmp_path: Path, whole: Path) -> None:
+def test_a_damaged_older_checkpoint_does_not_matter(tmp_path: Path, whole: Path) -> None:
     _die_at(tmp_path, 8)
     (tmp_path / "checkpoints" / "step_000003" / checkpoints.STATE).unlink()
     run(tmp_path, resume=True, checkpoint_every=7, keep=5)
@@ -277,7 +277,7 @@ def test_without_the_best_weights_the_last_ones_are_tested(tmp_path: Path, damag
     assert f"{file} cannot be read" in console.export_text()
 
 
-def test_a_run_goes_on_when_nobody_listens(tmp_path: Path, whole: Path) -> None:
+def test_a_run_continues_after_its_output_is_closed(tmp_path: Path, whole: Path) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -299,8 +299,8 @@ def test_the_peak_of_memory_is_that_of_training(tmp_path: Path, monkeypatch: pyt
     assert run(tmp_path).peak_bytes == 100
 
 
-def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation gets worse from its first reading on."""
+def test_the_best_weights_are_tested_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation gets worse after its first evaluation."""
     found = iter((1.0, 2.0, 3.0, 4.0))
     monkeypatch.setattr(Tiny, "summary", lambda _, __: {"perplexity": next(found)})
     result = run(tmp_path)
@@ -310,7 +310,7 @@ def test_what_is_tested_are_the_best_weights_not_the_last(tmp_path: Path, monkey
 
 
 def _clocked(monkeypatch: pytest.MonkeyPatch, update: float, evaluation: float) -> None:
-    """A clock of our own, in which each of them takes so many seconds."""
+    """Replace the clock by one in which an update and an evaluation take these seconds."""
     now = [0.0]
     updating, measuring = loop_module.Run._update, loop_module.Run.measure
 
@@ -345,7 +345,7 @@ def test_validation_is_of_the_same_examples_in_micro_batches(tmp_path: Path) -> 
     assert_close_run(tmp_path / "micro", tmp_path / "whole")
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
     _die_at(tmp_path, 4)
     (tmp_path / "checkpoints" / "step_000003" / checkpoints.TENSORS).write_bytes(b"")
     with pytest.raises(ValueError, match=r"step_000003 is damaged.*no checkpoint is left to resume from"):
@@ -364,11 +364,13 @@ def test_other_settings_are_named_when_resuming(whole: Path) -> None:
         ValueError, match=r"model.depth is new \(3\); training.steps is 13, was 12; training.lr is 1, was"
     ):
         run(whole, {"depth": 3}, resume=True, lr=1, steps=13)
-    again = run(whole, resume=True, keep=5, log_every=7, micro_batch=2, compile=False)  # of these nothing depends
+    again = run(
+        whole, resume=True, keep=5, log_every=7, micro_batch=2, compile=False
+    )  # these do not affect the results
     assert again.steps == 12
 
 
-def test_a_finished_run_says_again_what_it_came_to(whole: Path) -> None:
+def test_a_finished_run_returns_its_result_again(whole: Path) -> None:
     before = sorted(path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock")
     result = run(whole, resume=True)
     written = json.loads((whole / "result.json").read_text())
@@ -376,7 +378,7 @@ def test_a_finished_run_says_again_what_it_came_to(whole: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in whole.rglob("*") if path.name != ".lock") == before
 
 
-def test_resuming_nothing_begins(tmp_path: Path, whole: Path) -> None:
+def test_resuming_without_a_run_starts_one(tmp_path: Path, whole: Path) -> None:
     run(tmp_path / "new", resume=True)
     assert_same_run(tmp_path / "new", whole)
 
@@ -394,7 +396,7 @@ def test_a_first_step_that_fails_leaves_the_folder_free(tmp_path: Path, whole: P
     assert_same_run(tmp_path, whole)
 
 
-def test_what_cannot_work_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'depth'"):
         run(tmp_path / "run", {"dept": 3})
     assert not (tmp_path / "run").exists()
@@ -415,7 +417,7 @@ def test_modules_that_are_not_ours_train_too(tmp_path: Path) -> None:
 
 
 class Poisoned(Tiny):
-    """Tiny, but its loss is no number in the seventh update."""
+    """Tiny, but its loss is NaN in the seventh update."""
 
     def source(self, split: Any) -> Any:
         return PoisonedTokens(7) if split == "train" else super().source(split)
@@ -455,11 +457,11 @@ class Recurrent(Tiny):
 
 
 class _Death(Exception):
-    """Stands for a process that is gone; tests with real ones are in test_kill.py."""
+    """Simulates a killed process; tests with real ones are in test_kill.py."""
 
 
 def _die_at(out: Path, step: int, model: Any = None, **training: Any) -> None:
-    """A run that ends without a word before update number `step`."""
+    """A run that ends without a message before update number `step`."""
 
     class Mortal(loop_module.Run):
         def _update(self, feed: Any, seconds: float) -> None:

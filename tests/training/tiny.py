@@ -1,4 +1,4 @@
-"""A task of a second: tokens that repeat, and processes of their own that train it."""
+"""A task that trains in a second, on repeating tokens, and processes that train it."""
 
 import dataclasses
 import json
@@ -24,14 +24,14 @@ from subquad.training.train import train
 
 VOCAB, LENGTH = 7, 10
 QUIET = Console(quiet=True)
-# what differs from run to run, and the checksum over it
+# values that differ from run to run, and the checksum over them
 CLOCKED = ("seconds", "tokens_per_second", "examples_per_second", "memory_bytes", "check")
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.training.tiny"])
 
 
 class Tokens:
-    """Rows that count upwards from anywhere, by 1 or 2; `ragged` rows have a length of their own."""
+    """Rows that count upwards from a random token, by 1 or 2; `ragged` rows have different lengths."""
 
     def __init__(self, count: int, seed: int, ragged: bool):
         generator = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def run(
 
 
 def curve(out: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without what the clock says."""
+    """The lines of metrics.jsonl, without times and rates."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
 
@@ -106,7 +106,7 @@ def weights(out: Path) -> dict[str, Tensor]:
 
 
 def assert_same_run(out: Path, other: Path) -> None:
-    """Bit for bit: losses, measures, weights."""
+    """Losses, measures and weights are equal bit for bit."""
     assert curve(out) == curve(other)
     ours, theirs = weights(out), weights(other)
     assert ours.keys() == theirs.keys()
@@ -114,7 +114,7 @@ def assert_same_run(out: Path, other: Path) -> None:
 
 
 def assert_close_run(out: Path, other: Path, rel: float = 1e-5) -> None:
-    """Two ways to the same updates: losses and measures to `rel`, weights to what rounding makes of it."""
+    """Two ways of computing the same updates: losses and measures agree to `rel`, weights up to rounding."""
     ours, theirs = curve(out), curve(other)
     assert [(line["step"], line["split"]) for line in ours] == [(line["step"], line["split"]) for line in theirs]
     for line, like in zip(ours, theirs, strict=True):
@@ -131,7 +131,7 @@ def start(target: Any, *arguments: Any) -> BaseProcess:
 
 
 def elsewhere(out: Path, resume: bool, training: dict[str, Any]) -> None:
-    """What a process of its own runs; its exit code is that of the command line."""
+    """Run training in another process, with the exit codes of the command line."""
     from subquad.training.signals import Interrupted
 
     torch.set_num_threads(1)

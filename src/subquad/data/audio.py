@@ -1,4 +1,4 @@
-"""Sound, one channel from −1 to 1: WAV files, other files with soundfile, µ-law, another rate, log-mel features."""
+"""Sound as one channel from −1 to 1: read WAV and other sound files, µ-law, resampling, log-mel features."""
 
 import math
 import struct
@@ -13,20 +13,20 @@ from torch import Tensor
 from subquad.data import files
 
 LEVELS = 256  # of µ-law
-SLOWEST = 100  # samples a second of which `log_mel` can make its frames: one each 10 ms
+SLOWEST = 100  # the lowest sample rate for `log_mel`, which makes a frame every 10 ms
 OTHERS = (".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".caf", ".w64")  # what soundfile reads
-PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; the last says one of the others further on
+PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; EXTENSIBLE: a later field names the format
 
 
 def sound_files(folder: Path) -> list[Path]:
-    """The WAV files of a folder and of those in it, in order; if there are none, its sound files of other kinds."""
+    """The WAV files in a folder and its subfolders, sorted; if there are none, its sound files of other kinds."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return [p for p in found if p.suffix.lower() == ".wav"] or [p for p in found if p.suffix.lower() in OTHERS]
 
 
 def read_sound(path: Path) -> tuple[np.ndarray, int]:
-    """(samples [T] float32, samples a second) of a WAV file, or with subquad[audio] of FLAC, Ogg and others; channels
-    are averaged."""
+    """(samples [T] float32, sample rate) of a WAV file; with subquad[audio] also of FLAC, Ogg and others. Channels are
+    averaged."""
     if path.suffix.lower() not in OTHERS:
         return read_wav(path)
     soundfile = files.extra("soundfile", "audio", f"{path.suffix} files")
@@ -40,7 +40,7 @@ def read_sound(path: Path) -> tuple[np.ndarray, int]:
 
 
 def read_wav(path: Path) -> tuple[np.ndarray, int]:
-    """(samples [T] float32, samples a second); channels are averaged. Accepted are 8 to 32 bit integers and floats."""
+    """(samples [T] float32, sample rate); channels are averaged. Accepted are integers of 8 to 32 bits and floats."""
     data = files.read(path)
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise files.Broken(f"{path} is not a WAV file: it does not begin with RIFF .. WAVE")
@@ -49,10 +49,10 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
     while at + 8 <= len(data):
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
         if name == b"data" and at + 8 + size > len(data):
-            sizes = f"promises {size:,} bytes of sound and holds {len(data) - at - 8:,}"
+            sizes = f"should hold {size:,} bytes of sound and holds {len(data) - at - 8:,}"
             raise files.Broken(f"{path} {sizes}: it is cut short")
         chunks.setdefault(name, data[at + 8 : at + 8 + size])
-        at += 8 + size + size % 2  # chunks begin at even places
+        at += 8 + size + size % 2  # chunks begin at even offsets
     form, body = chunks.get(b"fmt ", b""), chunks.get(b"data", b"")
     if len(form) < 16:
         raise files.Broken(f"{path} is a WAV file without a format")
@@ -82,7 +82,7 @@ def read_wav(path: Path) -> tuple[np.ndarray, int]:
 
 
 def write_wav(path: Path, samples: np.ndarray | Tensor, rate: int) -> None:
-    """16 bits, one channel, which every player reads."""
+    """Write one channel of 16 bits, which every player reads."""
     values = np.asarray(samples, dtype=np.float64).reshape(-1)
     body = (np.clip(values, -1, 1) * 32767).round().astype("<i2").tobytes()
     with wave.open(str(path), "wb") as file:
@@ -91,7 +91,7 @@ def write_wav(path: Path, samples: np.ndarray | Tensor, rate: int) -> None:
 
 
 def mu_law(samples: np.ndarray) -> np.ndarray:
-    """−1 to 1 -> 0 to 255, finer where it is quiet: ITU-T G.711's curve, sgn(x) ln(1 + 255 |x|) / ln 256."""
+    """−1 to 1 -> 0 to 255, with finer steps for quiet sound: ITU-T G.711's curve, sgn(x) ln(1 + 255 |x|) / ln 256."""
     x = np.clip(samples, -1, 1)
     y = np.sign(x) * np.log1p((LEVELS - 1) * np.abs(x)) / math.log(LEVELS)
     return np.floor((y + 1) / 2 * (LEVELS - 1) + 0.5).astype(np.uint8)
@@ -103,7 +103,7 @@ def from_mu_law(tokens: np.ndarray) -> np.ndarray:
 
 
 def resample(samples: np.ndarray, rate: int, wanted: int, zeros: int = 6) -> np.ndarray:
-    """The same sound at another rate: a sinc with `zeros` crossings a side under a Hann window."""
+    """The same sound at another rate, by a sinc with `zeros` zero crossings on each side under a Hann window."""
     if rate == wanted:
         return samples
     old, new = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
@@ -118,8 +118,8 @@ def resample(samples: np.ndarray, rate: int, wanted: int, zeros: int = 6) -> np.
 
 
 def log_mel(samples: np.ndarray, rate: int, filters: int = 40) -> Tensor:
-    """[T, filters] float32: the logarithm of energies in triangular bands, equally wide in mel, of frames of 25 ms
-    every 10 ms."""
+    """[T, filters] float32: log energies in triangular bands of equal width in mel. A frame is 25 ms long, and one
+    begins every 10 ms."""
     if rate < SLOWEST:
         raise ValueError(f"rate={rate} cannot work: accepted is {SLOWEST} or more")
     window, hop = rate // 40, rate // 100

@@ -38,7 +38,7 @@ def grey(images: Images) -> Images:
     """[N, 1024], shape (32, 32): as the Long Range Arena makes them, with tf.image.rgb_to_grayscale."""
     weights = torch.tensor((0.2989, 0.5870, 0.1140))
     parts = [
-        ((chunk.view(-1, SIDE * SIDE, 3).float() / 255) @ weights * 255.5).to(torch.uint8)  # rounded as there
+        ((chunk.view(-1, SIDE * SIDE, 3).float() / 255) @ weights * 255.5).to(torch.uint8)  # rounds as tf.image does
         for chunk in images.pixels.split(10000)
     ]
     return Images(torch.cat(parts), images.labels, (SIDE, SIDE))
@@ -49,10 +49,10 @@ def _batch(name: str) -> tuple[Tensor, Tensor]:
     path = files.get(FOLDER) / name
     data = np.frombuffer(files.read(path), np.uint8)
     if data.size == 0 or data.size % RECORD:
-        raise files.Broken(f"{path} holds {data.size:,} bytes, no whole records of {RECORD:,}: it is cut short")
+        raise files.Broken(f"{path} holds {data.size:,} bytes, not a multiple of {RECORD:,}: it is cut short")
     records = torch.from_numpy(data.reshape(-1, RECORD).copy())
     labels = records[:, 0].long()
     if int(labels.max()) >= len(CLASSES):
-        raise files.Broken(f"{path} holds the label {int(labels.max())}: labels are 0 to 9, so these are other records")
+        raise files.Broken(f"{path} holds the label {int(labels.max())}: labels are 0 to 9, so this is not CIFAR-10")
     pixels = records[:, 1:].unflatten(1, (3, SIDE * SIDE)).transpose(1, 2).flatten(1)  # [N, 1024, 3] -> [N, 3072]
     return pixels.contiguous(), labels

@@ -1,15 +1,15 @@
-"""Pathfinder pictures: two long dashed paths and short ones between them; do the two discs lie on the same path?
+"""Pathfinder pictures: two long dashed paths, short ones between them, and two discs: are both on the same path?
 
 Rules     of the arena's sets (Linsley et al. 2018, arXiv:1805.08315; Tay et al. 2021), with their published parameters:
           two paths of 14 dashes ("paddles") begin near the middle, a given distance apart, and grow in turn; then
-          distractors of 14 // 3 dashes as far as there is room. All lies on whole pixels: a dash ends on a circle
-          around its pivot, in a direction drawn with weight cos²(continuity · turn), and keeps a margin to all that is
-          there. One disc marks the beginning of a path, the other the end of the same or of the other
-Departs   thousands of pictures grow at once; half of the labels are 1, exactly; the first dash of a distractor is
-          sought at PLACES places instead of everywhere
-Verified  dashes, their masks, discs and the weights of turns are equal, pixel by pixel, to those of the public
-          generator (drewlinsley/pathfinder, ab9c130, which reduces 8-bit pictures); what 1,500 of its pictures show on
-          average is in tests/data/test_contours.py
+          distractors of 14 // 3 dashes where there is room. All positions are whole pixels: a dash ends on a circle
+          around its pivot, in a direction drawn with weight cos²(continuity · turn), and keeps a margin to everything
+          drawn before. One disc marks the beginning of a path, the other the end of the same or of the other path
+Departs   thousands of pictures grow at once; exactly half of the labels are 1; the first dash of a distractor is
+          tried at PLACES places instead of everywhere
+Verified  dashes, their masks, discs and the weights of turns equal those of the public generator pixel by pixel
+          (drewlinsley/pathfinder, ab9c130, which reduces 8-bit pictures); tests/data/test_contours.py compares averages
+          with those of 1,500 of its pictures
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-VERSION = 3  # of the pictures: pictures kept by another version are not used
+VERSION = 3  # of the pictures: cached pictures of another version are not used
 DEGREES = 360  # directions of a first dash
-TRIALS = 3  # for a dash before its path is dropped
-RETRIES = 5  # for a distractor
+TRIALS = 3  # of a dash before its path is given up
+RETRIES = 5  # of a distractor
 PLACES = 128  # tried for a distractor's first dash
 FULL = 1.8  # two masks whose sum reaches this overlap
 CLEAR = 0.3  # a mask up to this leaves room for a first dash
-ATTEMPTS = 32  # pictures begun at once for each that is wanted: most paths run into something
+ATTEMPTS = 32  # pictures begun at once for each one wanted: most paths run into something
 GIVE_UP = 20  # attempts in a row without any picture
-LEAST, CELLS = 512, 2**21  # pictures begun at once at least, and pixels of more than that at most
+LEAST, CELLS = 512, 2**21  # begin at least LEAST pictures at once; more only up to CELLS pixels in all
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Style:
     thickness: float
     margins: tuple[int, ...]  # one of them is drawn for each picture
     radius: float  # of the discs
-    seed_distance: int  # of the two paths' beginnings
+    seed_distance: int  # between the beginnings of the two paths
     continuity: float
     contrast: float  # of the long paths' dashes; discs have 1
-    distractor_contrast: float  # the brightest of a picture becomes 255
+    distractor_contrast: float  # the brightest pixel of a picture becomes 255
     distractors: int
     contour: int = 14  # dashes of a long path
     distractor: int = 4
@@ -61,12 +61,12 @@ HARD = {
 
 
 class Scene(NamedTuple):
-    """Dashes of N pictures, the two long paths first, and which tips are marked; places are (row, column)."""
+    """The dashes of N pictures, first those of the long paths, and the places of the discs as (row, column)."""
 
     margin: np.ndarray  # [N]
-    place: np.ndarray  # [N, P, 2]: where a dash is anchored, a first one at its beginning, others at their end
-    stamp: np.ndarray  # [N, P]: which of Stamps' dashes it is
-    there: np.ndarray  # [N, P]: a distractor may have found no room
+    place: np.ndarray  # [N, P, 2]: anchors of the dashes: the beginning of a first dash, the end of others
+    stamp: np.ndarray  # [N, P]: index of the dash in Stamps
+    there: np.ndarray  # [N, P]: False for a distractor that found no room
     discs: np.ndarray  # [N, 2, 2]
     labels: np.ndarray  # [N]: 1 where both discs are on one path
 
@@ -93,15 +93,15 @@ def scenes(style: Style, count: int, seed: int, number: int) -> Scene:
                 missing -= len(parts[-1].labels)
                 failures = 0 if len(parts[-1].labels) else failures + 1
                 if failures == GIVE_UP:
-                    raise ValueError(f"{style} leaves no room for two paths: none of {GIVE_UP} x {LEAST} was whole")
+                    raise ValueError(f"{style} leaves no room for two paths: {GIVE_UP} x {LEAST} attempts failed")
             rows.append(wanted)
     back = np.argsort(np.concatenate(rows))
     return Scene(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
 
 
 class Stamps:
-    """All dashes there are at one margin, as small pictures around their anchor: DEGREES first ones, which begin there,
-    then one for each direction in which a path can go on, which end there."""
+    """All possible dashes at one margin, as small pictures around their anchor: DEGREES first dashes that begin there,
+    then one for each direction in which a path can continue, ending there."""
 
     def __init__(self, style: Style, margin: int):
         length, step = style.length, style.length + margin
@@ -116,17 +116,17 @@ class Stamps:
         lines = [self._line(style, margin, angle) for angle in angles]
         self.light, self.mask = (np.stack(arrays) for arrays in zip(*lines, strict=True))
         self.wide = _dilate(np.pad(self.mask, ((0, 0), (margin, margin), (margin, margin))), margin)
-        # where a first dash needs room, from its beginning: a pixel further down and to the right, as published
+        # the pixels a first dash needs, relative to its beginning; shifted down and right by one pixel, as published
         cores = [np.argwhere(mask == 1) + 1 - self.reach for mask in self.mask[:DEGREES]]
         cores = [core[np.abs(core).max(1) <= step] for core in cores]
-        # as published, too: a direction only counts if its room would reach into the picture from all four corners
+        # also as published: a direction only counts if its pixels would reach into the picture from all four corners
         corners = [(y, x) for y in (-1, 1) for x in (-1, 1)]
         self.first = np.array([all((core * corner >= 0).all(1).any() for corner in corners) for core in cores])
         most = max(map(len, cores))
         self.core = np.stack([np.pad(core, ((0, most - len(core)), (0, 0)), mode="edge") for core in cores])
 
     def _line(self, style: Style, margin: int, angle: float) -> tuple[np.ndarray, np.ndarray]:
-        """A dash from the middle and the margin around it, drawn finer and then reduced."""
+        """A dash from the middle, and the margin around it; drawn at a higher resolution and then reduced."""
         side, fine = 2 * self.reach + 1, 2 * self.reach * style.antialias + 1
         picture = Image.new("L", (fine, fine))
         middle = self.reach * style.antialias
@@ -158,7 +158,7 @@ def _reduce(picture: np.ndarray, side: int) -> np.ndarray:
 
 
 def _dilate(pictures: np.ndarray, radius: int) -> np.ndarray:
-    """[..., n, n]: each pixel the largest within a radius."""
+    """[..., n, n]: each pixel becomes the largest within a radius."""
     padded = np.pad(pictures, [(0, 0)] * (pictures.ndim - 2) + [(radius, radius)] * 2)
     side, out = pictures.shape[-1], np.zeros_like(pictures)
     for y in range(-radius, radius + 1):
@@ -180,13 +180,13 @@ def step_pivot(style: Style, margin: int, pivot: np.ndarray, angle: np.ndarray) 
 
 
 def weights(style: Style, made: Stamps, angle: np.ndarray) -> np.ndarray:
-    """How likely each way to go on is after dashes at an angle [n], but for what is there: [n, K]"""
+    """How likely each next direction is after dashes at an angle [n], before obstacles are considered: [n, K]"""
     turn = np.abs((made.ways - angle[:, None] + np.pi) % (2 * np.pi) - np.pi)
     return np.cos(np.minimum(style.continuity * turn, np.pi / 2)) ** 2
 
 
 class _Canvas:
-    """Many small pictures with a border as wide as a stamp, in which stamps are read and put by place."""
+    """Many small pictures, with a border as wide as a stamp; reads and draws stamps by their place."""
 
     def __init__(self, count: int, size: int, border: int):
         self.border, self.side = border, size + 2 * border
@@ -198,23 +198,23 @@ class _Canvas:
         return self.pictures[:, self.border : -self.border, self.border : -self.border]
 
     def cells(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Of places [n, ..., 2] in pictures rows [n]: [n, ...]"""
+        """Flat indices [n, ...] of places [n, ..., 2] in pictures rows [n]"""
         corner = (rows * self.side + self.border) * self.side + self.border
         return corner.reshape(-1, *[1] * (place.ndim - 2)) + place[..., 0] * self.side + place[..., 1]
 
     def around(self, rows: np.ndarray, place: np.ndarray, reach: int) -> np.ndarray:
-        """Cells of squares [n, (2 reach + 1)²] around places [n, 2]"""
+        """Flat indices [n, (2 reach + 1)²] of the squares around places [n, 2]"""
         at = np.arange(-reach, reach + 1)
         return self.cells(rows, place)[:, None] + (at[:, None] * self.side + at).ravel()
 
     def put(self, rows: np.ndarray, place: np.ndarray, stamp: np.ndarray) -> None:
-        """The brighter of what is there and stamps [n, side, side]."""
+        """Draw stamps [n, side, side]; the brighter pixel wins."""
         cells = self.around(rows, place, stamp.shape[-1] // 2)
         self.flat[cells] = np.maximum(self.flat[cells], stamp.reshape(-1, cells.shape[1]))
 
 
 class _Growth:
-    """Pictures that grow together at one margin. A dash counts as there only when the next one of its path is."""
+    """Pictures that grow together at one margin. A dash takes its room when the next dash of its path is placed."""
 
     def __init__(self, style: Style, margin: int, random: np.random.Generator, count: int):
         self.style, self.margin, self.random = style, margin, random
@@ -230,7 +230,7 @@ class _Growth:
         self.angle = np.zeros((count, style.dashes))
 
     def take(self, rows: np.ndarray, dash: int) -> None:
-        """Mark the room of a dash as taken."""
+        """Mark the pixels of a dash as taken."""
         self.mask.put(rows, self.place[rows, dash], self.stamps.mask[self.stamp[rows, dash]])
         self.wide.put(rows, self.place[rows, dash], self.stamps.wide[self.stamp[rows, dash]])
 
@@ -242,14 +242,14 @@ class _Growth:
         self.place[rows, dash], self.stamp[rows, dash] = at
 
     def start(self, rows: np.ndarray, dash: int, tail: np.ndarray, stamp: np.ndarray) -> np.ndarray:
-        """A path's first dash, from tail [n, 2]; whether it lies inside."""
+        """Place a path's first dash, from tail [n, 2]; returns whether it lies inside the picture."""
         angle = self.stamps.degrees[stamp]
         head, pivot = begin(self.style, self.margin, tail, angle)
         self.put(rows, dash, pivot, angle, tail, stamp)
         return self.inside(head) & self.inside(pivot) & self.inside(tail)
 
     def extend(self, rows: np.ndarray, dash: int) -> np.ndarray:
-        """This dash of a path that has those before it; the rows that have one."""
+        """Add dash number `dash` to paths that have all before it; returns the rows that had room for it."""
         made, style = self.stamps, self.style
         angle = self.angle[rows, dash - 1]
         pivot = step_pivot(style, self.margin, self.pivot[rows, dash - 1], angle)
@@ -294,12 +294,12 @@ def _attempt(style: Style, margin: int, label: int, random: np.random.Generator,
 
 
 def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
-    """Both long paths, dash by dash in turn; the rows in which they found room."""
+    """Both long paths, one dash each in turn; returns the rows in which they found room."""
     style, random, made = growth.style, growth.random, growth.stamps
     way = random.choice(np.flatnonzero(made.first), len(rows))
-    # where in the middle of a picture the first dash begins, and whether there is room for one
+    # the first dash begins near the middle of the picture, if there is room for it
     low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
-    first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # the last is outside
+    first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # `last` is excluded
     tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
     found = (last > first).all(1)
     found &= growth.start(rows, 0, tail, way)
@@ -314,7 +314,7 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
 
 
 def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray) -> None:
-    """A short path from `dash` on, where there is room for one."""
+    """A short path whose first dash is number `dash`, where there is room."""
     style, random, made = growth.style, growth.random, growth.stamps
     without = rows
     for _ in range(RETRIES):
@@ -328,7 +328,7 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
         found, best = room.any(1), room.argmax(1)
         tried, way, tail = tried[found], way[found], tails[found, best[found]]
         growth.start(tried, dash, tail, way)
-        # a path that is given up leaves nothing behind
+        # to undo paths that are given up
         before = growth.mask.pictures[tried], growth.wide.pictures[tried]
         done = tried
         for step in range(1, style.distractor):
@@ -341,7 +341,7 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
 
 
 def render(style: Style, scene: Scene) -> np.ndarray:
-    """[N, size, size] uint8: the brighter of dashes and discs, and the brightest of a picture 255."""
+    """[N, size, size] uint8: the brighter of dashes and discs; the brightest pixel of each picture becomes 255."""
     reach = max(stamps(style, margin).reach for margin in style.margins)
     canvas = _Canvas(len(scene.labels), style.size, max(reach, len(disc(style)) // 2))
     for margin in style.margins:

@@ -2,7 +2,7 @@
 
 Source   made here, as in Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.1, and its code (causal-copy/main.py)
 Sizes    length 128, 10 symbols, words of 32 to 62 symbols, any number of examples
-Split    by seed: examples of two seeds agree only by chance
+Split    by seed: examples of different seeds are equal only by chance
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from subquad.checks import at_least
 
-SEPARATOR = 0  # also what fills the rest
+SEPARATOR = 0  # also fills the rest of the sequence
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Examples by index. What one holds depends on (seed, index) alone, whatever the machine, batch or epoch."""
+    """Examples by index. An example depends only on (seed, index), not on the machine, batch or epoch."""
 
     length: int = 128
     symbols: int = 10  # 1 .. symbols
@@ -32,12 +32,12 @@ class Copy:
         return self.count
 
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
-        """tokens [B, T]: w, 0, w, 0 ..; targets [B, T]: the token after each; mask [B, T]: where targets count, the
-        positions n - 1 to 2n - 1 of a word of n, whose targets are the separator and w."""
+        """tokens [B, T]: w, 0, w, 0 ..; targets [B, T]: the next token; mask [B, T]: where targets count: positions
+        n - 1 to 2n - 1 for a word of n symbols, whose targets are the separator and w."""
         bits = _bits(self.seed, np.asarray(indices), self.length + 1)
         low, end = self.length // 4, (self.length - 1) // 2
         n = low + (bits[:, :1] % np.uint64(end - low)).astype(np.int64)  # [B, 1]
-        word = 1 + (bits[:, 1:] % np.uint64(self.symbols)).astype(np.int64)  # [B, T], of which the first n
+        word = 1 + (bits[:, 1:] % np.uint64(self.symbols)).astype(np.int64)  # [B, T]; the first n are used
         at = np.arange(self.length)
         tokens = np.take_along_axis(word, np.where(at < n, at, np.maximum(at - n - 1, 0)), axis=1)
         tokens = np.where((at == n) | (at > 2 * n), SEPARATOR, tokens)
@@ -47,7 +47,7 @@ class Copy:
 
 
 def _bits(seed: int, indices: np.ndarray, count: int) -> np.ndarray:
-    """[B, count] uint64: splitmix64 of a counter, where every index owns a stretch of 2^20 numbers."""
+    """[B, count] uint64: splitmix64 of a counter; each index has its own range of 2^20 numbers."""
     z: np.ndarray = np.uint64(seed * 0xD1342543DE82EF95 % 2**64) + (indices.astype(np.uint64)[:, None] << np.uint64(20))
     z = (z + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
 """Handwritten digits that ship with the package: 1,797 images of 8 x 8 pixels in 17 shades.
 
 Source   E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository,
-         doi:10.24432/C50P49, CC BY 4.0; the 1,797 images are its test part, as scikit-learn carries them, unchanged
-Split    1,500 for training and 297 for testing, by one fixed shuffle
+         doi:10.24432/C50P49, CC BY 4.0; the 1,797 images are its test part, unchanged, as in scikit-learn
+Split    1,500 for training and 297 for testing, after one fixed shuffle
 """
 
 from importlib.resources import files

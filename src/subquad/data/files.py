@@ -1,8 +1,8 @@
-"""Where data lies: `$SUBQUAD_DATA`, else the user's cache directory; what is missing there is downloaded.
+"""Data files in `$SUBQUAD_DATA`, or else in the user's cache directory; missing files are downloaded.
 
-A download is a public file whose SHA-256 is known. It appears under its name only when it is whole and checked, so a
-broken connection leaves nothing behind. Where there is no network, or no public file to check against, the error says
-which file to put where.
+Only public files of known SHA-256 are downloaded. A file appears under its name only when it is complete and checked,
+so a broken connection leaves nothing behind. Without a network, or without a public file, the error says which file to
+put where.
 """
 
 import gzip
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 T = TypeVar("T")
-TIMEOUT = 20  # seconds without an answer
+TIMEOUT = 20  # seconds without an answer from the host
 # limits of an archive; the largest real ones are ImageNet's batches of 1.6 GB and Tiny ImageNet's 120,000 files
 LARGEST = 16 * 2**30  # bytes
 MOST = 1_000_000  # files and folders
@@ -42,11 +42,11 @@ IN_MEMORY = 2**30  # bytes of a file that is unpacked in memory; MNIST's largest
 
 
 class Missing(FileNotFoundError):
-    """Data that is not here and cannot be downloaded; the message says what to put where."""
+    """Data that is missing and cannot be downloaded; the message says which file to put where."""
 
 
 class Broken(ValueError):
-    """A file that is not what its name says; the message names it."""
+    """A damaged or wrong file; the message names it."""
 
 
 def extra(package: str, name: str, what: str) -> ModuleType:
@@ -55,7 +55,7 @@ def extra(package: str, name: str, what: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         advice = f"pip install 'subquad[{name}]'"
-        raise ImportError(f"{what} need the package {package}, which is not here: {advice}") from error
+        raise ImportError(f"{what} need the package {package}, which is not installed: {advice}") from error
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class File:
     """A file or folder of a data set, by its path under the data folder."""
 
     path: str
-    home: str = ""  # where a person finds it, if not at `url`
-    also: tuple[str, ...] = ()  # other paths at which people keep it
+    home: str = ""  # where users can get it, if not at `url`
+    also: tuple[str, ...] = ()  # other paths at which it is often kept
     url: str | None = None  # None: there is no public file whose SHA-256 is known
-    sha256: str | None = None  # of what `url` gives
-    unpack: Literal["zip", "tar"] | None = None  # what `url` gives is an archive that holds `path`
+    sha256: str | None = None  # of the file at `url`
+    unpack: Literal["zip", "tar"] | None = None  # set if `url` is an archive that holds `path`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", self.home or self.url)
@@ -80,13 +80,13 @@ def folder() -> Path:
 
 
 def find(file: File) -> Path | None:
-    """The file, if it is here."""
+    """The path of the file, or None if it is missing."""
     paths = (folder() / name for name in (file.path, *file.also))
     return next((path for path in paths if path.exists()), None)
 
 
 def get(file: File) -> Path:
-    """The file; downloaded where it is not here."""
+    """The path of the file, which is downloaded if it is missing."""
     found = find(file)
     if found is not None:
         return found
@@ -115,7 +115,7 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with lock(path.parent):
             if not path.exists():
-                for left in path.parent.glob(f".{path.name}.*"):  # by a killed process
+                for left in path.parent.glob(f".{path.name}.*"):  # left by a killed process
                     _remove(left)
                 with atomic(path) as new:
                     make(new)
@@ -123,7 +123,7 @@ def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
 
 
 def mark(*sources: Path) -> str:
-    """A name for what is made from these files or folders; it changes when one of them does."""
+    """A hash for naming what is made from these files or folders; it changes when one of them changes."""
     try:
         facts = "\n".join(f"{p.resolve()} {p.stat().st_size} {p.stat().st_mtime_ns}{_inside(p)}" for p in sources)
     except OSError as error:
@@ -138,7 +138,7 @@ def _inside(path: Path) -> str:
     count = size = times = 0
     for place, folders, names in os.walk(path):
         for entry in (os.path.join(place, name) for name in (*folders, *names)):
-            found = os.stat(entry, follow_symlinks=os.path.exists(entry))  # a broken link counts itself
+            found = os.stat(entry, follow_symlinks=os.path.exists(entry))  # a broken link counts as itself
             count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
     return f" {count} {size} {times}"
 
@@ -162,14 +162,14 @@ def _remove(path: Path) -> None:
 
 
 def shown(items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a progress bar if this is a terminal."""
+    """The items, with a progress bar on a terminal."""
     from rich.progress import track
 
     return track(items, label, total, transient=True, disable=not sys.stdout.isatty())
 
 
 def read(path: Path) -> bytes:
-    """All of a file; Broken names one that cannot be read."""
+    """The whole file; raises Broken if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -177,7 +177,7 @@ def read(path: Path) -> bytes:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """All of a text file; Broken names one that is not text."""
+    """The whole text file; raises Broken if it is not text."""
     try:
         return read(path).decode(encoding)
     except UnicodeDecodeError as error:
@@ -186,7 +186,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def lock(directory: Path) -> BaseFileLock:
-    """One process and thread at a time. The lock goes with its process, so a killed one leaves no trap."""
+    """A lock for one process and thread at a time. It is released when its process ends, even if that is killed."""
     return FileLock(directory / ".lock", thread_local=False)
 
 
@@ -194,7 +194,7 @@ def _download(file: File, url: str) -> None:
     import pooch
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    pooch.get_logger().setLevel("WARNING")  # the bar is enough
+    pooch.get_logger().setLevel("WARNING")  # the progress bar is enough
     place = folder() / ".download"
     shutil.rmtree(place, ignore_errors=True)  # left by a killed process
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -220,17 +220,17 @@ def _download(file: File, url: str) -> None:
 
 
 def _unpack(archive: Path, place: Path) -> None:
-    """Unpack an archive, and then move its content into the data folder."""
+    """Unpack an archive, then move its content into the data folder."""
     try:
         budget = _Budget(archive)
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
                 for info in packed.infolist():
                     budget.take(info.filename, info.file_size)
-                packed.extractall(place)  # it reads no more of a file than the entry's size
+                packed.extractall(place)  # reads at most the size of the entry
         else:
             with tarfile.open(archive) as tar:
-                for member in tar:  # one by one: looking for the next one unpacks this one
+                for member in tar:  # one by one, because finding the next member means unpacking this one
                     budget.take(member.name, member.size)
                     tar.extract(member, place, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError) as error:
@@ -241,7 +241,7 @@ def _unpack(archive: Path, place: Path) -> None:
 
 
 class _Budget:
-    """Limits on what an archive unpacks to, and where."""
+    """Limits on what an archive unpacks to: its size, the number of its files, and their paths."""
 
     def __init__(self, archive: Path):
         self.name, self.size, self.count = archive.name, 0, 0
@@ -257,7 +257,7 @@ class _Budget:
 
 
 def inside(folder: Path, name: str, source: Path) -> Path:
-    """The path of a name that a data set's file gives; refused if it leads out of the folder."""
+    """folder / name, where the name was read from the file `source`; fails if it leads out of the folder."""
     if not _stays(name):
         raise Broken(f"{source} names {name!r}, which lies outside {folder}: accepted are paths inside it")
     return folder / name
@@ -269,7 +269,7 @@ def _stays(name: str) -> bool:
 
 
 def unpacked(path: Path, kind: Literal["gzip", "xz"], most: int = IN_MEMORY) -> bytes:
-    """The content of a compressed file; Broken if that is more than `most` bytes, or the file is damaged."""
+    """The content of a compressed file; raises Broken if that is more than `most` bytes or the file is damaged."""
     opener = gzip.open if kind == "gzip" else lzma.open
     try:
         with opener(path, "rb") as stream:
@@ -282,9 +282,9 @@ def unpacked(path: Path, kind: Literal["gzip", "xz"], most: int = IN_MEMORY) -> 
 
 
 def arrays(path: Path, data: bytes | None = None, what: str = "npz file") -> dict[str, np.ndarray]:
-    """The arrays of an npz file, or of its unpacked `data`.
+    """The arrays of an npz file, or of its content `data`.
 
-    Sizes are compared before anything is read: a header of a few bytes can claim a petabyte.
+    Sizes are checked before any array is read, because a header of a few bytes can claim a petabyte.
     """
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
@@ -299,7 +299,7 @@ def arrays(path: Path, data: bytes | None = None, what: str = "npz file") -> dic
                 with packed.open(info) as entry:
                     shape, _, kind = headers[np.lib.format.read_magic(entry)](entry)
                 if math.prod(shape) * kind.itemsize > info.file_size:
-                    raise ValueError(f"{info.filename} says {kind} {shape} and holds {info.file_size:,} bytes")
+                    raise ValueError(f"{info.filename} should hold {kind} {shape} and holds {info.file_size:,} bytes")
         with stream() as file, np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:

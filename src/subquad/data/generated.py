@@ -1,4 +1,4 @@
-"""Generated arrays: made once, written whole or not at all, and shared by processes through memory maps."""
+"""Generated arrays: made once, written completely or not at all, and shared by processes through memory maps."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def generated() -> Path:
 
 
 def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `folder`, mapped into memory; made and written there first if there are none."""
+    """The arrays of `folder`, memory-mapped; if there are none, they are made and written first."""
     if not any(folder.glob("*.npy")):
         try:
             with files.atomic(folder) as part:
@@ -30,14 +30,14 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
                 for name, array in make().items():
                     np.save(part / f"{name}.npy", array)
         except OSError:
-            if not any(folder.glob("*.npy")):  # else another process was first, with the same arrays
+            if not any(folder.glob("*.npy")):  # otherwise another process was first and wrote the same arrays
                 raise
     arrays = {}
     for path in sorted(folder.glob("*.npy")):
         try:
             arrays[path.stem] = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is damaged: delete {folder}, and it is made again") from error
+            raise ValueError(f"{path} is damaged: delete {folder}, and it will be made again") from error
     return arrays
 
 

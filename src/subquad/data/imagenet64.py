@@ -1,9 +1,9 @@
 """ImageNet at 64 x 64 pixels, in either of its two public forms.
 
-Source   van den Oord et al. 2016, arXiv:1601.06759: PNG files in train_64x64 and valid_64x64, without labels; this is
-         the one of the Sparse Transformer's 3.44 bits/dim
+Source   van den Oord et al. 2016, arXiv:1601.06759: PNG files in train_64x64 and valid_64x64, without labels; the
+         Sparse Transformer's 3.44 bits/dim were measured on these
          Chrabaszcz et al. 2017, arXiv:1707.08819: train_data_batch_1.npz to 10 and val_data.npz, with labels
-Licence  ImageNet's: for research, after registration at https://image-net.org/download-images; so there is no download
+Licence  ImageNet's: for research, after registration at https://image-net.org/download-images; not downloaded here
 Sizes    1,281,149 + 49,999 (PNG) or 1,281,167 + 50,000 (npz) images, 12,288 bytes each
 Split    as published; the papers report on the validation images, which `load` returns as the test part
 """

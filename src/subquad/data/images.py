@@ -1,4 +1,4 @@
-"""Images as sequences of bytes; a data set is one tensor, so a batch is one index."""
+"""Images as sequences of bytes; a data set is one tensor, so a batch is one indexing operation."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class Images(NamedTuple):
-    pixels: Tensor  # [N, T] uint8, row by row, the channels of a pixel beside each other; may be memory-mapped
+    pixels: Tensor  # [N, T] uint8, row by row, the channels of a pixel next to each other; may be memory-mapped
     labels: Tensor  # [N] int64; -1 where a set has none
-    shape: tuple[int, ...]  # of one: (28, 28), (32, 32, 3)
+    shape: tuple[int, ...]  # of one image: (28, 28), (32, 32, 3)
 
     def part(self, rows: slice) -> "Images":
         return Images(self.pixels[rows], self.labels[rows], self.shape)
@@ -46,8 +46,8 @@ class Pixels:
 
 
 def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]], *sources: Path) -> Images:
-    """Images as one memory-mapped file, made once and again when a source has changed; `parts` gives (pixels [n, T],
-    labels [n]) in turn."""
+    """Images as one memory-mapped file, which is made again when a source has changed; `parts` yields (pixels [n, T],
+    labels [n])."""
 
     def make(new: Path) -> None:
         new.mkdir()
@@ -62,7 +62,7 @@ def packed(name: str, shape: tuple[int, ...], parts: Callable[[], Iterable[Part]
 
     place = files.prepared(f"{name}.images", make, *sources)
     labels = np.load(place / "labels.npy")
-    pixels = np.memmap(place / "pixels.u8", np.uint8, mode="c").reshape(len(labels), -1)  # torch asks for write access
+    pixels = np.memmap(place / "pixels.u8", np.uint8, mode="c").reshape(len(labels), -1)  # torch needs write access
     return Images(torch.from_numpy(pixels), torch.from_numpy(labels), shape)
 
 
@@ -75,7 +75,7 @@ def read_picture(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     except (OSError, SyntaxError, ValueError) as error:
         raise files.Broken(f"{path} is not a whole picture: {error}") from error
     if found.dtype != np.uint8:
-        found = np.round(found * 255).astype(np.uint8)  # PNG comes as 0 to 1
+        found = np.round(found * 255).astype(np.uint8)  # imread gives PNG files as 0 to 1
     found = np.repeat(found[..., None], 3, axis=2) if found.ndim == 2 else found[..., :3]
     if found.shape != shape:
         raise files.Broken(f"{path} is a picture of {found.shape}: accepted are {shape}")

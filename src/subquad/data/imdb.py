@@ -3,7 +3,7 @@
 Source   A. Maas et al. 2011, "Learning Word Vectors for Sentiment Analysis", https://ai.stanford.edu/~amaas/data/sentiment
 Licence  none stated; asks to be cited
 Sizes    25,000 + 25,000 reviews of 32 to 13,704 bytes, at most 30 of a film
-Split    as published; one film is in both parts. The Long Range Arena takes the test part for validation
+Split    as published; one film is in both parts. The Long Range Arena uses the test part for validation
 Order    unfavourable first, then by the number in the file's name
 """
 
@@ -25,7 +25,7 @@ FOLDER = files.File(
 
 
 def load() -> tuple[Arrays, Arrays]:
-    """(training, test); the folder of 50,000 files is read once and kept as one.
+    """(training, test); the folder of 50,000 files is read once and cached as one file.
 
     text     uint8, all reviews one after the other, UTF-8
     starts   [N + 1]: review i is text[starts[i] : starts[i + 1]]
@@ -40,7 +40,7 @@ def _part(folder: Path) -> Arrays:
     kinds = [folder / kind for kind in ("neg", "pos")]
     for kind in kinds:
         if not kind.is_dir():
-            raise files.Broken(f"{kind} is missing: {folder.parent} is not the whole of aclImdb")
+            raise files.Broken(f"{kind} is missing: {folder.parent} is not the complete folder aclImdb")
     return files.arrays(files.prepared(f"imdb.{folder.name}.npz", partial(_gather, folder, kinds), *kinds))
 
 
@@ -53,7 +53,7 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
             raise files.Broken(f"{kind} holds no reviews")
         if found[-1][0] >= len(addresses):
             place = folder / f"urls_{kind.name}.txt"
-            raise files.Broken(f"{place} has {len(addresses)} lines, none for {found[-1][1].name}")
+            raise files.Broken(f"{place} has only {len(addresses)} lines, and none for {found[-1][1].name}")
         for number, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
             texts.append(files.read(path))
             labels.append(label)
@@ -69,8 +69,8 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
 
 
 def _number(path: Path) -> int:
-    """Of 127_9.txt, a review with nine stars: its line in the list of films."""
+    """127 for 127_9.txt, a review with nine stars: its line in the list of films."""
     found = re.fullmatch(r"(\d+)_(\d+)", path.stem)
     if found is None:
-        raise files.Broken(f"{path} is not a review: their names are like 127_9.txt")
+        raise files.Broken(f"{path} is not a review: reviews have names like 127_9.txt")
     return int(found[1])

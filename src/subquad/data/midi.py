@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from subquad.data import files
 
 TICKS = 480  # a quarter note, in files written here
-LONGEST = 100_000  # quarter notes in a file, 14 hours at 120 a minute: a broken time would fill the memory
+LONGEST = 100_000  # quarter notes in a file, 14 hours at 120 a minute: a damaged time could fill the memory
 
 
 class Note(NamedTuple):
-    start: float  # quarter notes from the beginning
+    start: float  # in quarter notes from the beginning
     end: float
     pitch: int  # 60 is middle C
     velocity: int = 80
@@ -24,7 +24,7 @@ def require_mido() -> Any:
 
 
 def read_midi(path: Path) -> list[Note]:
-    """The notes of formats 0 and 1, by start, then pitch. A note that is never ended ends with its track."""
+    """The notes of a file of format 0 or 1, sorted by start, then pitch. A note without an end ends with its track."""
     mido = require_mido()
     if files.read(path)[:4] != b"MThd":
         raise files.Broken(f"{path} is not a MIDI file: it does not begin with MThd")
@@ -63,7 +63,7 @@ def _read_track(track: Iterable[Any], ticks: int) -> Iterator[Note]:
 
 
 def write_midi(path: Path, notes: Iterable[Note], tempo: float = 100.0, programs: Sequence[int] = (0,)) -> None:
-    """One track. `programs` are the instruments of channels 0, 1, ..: 0 a piano, 19 a church organ, 52 a choir."""
+    """Write one track. `programs` are the instruments of channels 0, 1, ..: 0 piano, 19 church organ, 52 choir."""
     mido = require_mido()
     events = [(0, 0, mido.MetaMessage("set_tempo", tempo=round(60e6 / tempo)))]
     events += [(0, 0, mido.Message("program_change", channel=c, program=program)) for c, program in enumerate(programs)]
@@ -74,7 +74,7 @@ def write_midi(path: Path, notes: Iterable[Note], tempo: float = 100.0, programs
         about = {"note": note.pitch, "channel": note.channel}
         events.append((start, 2, mido.Message("note_on", velocity=note.velocity, **about)))
         events.append((max(end, start + 1), 1, mido.Message("note_off", velocity=0, **about)))
-    events.sort(key=lambda event: event[:2])  # at one time a note ends before the next of its pitch begins
+    events.sort(key=lambda event: event[:2])  # notes that end come before notes that begin at the same time
     track = mido.MidiTrack()
     now = 0
     for when, _, message in events:

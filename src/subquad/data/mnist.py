@@ -1,10 +1,10 @@
 """MNIST: 70,000 handwritten digits of 28 x 28 grey pixels.
 
 Source   Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist; downloads come from a mirror of the four
-         original files (SHA-256 as many public projects list them; of the files inside, checked on a copy)
+         original files (SHA-256 as listed by many public projects; the content was checked against another copy)
 Licence  none stated
 Sizes    60,000 + 10,000 images, 784 bytes each, 0 (background) to 255
-Split    as published; the papers hold no validation images out (`images.hold_out(training, 5000)` does)
+Split    as published, without validation images; `images.hold_out(training, 5000)` makes some
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def _part(name: str) -> Images:
     path = files.get(FILES[f"{name}-labels-idx1-ubyte.gz"])
     labels = read_idx(path)
     if labels.shape != pixels.shape[:1]:
-        raise files.Broken(f"{path} holds {len(labels)} labels of {len(pixels)} images")
+        raise files.Broken(f"{path} holds {len(labels)} labels for {len(pixels)} images")
     return Images(torch.from_numpy(pixels).flatten(1), torch.from_numpy(labels).long(), SHAPE)
 
 
@@ -61,5 +61,5 @@ def read_idx(path: Path) -> np.ndarray:
     shape = tuple(int(n) for n in np.frombuffer(data, ">i4", data[3], 4))
     body = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
     if body.size != np.prod(shape, dtype=np.int64):
-        raise files.Broken(f"{path} says {shape} in its header and holds {body.size:,} bytes: it is not whole")
+        raise files.Broken(f"{path} has the shape {shape} in its header and holds {body.size:,} bytes: it is damaged")
     return body.reshape(shape).copy()

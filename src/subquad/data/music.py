@@ -2,11 +2,11 @@
 
 Chorales  C.-Z. A. Huang, https://github.com/czhuang/JSB-Chorales-dataset, Jsb16thSeparated.npz; licence none stated;
           229 + 76 + 77 chorales in the split of Boulanger-Lewandowski 2012, four voices (soprano, alto, tenor, bass),
-          a pitch or silence for each sixteenth note; held and repeated notes are not told apart
-Tokens    the four voices of a sixteenth, then of the next: 0 for silence, else pitch - 35 of pitches 36 to 81
+          a pitch or silence for each sixteenth note; held and repeated notes look the same
+Tokens    the four voices of a sixteenth, then of the next: 0 for silence, pitch - 35 for pitches 36 to 81
 Sound     any sound file or folder of them, at a rate of your choice: 256 tokens of µ-law, split by files, or
           90 / 5 / 5 % of a single one
-MIDI      any folder of files, brought onto the same grid
+MIDI      any folder of files, converted to the same grid
 """
 
 import io
@@ -32,7 +32,7 @@ VOICES = 4
 LOWEST, HIGHEST = 36, 81  # pitches of the chorales
 SILENCE = 0
 VOCAB = HIGHEST - LOWEST + 2
-STEP = 0.25  # quarter notes in a row of the grid
+STEP = 0.25  # quarter notes, for a row of the grid
 CHORALES = files.File(
     "jsb16.npz",
     also=("Jsb16thSeparated.npz",),
@@ -43,7 +43,7 @@ CHORALES = files.File(
 
 
 class Grids(NamedTuple):
-    train: list[np.ndarray]  # of each a grid [T, 4] int64 of pitches, 0 for silence
+    train: list[np.ndarray]  # for each piece a grid [T, 4] int64 of pitches, 0 for silence
     validation: list[np.ndarray]
     test: list[np.ndarray]
 
@@ -56,20 +56,20 @@ def chorales() -> Grids:
 def to_tokens(grid: np.ndarray) -> np.ndarray:
     """[T, 4] pitches -> [4 T] uint8"""
     if grid.size and not np.all((grid == 0) | ((grid >= LOWEST) & (grid <= HIGHEST))):
-        found, accepted = f"pitches {grid.min()} to {grid.max()}", f"0, {LOWEST} to {HIGHEST}"
+        found, accepted = f"pitches {grid.min()} to {grid.max()}", f"0 and {LOWEST} to {HIGHEST}"
         raise ValueError(f"{found} cannot be written: accepted are {accepted}")
     return np.where(grid == 0, SILENCE, grid - LOWEST + 1).astype(np.uint8).reshape(-1)
 
 
 def to_grid(tokens: np.ndarray | Tensor) -> np.ndarray:
-    """[4 T] tokens -> [T, 4] pitches; what is left of an unfinished sixteenth is dropped."""
+    """[4 T] tokens -> [T, 4] pitches; an incomplete sixteenth at the end is dropped."""
     tokens = np.asarray(tokens, dtype=np.int64)
     rows = tokens[: len(tokens) // VOICES * VOICES].reshape(-1, VOICES)
     return np.where(rows == SILENCE, 0, rows + LOWEST - 1)
 
 
 def to_notes(grid: np.ndarray) -> list[Note]:
-    """Notes of a grid: a pitch that a voice keeps is one note. Each voice has its own channel."""
+    """The notes of a grid: equal pitches in a row are one note. Each voice has its own channel."""
     notes = []
     for voice in range(grid.shape[1]):
         pitches = grid[:, voice]
@@ -81,15 +81,15 @@ def to_notes(grid: np.ndarray) -> list[Note]:
 
 
 def from_notes(notes: Sequence[Note], voices: int = VOICES) -> np.ndarray:
-    """The grid [T, voices] of a MIDI file. Where it has 2 to `voices` channels each is a voice, in their order; else
-    the voices are at each sixteenth the highest notes that sound. Octaves bring all notes into the range."""
+    """The grid [T, voices] of a MIDI file. With 2 to `voices` channels, each channel is a voice, in order; else
+    the voices are the highest notes that sound at each sixteenth. Notes out of range are moved by octaves."""
     starts = [round(note.start / STEP) for note in notes]
     ends = [max(round(note.end / STEP), start + 1) for note, start in zip(notes, starts, strict=True)]
     rows = max(ends, default=0)
     channels = sorted({note.channel for note in notes})
     grid = np.zeros((rows, voices), np.int64)
     sounding: list[set[int]] = [set() for _ in range(rows)]
-    for note, start, end in zip(notes, starts, ends, strict=True):  # lowest first where several begin at once
+    for note, start, end in zip(notes, starts, ends, strict=True):  # sorted: lower notes come first
         pitch = note.pitch + 12 * (max(0, -(-(LOWEST - note.pitch) // 12)) - max(0, -(-(note.pitch - HIGHEST) // 12)))
         if 1 < len(channels) <= voices:
             grid[start:end, channels.index(note.channel)] = pitch
@@ -104,34 +104,34 @@ def from_notes(notes: Sequence[Note], voices: int = VOICES) -> np.ndarray:
 
 
 def midi_files(folder: Path) -> Grids:
-    """All .mid and .midi files of a folder, every tenth for validation and every tenth for testing."""
+    """All .mid and .midi files of a folder: every tenth for validation and every tenth for testing."""
     found = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
     if len(found) < 10:
-        raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, to be split")
-    grids = [from_notes(read_midi(path)) for path in files.shown(found, "MIDI files onto a grid")]
+        raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, which can be split")
+    grids = [from_notes(read_midi(path)) for path in files.shown(found, "converting MIDI files")]
     silent = [path for path, grid in zip(found, grids, strict=True) if not len(grid)]
     if silent:
-        raise files.Broken(f"{silent[0]} holds no notes, as {len(silent)} of {len(found)} files: accepted are others")
+        raise files.Broken(f"{silent[0]} holds no notes, like {len(silent)} of {len(found)} files: remove them")
     return Grids(*map(list, tenths(grids)))
 
 
 def save_midi(tokens: np.ndarray | Tensor, path: Path, tempo: float = 80.0) -> None:
-    """A piece of tokens as a MIDI file, sung by four choirs."""
+    """Write the tokens of a piece as a MIDI file, sung by four choirs."""
     write_midi(path, to_notes(to_grid(tokens)), tempo, programs=(52,) * VOICES)
 
 
 def in_parts(pieces: Sequence[np.ndarray], length: int) -> list[np.ndarray]:
-    """All of the pieces, those of more than `length` tokens as several, one after the other."""
+    """The pieces in order; pieces of more than `length` tokens are cut into several."""
     rows = length // VOICES
     return [piece[start : start + rows] for piece in pieces for start in range(0, len(piece), rows)]
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A source of pieces, or of parts of `length` tokens: {"tokens": [B, T] uint8, "lengths": [B]}, silence behind.
+    """A source of pieces or parts of `length` tokens: {"tokens": [B, T] uint8, "lengths": [B]}, padded with silence.
 
-    For training a part begins at another sixteenth each epoch and is moved by up to `transpose` semitones, as far as
-    the voices go; both are drawn from the index and the epoch.
+    In training a part begins at another sixteenth in each epoch and is transposed by up to `transpose` semitones within
+    the range of pitches; both are random numbers that depend only on the index and the epoch.
     """
 
     pieces: Sequence[np.ndarray]
@@ -164,26 +164,26 @@ class Pieces:
 
 
 def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
-    """µ-law tokens of a sound file or of all in a folder; a relative path may lie under the data folder. None: the Free
-    Spoken Digit Dataset, as `speech.digits` has it.
+    """µ-law tokens of a sound file or of all files of a folder; a relative path may be relative to the data folder.
+    None: the Free Spoken Digit Dataset, which `speech.digits` also uses.
 
-    Of ten or more files every tenth is for validation and every tenth for testing."""
+    A folder needs ten files or more: every tenth is for validation, every tenth for testing."""
     path = files.get(speech.FSDD) if path is None else Path(path).expanduser()
     path = path if path.exists() else files.folder() / path
     if not path.exists():
         accepted = f"a WAV or other sound file, or a folder of them, here or in {files.folder()}"
-        raise files.Missing(f"{path} is not there: accepted is {accepted}")
+        raise files.Missing(f"{path} does not exist: accepted is {accepted}")
     name = f"{path.parent.name}/{path.name} at {rate:,} Hz"
     if path.is_file():
         tokens = files.prepared(f"{path.stem}.{rate}.mulaw", partial(_encode, rate, [path]), path)
         try:
             return any_file(tokens, name)
-        except files.Broken as error:  # which names what was made, not what to mend
+        except files.Broken as error:  # it names the cached tokens, but the user has to change the sound file
             count = tokens.stat().st_size
             raise files.Broken(f"{path} has {count} samples at {rate:,} Hz, too few to split") from error
     found = audio.sound_files(path)
     if len(found) < 10:
-        accepted = "one file, or ten or more to be split"
+        accepted = "one file, or ten or more, which can be split"
         raise files.Broken(f"{path} holds {len(found)} sound files such as WAV: accepted are {accepted}")
     parts = dict(zip(("train", "validation", "test"), tenths(found), strict=True))
     return made_corpus(name, f"{path.name}.{rate}.{{}}.mulaw", parts, partial(_encode, rate))
@@ -191,12 +191,12 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
 
 def _encode(rate: int, sources: Sequence[Path], new: Path) -> None:
     with new.open("wb") as file:
-        for source in files.shown(sources, "sounds into tokens"):
+        for source in files.shown(sources, "converting sounds to tokens"):
             file.write(audio.mu_law(audio.resample(*audio.read_sound(source), rate)).tobytes())
 
 
 class _Arrays(pickle.Unpickler):
-    """The file holds arrays of arrays, which NumPy stores as pickles: only what makes an array is let through."""
+    """The file holds arrays of arrays, which NumPy stores as pickles: only what builds arrays may be loaded."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
@@ -205,7 +205,7 @@ class _Arrays(pickle.Unpickler):
             return np.dtype
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a file of chorales")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of chorales")
 
 
 def _read_grids(path: Path, part: str) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
-"""The order in which examples are seen, as a pure function of the step: nothing to save, nothing to restore.
+"""The order of examples, as a pure function of the step: there is nothing to save or restore.
 
-Epochs follow each other without a gap: a batch that reaches the end of one takes the rest from the next, so that every
-example is seen exactly once an epoch whatever the batch, and a batch may be larger than the data.
+A batch that reaches the end of an epoch takes the rest of its examples from the next one. So every example is seen
+exactly once per epoch, for any batch size, and a batch may be larger than the data.
 """
 
 from collections.abc import Sequence
@@ -43,21 +43,21 @@ class Order:
 
     @staticmethod
     def shard(indices: np.ndarray, rank: int, world: int) -> np.ndarray:
-        """What `rank` of `world` takes: neighbouring examples, sizes that differ by one at most, all ranks together
-        `indices` in its own order. Empty where there are fewer examples than ranks."""
+        """The consecutive examples of one rank out of `world`. Sizes differ by at most one, and the parts of all ranks
+        together are `indices` in order. Some are empty if there are fewer examples than ranks."""
         if not 0 <= rank < world:
             raise ValueError(f"rank={rank} cannot work with world={world}: accepted is 0 to {world - 1}")
         return indices[len(indices) * rank // world : len(indices) * (rank + 1) // world]
 
 
 def tenths(items: Sequence[T]) -> tuple[list[T], Sequence[T], Sequence[T]]:
-    """(training, validation, test): every tenth is for validation and every tenth for testing."""
+    """(training, validation, test): every tenth item for validation and every tenth for testing."""
     return [item for n, item in enumerate(items) if n % 10 < 8], items[8::10], items[9::10]
 
 
-@lru_cache(maxsize=4)  # a step needs one, or two where an epoch ends; training and validation take turns
+@lru_cache(maxsize=4)  # a step needs one, or two at the end of an epoch; training and validation alternate
 def permutation(length: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch. Sorted raw bits, because NumPy promises those for all versions and `permutation` not."""
+    """The order of an epoch. It sorts raw bits, which NumPy keeps the same in all versions, unlike `permutation`."""
     raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(length)
     order = np.argsort(raw, kind="stable")
     order.setflags(write=False)

@@ -1,18 +1,18 @@
-"""Rows of unequal lengths as one array. Few shapes, because kernels are chosen, compiled and captured by shape."""
+"""Rows of unequal lengths as one array. There are few shapes, as kernels are chosen, compiled and captured by shape."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-LENGTHS = 8  # different lengths of the batches of a data set
+LENGTHS = 8  # number of different lengths that batches of a data set have
 UNIT = 16  # longer lengths are multiples of this, for which kernels are faster
 
 
 def pad(rows: Sequence[Tensor], longest: int, lengths: int = LENGTHS) -> Tensor:
-    """Rows [t, ...] as [B, T, ...], filled up with zeros.
+    """Rows [t, ...] as [B, T, ...], padded with zeros.
 
-    T is one of `lengths` even steps up to `longest`, the longest row of the data set: the first that holds all rows.
+    T is the smallest of `lengths` even steps up to `longest`, the longest row of the data set, that fits all rows.
     """
     size = padded_length(max(map(len, rows)), longest, lengths)
     made = rows[0].new_zeros(len(rows), size, *rows[0].shape[1:])
@@ -28,7 +28,7 @@ def padded_length(size: int, longest: int, lengths: int = LENGTHS) -> int:
 
 
 def first_bytes(texts: Mapping[str, np.ndarray], rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the first `length` bytes of some texts [B, length], zero where one has ended; how many bytes each has [B])
+    """(the first `length` bytes of some texts [B, length], padded with zeros; the number of bytes of each text [B])
 
     Text i is texts["text"][starts[i] : starts[i + 1]].
     """

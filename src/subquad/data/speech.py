@@ -2,15 +2,15 @@
 
 an4      Carnegie Mellon's Census database of 1991: people spell and say names, numbers and dates,
          http://www.speech.cs.cmu.edu/databases/an4, free for any purpose; here as 13 mel cepstra, 100 frames a second:
-         948 utterances of 74 people and 130 of ten others, 69 to 639 frames; 33 phones by its dictionary. Every tenth
-         person of the training part is held out for validation
+         948 utterances of 74 people and 130 of ten others, 69 to 639 frames; 33 phones, by its dictionary. Every tenth
+         person of the training part is used for validation instead
 digits   Free Spoken Digit Dataset, Z. Jackson et al., https://github.com/Jakobovski/free-spoken-digit-dataset,
          CC BY-SA 4.0: 3,000 recordings of six people at 8 kHz, {digit}_{speaker}_{index}.wav, as 40 log-mel energies;
-         indices 0 to 4 for testing as published, 5 to 9 for validation. What is downloaded is version 1.0.9 with 2,500
-         recordings, the last whose SHA-256 is public
+         indices 0 to 4 for testing as published, 5 to 9 for validation. The download is version 1.0.9 with 2,500
+         recordings, the last version whose SHA-256 is public
 folder   your own sound files and transcripts, as 40 log-mel energies
 
-Symbol 0 is CTC's blank, and pads targets.
+Symbol 0 is CTC's blank; targets are padded with it.
 """
 
 import re
@@ -42,7 +42,7 @@ FSDD = files.File(
     sha256="8bc44cde129d505cbbb6b365c09f80c663f2aa77578afc634e6141a2f87100c0",
     unpack="tar",
 )
-DIGITS = {  # as the CMU Pronouncing Dictionary has them
+DIGITS = {  # as in the CMU Pronouncing Dictionary
     "zero": "Z IH R OW",
     "one": "W AH N",
     "two": "T UW",
@@ -68,10 +68,10 @@ class Utterance(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Utterances:
     """A source: {"frames": [B, T, D] float32, "lengths": [B], "targets": [B, U] int64, "target_lengths": [B]}, padded
-    with zeros: T is one of few, U always the same. Frames have mean 0 and deviation 1 over the training part."""
+    with zeros. T takes few values, U is constant. Frames have mean 0 and deviation 1 over the training part."""
 
     names: tuple[str, ...]
-    frames: np.ndarray  # [sum of T, D], as read, may be memory-mapped
+    frames: np.ndarray  # [sum of T, D], not yet normalised; may be memory-mapped
     starts: np.ndarray  # [N + 1]
     targets: np.ndarray  # [sum of U]
     target_starts: np.ndarray  # [N + 1]
@@ -87,7 +87,7 @@ class Utterances:
 
     @cached_property
     def fewest(self) -> np.ndarray:
-        """[N]: the frames that CTC needs for each, one a symbol and one between equal ones."""
+        """[N]: the least frames that CTC needs: one for each symbol and one between two equal symbols."""
         again = np.zeros(len(self.targets) + 1, np.int64)
         again[1:-1] = self.targets[1:] == self.targets[:-1]
         again[self.target_starts] = 0  # the first symbol of an utterance
@@ -134,7 +134,7 @@ def digits() -> Speech:
     for path in sorted(folder.glob("*.wav")):
         found = re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem)
         if found is None:
-            raise files.Broken(f"{path} is not a spoken digit: their names are like 7_jackson_32.wav")
+            raise files.Broken(f"{path} is not a spoken digit: recordings have names like 7_jackson_32.wav")
         part = "test" if int(found[3]) < 5 else "validation" if int(found[3]) < 10 else "train"
         parts[part].append(Utterance(path.stem, path, tuple(DIGITS[words[int(found[1])]].split())))
     if not all(parts.values()):
@@ -145,12 +145,12 @@ def digits() -> Speech:
 
 
 def folder(path: str | Path) -> Speech:
-    """Sound files of one rate and transcripts under `path`, in folders train, validation and test, or all in one, of
-    which every tenth utterance is then for validation and every tenth for testing.
+    """Sound files of one sample rate and their transcripts, in the folders train, validation and test under `path`, or
+    all in one folder. In that case every tenth utterance is for validation and every tenth for testing.
 
-    The transcript stands beside a sound file in a .txt of its name, or in lines "name words" (text, transcripts.txt,
-    *.trans.txt) or "words (name)" (*.transcription). With a dictionary at the top (lexicon.txt, *.dic, *.dict; lines
-    "WORD PHONE PHONE") targets are phones, else letters. Kaldi's wav.scp says where the sound lies, if it is there.
+    A transcript is a .txt file beside the sound file, or a line "name words" (in text, transcripts.txt, *.trans.txt)
+    or "words (name)" (in *.transcription). If `path` holds a dictionary (lexicon.txt, *.dic, *.dict; lines
+    "WORD PHONE PHONE"), targets are phones, else letters. If there is a Kaldi wav.scp, it lists the sound files.
     """
     root = Path(path).expanduser()
     root = root if root.is_dir() else files.folder() / root
@@ -163,10 +163,10 @@ def folder(path: str | Path) -> Speech:
     found = {part: _utterances(place, words) for part, place in parts.items() if place is not None}
     if len(found) < 3:
         if found:
-            raise files.Broken(f"{root} holds {', '.join(found)} only: accepted are folders train, validation and test")
+            raise files.Broken(f"{root} holds only {', '.join(found)}: accepted are folders train, validation and test")
         everything = _utterances(root, words)
         if len(everything) < 10:
-            raise files.Broken(f"{root} holds {len(everything)} utterances: ten or more can be split")
+            raise files.Broken(f"{root} holds {len(everything)} utterances: accepted are ten or more, to be split")
         found = {part: list(utterances) for part, utterances in zip(PARTS, tenths(everything), strict=True)}
     symbols = ("", *sorted({symbol for part in found.values() for utterance in part for symbol in utterance.symbols}))
     return _of_sounds(root.name, found, symbols)
@@ -175,12 +175,12 @@ def folder(path: str | Path) -> Speech:
 def an4_dictionary() -> dict[str, tuple[str, ...]]:
     """AN4's words and their phones."""
     words = read_dictionary(files.get(AN4) / "etc/an4.dic")
-    words["A"] = words.get("A(2)", words["A"])  # a letter here, not the article that the file has first
+    words["A"] = words.get("A(2)", words["A"])  # the letter; the file has the article first
     return words
 
 
 def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
-    """Lines of a word and its phones; other pronunciations of WORD are under WORD(2), WORD(3), .."""
+    """Read lines of a word and its phones; other pronunciations of WORD are named WORD(2), WORD(3), .."""
     words: dict[str, tuple[str, ...]] = {}
     for line in map(str.split, files.read_text(path).splitlines()):
         if line and not line[0].startswith(";;;"):
@@ -189,7 +189,7 @@ def read_dictionary(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
-    """[T, width] float32 of a Sphinx .mfc file: the number of values as an int32, then the values, of either endian."""
+    """[T, width] float32 of a Sphinx .mfc file: the number of values as int32, then the values, in any byte order."""
     data = files.read(path)
     for order in "><":
         whole = len(data) > 4 and (len(data) - 4) % (4 * width) == 0
@@ -216,7 +216,7 @@ def _speaker(utterance: Utterance) -> str:
 
 
 def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[Utterance]:
-    """The utterances of a folder, by name; of two sound files of one name each has its own transcript."""
+    """The utterances of a folder, by name; two sound files of the same name need a transcript each."""
     lists = [p for name in ("text", "transcripts.txt", "*.trans.txt", "*.transcription") for p in place.rglob(name)]
     spoken: dict[str, dict[Path, str]] = {}
     for path in lists:
@@ -234,8 +234,8 @@ def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[
             path = _nearest(sound, spoken[name])
             line, other = spoken[name][path], used.setdefault((name, path), sound)
             if other != sound:
-                both = f"{other} and {sound}"
-                raise files.Broken(f"{path} has one line for {name}, which is {both}: accepted is one each")
+                both = f"both {other} and {sound}"
+                raise files.Broken(f"{path} has one line for {name}, which names {both}: accepted is one line each")
         else:
             text = sound.with_suffix(".txt").name
             raise files.Broken(f"{sound} has no transcript: neither {text} nor a line for {name} in {place}")
@@ -247,12 +247,12 @@ def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[
 
 
 def _nearest(sound: Path, lists: Iterable[Path]) -> Path:
-    """The list in the sound's folder or the nearest one above: each speaker's folder may have its own 1.wav."""
+    """The list in the sound's folder or the nearest folder above: each speaker's folder may have its own 1.wav."""
     return max(lists, key=lambda path: len(path.parts) if sound.is_relative_to(path.parent) else 0)
 
 
 def _transcripts(path: Path) -> dict[str, str]:
-    """Lines "name words", or "words (name)" in files of Sphinx."""
+    """Read lines "name words", or "words (name)" in a .transcription file of Sphinx."""
     lines = [line.strip() for line in files.read_text(path).splitlines() if line.strip()]
     if path.suffix != ".transcription":
         return {name: " ".join(words) for name, *words in map(str.split, lines)}
@@ -274,7 +274,7 @@ def _wav_scp(path: Path) -> list[tuple[str, Path]]:
         if not sound:
             raise files.Broken(f"{path} has no path for {name}: accepted are lines of a name and a path")
         if sound[0].rstrip().endswith("|"):
-            raise files.Broken(f"{path} makes the sound of {name} by a command: accepted are paths of WAV files")
+            raise files.Broken(f"{path} gives a command for the sound of {name}: accepted are paths of WAV files")
         found.append((name, path.parent / sound[0].rstrip()))
     return found
 
@@ -285,23 +285,23 @@ def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[
         if word not in ("<s>", "</s>", "<sil>"):
             known = next((form for form in (word, word.upper(), word.lower()) if form in words), None)
             if known is None:
-                raise files.Broken(f"{path} says {word!r}, which the dictionary does not have")
+                raise files.Broken(f"{path} holds the word {word!r}, which is not in the dictionary")
             phones.extend(words[known])
     return tuple(phones)
 
 
 def _of_sounds(name: str, parts: Mapping[str, Sequence[Utterance]], symbols: tuple[str, ...]) -> Speech:
-    """Log-mel energies of sound files. All need one rate: at another rate a feature is another band."""
+    """Log-mel energies of sound files. All need the same sample rate, because the frequency bands depend on it."""
     first = parts["train"][0].sound
     rate = audio.read_sound(first)[1]
     if rate < audio.SLOWEST:
-        raise files.Broken(f"{first} has {rate} samples a second: accepted are {audio.SLOWEST} or more")
+        raise files.Broken(f"{first} has a sample rate of {rate} Hz: accepted is {audio.SLOWEST} Hz or more")
 
     def log_mel(utterance: Utterance) -> np.ndarray:
         samples, found = audio.read_sound(utterance.sound)
         if found != rate:
-            differ = f"{utterance.sound} is at {found:,} Hz, but {first} at {rate:,} Hz"
-            raise files.Broken(f"{differ}: accepted is one rate")
+            differ = f"{utterance.sound} has a sample rate of {found:,} Hz, but {first} has {rate:,} Hz"
+            raise files.Broken(f"{differ}: accepted is the same rate for all")
         return audio.log_mel(samples, rate, FILTERS).numpy()
 
     return _speech(name, parts, symbols, log_mel, f"{rate}.frames")
@@ -336,7 +336,7 @@ def _write_frames(utterances: Sequence[Utterance], features: Callable[[Utterance
     new.mkdir()
     starts = [0]
     with (new / "frames.f32").open("wb") as file:
-        for utterance in files.shown(utterances, "sounds into frames"):
+        for utterance in files.shown(utterances, "converting sounds to frames"):
             frames = features(utterance)
             starts.append(starts[-1] + len(frames))
             file.write(frames.astype(np.float32).tobytes())

@@ -4,15 +4,15 @@ enwik8           the first 10⁸ bytes of an English Wikipedia dump of 2006, M. 
                  licence of Wikipedia; split 90 / 5 / 5 million bytes, as the papers do
 text8            enwik8 cleaned to a-z and single spaces, same source; split 90 / 5 / 5 million
 enwik8.first4.15MB, text8.first12.5MB
-                 what their names say, split 90 / 5 / 5 %, cut from the whole where they are not files of their own;
-                 results on them are not results on the whole
+                 the first bytes of those files, split 90 / 5 / 5 %, read from their own file or cut from the whole one;
+                 results on them are not results on enwik8 or text8
 ptb              Penn Treebank characters, T. Mikolov's preparation, free for research: 4,975,414 + 389,672 + 438,662
                  characters, `_` for a space, and a newline after every sentence; made from ptb.{train,valid,test}.txt
-                 or from ptb.char.*.txt, which hold the same
+                 or from ptb.char.*.txt, which hold the same text
 tinyshakespeare  1,115,394 bytes of Shakespeare's plays, A. Karpathy, public domain; split 90 / 5 / 5 %
 eltec-eng        English novels of 1840 to 1920, European Literary Text Collection, ed. L. Burnard,
-                 doi:10.5281/zenodo.3462536, CC BY 4.0, TEI XML: one paragraph a line, a zero byte after each novel, no
-                 notes; every 20th novel for validation, every 20th for testing
+                 doi:10.5281/zenodo.3462536, CC BY 4.0, TEI XML: one paragraph per line, a zero byte after each novel,
+                 no notes; every 20th novel for validation, every 20th for testing
 """
 
 import re
@@ -73,8 +73,8 @@ FILES = {
 
 
 class Corpus(NamedTuple):
-    name: str  # as results should call it
-    train: np.ndarray  # uint8, memory-mapped, as are the others
+    name: str  # its name in results
+    train: np.ndarray  # uint8 and memory-mapped, like the others
     validation: np.ndarray
     test: np.ndarray
 
@@ -86,26 +86,26 @@ def load(name: str) -> Corpus:
     for path in (Path(name).expanduser(), files.folder() / name):
         if path.is_file():
             return any_file(path)
-    accepted = f"{', '.join(SETS)} and paths of files, from {Path.cwd()} or {files.folder()} on"
+    accepted = f"{', '.join(SETS)} and paths of files, relative to {Path.cwd()} or {files.folder()}"
     raise ValueError(f"{name!r} is neither a corpus nor a file: accepted are {accepted}")
 
 
 def any_file(path: Path, name: str | None = None, size: int | None = None) -> Corpus:
-    """A file of bytes or text, or its first `size` bytes, cut into training, validation and test in this order."""
+    """A file, or its first `size` bytes, cut into training, validation and test in this order."""
     size = path.stat().st_size if size is None else size
     ends = (int(size * PARTS[0]), size - int(size * PARTS[2]), size)
     if not 0 < ends[0] < ends[1] < size:
-        raise files.Broken(f"{path} holds {size} bytes, too few to be split {PARTS}")
+        raise files.Broken(f"{path} holds {size} bytes, which are too few to split into {PARTS}")
     return _cut(path, name or path.name, ends)
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A source of windows of a text: every token but the first is predicted once, from what a window holds before it.
+    """A source of windows of a text. Every token but the first is predicted once, from those before it in a window.
 
-    `{"tokens": [B, length + 1] uint8, "first": [B]}`: tokens[:, :-1] predict tokens[:, 1:], of which those from `first`
-    on are new; the ones before give context, at least `context` of them but in the first window. `shifted`, for
-    training, cuts the text at other places each epoch and counts all targets of a window.
+    `{"tokens": [B, length + 1] uint8, "first": [B]}`: tokens[:, :-1] predict tokens[:, 1:]. Targets from `first` on are
+    new; those before only give context, at least `context` tokens except in the first window. `shifted`, for training,
+    cuts the text at different places in each epoch and counts all targets of a window.
     """
 
     tokens: np.ndarray
@@ -128,10 +128,10 @@ class Windows:
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         stride, last = self.length - self.context, len(self.tokens) - 1 - self.length
         plain = np.asarray(indices, dtype=np.int64) * stride
-        starts = np.minimum(plain, last)  # the last window ends with the text and shares more with the one before it
+        starts = np.minimum(plain, last)  # the last window ends with the text, so it overlaps more with the one before
         first = plain - starts + np.where(plain > 0, self.context, 0)
         if self.shifted:
-            # multiples of the golden ratio spread the first cuts of any number of epochs evenly over a stride
+            # multiples of the golden ratio spread the first cuts evenly over a stride, for any number of epochs
             starts = (starts + int(epoch * 0.6180339887498949 % 1 * stride)) % (last + 1)
             first = np.zeros_like(first)
         windows = np.stack([self.tokens[s : s + self.length + 1] for s in starts])
@@ -144,7 +144,7 @@ def _cut(path: Path, name: str, ends: tuple[int, int, int]) -> Corpus:
 
 
 def _sized(path: Path, size: int, name: str) -> Path:
-    """The path, if the file has this size: results on part of a corpus must not carry its name."""
+    """Check the size of a file and return its path: results on part of a corpus must not carry its name."""
     if path.stat().st_size != size:
         raise files.Broken(f"{path} holds {path.stat().st_size:,} bytes, not the {size:,} of {name}")
     return path
@@ -159,13 +159,13 @@ def _whole(name: str) -> Corpus:
         path = _get_whole(name)
     except files.Missing as error:
         here = [other for other in FIRST if other.startswith(f"{name}.") and files.find(FILES[other])]
-        hint = f". What is there is {here[0]}, which is loaded by that name" if here else ""
+        hint = f". {here[0]} exists and can be loaded by that name" if here else ""
         raise files.Missing(f"{error}{hint}") from error
     return _cut(path, name, (90_000_000, 95_000_000, WHOLE))
 
 
 def _first(file: str, name: str) -> Corpus:
-    """Its own file, or else the first bytes of the whole, which can be downloaded."""
+    """Read its own file, or else the first bytes of the whole corpus, which can be downloaded."""
     own = files.find(FILES[file])
     if own is not None:
         return any_file(_sized(own, FIRST[file], file), name)
@@ -173,14 +173,14 @@ def _first(file: str, name: str) -> Corpus:
     try:
         return any_file(_get_whole(whole), name, size=FIRST[file])
     except files.Missing as error:
-        advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole} to cut it from: {error}"
-        raise files.Missing(f"{advice}. A file of your own works as well, by its path") from error
+        advice = f"{file} ({FILES[file].home}) is not in {files.folder()}, nor is {whole}, which holds it: {error}"
+        raise files.Missing(f"{advice}. You can also give the path of your own file") from error
 
 
 def made_corpus(
     name: str, file: str, parts: Mapping[str, Sequence[Path]], write: Callable[[Sequence[Path], Path], None]
 ) -> Corpus:
-    """A corpus whose parts `write` makes once from other files; `file` is the name of a part, such as "ptb.{}.bin"."""
+    """A corpus whose parts `write` makes once from other files; `file` names a part, for example "ptb.{}.bin"."""
     made = [files.prepared(file.format(part), partial(write, paths), *paths) for part, paths in parts.items()]
     return Corpus(name, *(np.memmap(path, np.uint8, mode="r") for path in made))
 
@@ -199,7 +199,7 @@ def _write_characters(paths: Sequence[Path], new: Path) -> None:
     new.write_text("\n".join(line for line in lines if line) + "\n", encoding="ascii")
 
 
-BLOCKS = {"p", "l", "head", "label", "trailer", "div", "quote"}  # of TEI: what begins a new line
+BLOCKS = {"p", "l", "head", "label", "trailer", "div", "quote"}  # elements of TEI that begin a new line
 
 
 def _eltec() -> Corpus:
@@ -213,15 +213,15 @@ def _eltec() -> Corpus:
 
 
 def _write_novels(novels: Sequence[Path], new: Path) -> None:
-    new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in files.shown(novels, "novels into text")))
+    new.write_bytes(b"".join(read_tei(path).encode() + b"\0" for path in files.shown(novels, "reading novels")))
 
 
 def read_tei(path: Path) -> str:
-    """The text of a TEI file, one paragraph or verse a line, without header and notes."""
+    """The text of a TEI file, one paragraph or verse per line, without header and notes."""
     try:
         root = ElementTree.parse(path).getroot()
     except ElementTree.ParseError as error:
-        raise files.Broken(f"{path} is not whole XML: {error}") from error
+        raise files.Broken(f"{path} is not complete XML: {error}") from error
     text = root.find("{*}text")
     if text is None:
         raise files.Broken(f"{path} is not a TEI file: it has no <text>")

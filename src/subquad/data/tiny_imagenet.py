@@ -3,7 +3,7 @@
 Source   Stanford's course CS231n, http://cs231n.stanford.edu/tiny-imagenet-200.zip, JPEG files
 Licence  ImageNet's, for research
 Sizes    100,000 + 10,000 images, 12,288 bytes each; 10,000 more without labels are left out
-Split    as published; its validation images are the test part here, because its test images have no labels
+Split    as published, with the validation images as the test part, because the test images have no labels
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,25 +39,25 @@ def load() -> tuple[Images, Images]:
 
 
 def _read_training(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
-    """A folder for each class, one after the other."""
+    """One folder for each class."""
     for label, name in enumerate(files.shown(classes, "training pictures into one file")):
         place = files.inside(folder, name, folder.parent / "wnids.txt") / "images"
         paths = sorted(place.glob("*.JPEG"), key=lambda path: (len(path.name), path.name))
         if not paths:
-            raise files.Broken(f"{folder / name / 'images'} holds no JPEG files: the set is not whole")
+            raise files.Broken(f"{folder / name / 'images'} holds no JPEG files: the data set is incomplete")
         for path in paths:
             yield read_picture(path, SHAPE), np.array([label])
 
 
 def _read_validation(folder: Path, classes: Sequence[str]) -> Iterator[Part]:
-    """A list of file, class and box."""
+    """A text file with a line of file name, class and box for each picture."""
     path = folder / "val_annotations.txt"
     lines = [(n, line) for n, line in enumerate(files.read_text(path).splitlines(), start=1) if line.strip()]
     for number, line in files.shown(lines, "test pictures into one file"):
         name, label = (*line.split(), "")[:2]
         if not label:
-            raise files.Broken(f"{path}:{number} is {line!r}: accepted are lines of a file, its class and a box")
+            raise files.Broken(f"{path}:{number} is {line!r}: accepted are lines of a file name, its class and a box")
         if label not in classes:
-            raise files.Broken(f"{path}:{number} says that {name} is a {label}, which wnids.txt has not")
+            raise files.Broken(f"{path}:{number} gives {name} the class {label}, which is not in wnids.txt")
         picture = files.inside(folder / "images", name, path)
         yield read_picture(picture, SHAPE), np.array([classes.index(label)])

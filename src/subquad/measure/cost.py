@@ -1,8 +1,8 @@
-"""How one mechanism at one length is measured: time beside exact softmax, peak memory, decoding, state.
+"""Measure one mechanism at one length: time compared with exact softmax, peak memory, decoding, state.
 
-Time on a GPU is between two events, of work that was issued while the GPU was kept waiting: its own time, not that of
-the Python that feeds it. On a CPU, where clocks and neighbours change from one minute to the next, what counts is the
-ratio to the yardstick (exact softmax) measured immediately before and after.
+On a GPU, time is taken between two events, and the work is issued while the GPU is kept waiting, so the time of Python
+does not count. On a CPU, speed and load change from minute to minute, so the figure that counts is the ratio to the
+yardstick (exact softmax), which is measured immediately before and after.
 """
 
 import gc
@@ -23,17 +23,17 @@ from subquad.mechanisms import build, mechanism
 
 YARDSTICK = "softmax"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SHORTEST_SAMPLE = 2.0  # milliseconds; quicker calls are repeated within one sample
-SLOW = 0.5  # seconds of a training step, from which one call is a sample
-ISSUED = 4  # calls while the GPU waits: its queue holds about a thousand launches
-LONGEST_WAIT = 100.0  # milliseconds
-CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
-PILOT = 256  # tokens of the run from which memory at a first length is estimated
+SHORTEST_SAMPLE = 2.0  # milliseconds; shorter calls are repeated within one sample
+SLOW = 0.5  # seconds; if a training step takes longer, one call is a sample
+ISSUED = 4  # calls issued while the GPU waits, because its queue holds about a thousand launches
+LONGEST_WAIT = 100.0  # milliseconds that the GPU waits at most
+CYCLES = 2_000_000  # clock cycles of a GPU in about a millisecond
+PILOT = 256  # tokens of a small run that estimates the memory at the first length
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several samples: their median and quartiles."""
+    """The median and quartiles of several samples."""
 
     median: float
     low: float
@@ -45,8 +45,8 @@ class Spread:
 
 @dataclass(kw_only=True)
 class Row:
-    """The figures of one mechanism at one length; None: not measured. A new figure is a field here, and a column of
-    studies/columns.py where it is to be seen."""
+    """The figures of one mechanism at one length; None: not measured. To add a figure, add a field here, and to show it
+    a column in studies/columns.py."""
 
     mechanism: str
     length: int
@@ -78,7 +78,7 @@ def _check_amounts(record: Spread | Row) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is fed to a mechanism, and how it is built for it."""
+    """The shape of the input, and the settings with which a mechanism is built for it."""
 
     length: int
     dim: int = 64
@@ -90,12 +90,12 @@ class Shape:
 
     @property
     def least_bytes(self) -> int:
-        """Of any mechanism: the input, the output and their gradients."""
+        """The least that any mechanism needs: the input, the output and their gradients."""
         return 4 * self.batch * self.length * self.dim * DTYPES[self.dtype].itemsize
 
 
 class Subject:
-    """A mechanism built for a shape, with an input and an output gradient: the things that are timed."""
+    """A mechanism built for a shape, with an input and an output gradient. Its methods are timed."""
 
     def __init__(self, name: str, shape: Shape):
         self.name, self.shape = name, shape
@@ -113,7 +113,7 @@ class Subject:
         self.mix.eval()(self.x)
 
     def training(self) -> None:
-        """Forward and backward, the input's gradient included as inside a network."""
+        """Forward and backward, including the gradient of the input, as inside a network."""
         self.x.grad = None
         self.mix.zero_grad(set_to_none=True)
         self.mix.train()(self.x).backward(self.gradient)
@@ -124,14 +124,14 @@ class Subject:
 
 
 class Decode:
-    """One token after another from the end of a subject's sequence; each sample starts there anew."""
+    """Decode one token after another from the end of a subject's sequence; each sample starts there again."""
 
     @torch.no_grad()
     def __init__(self, subject: Subject):
         self.mix, self.token = subject.mix.eval(), subject.x[:, -1].detach()
         _, state = self.mix.prefill(subject.x.detach())
         self.bytes = tensor_bytes(list(state))
-        _, self.start = self.mix.step(self.token, state)  # a cache that grows has done so now
+        _, self.start = self.mix.step(self.token, state)  # so that a growing cache grows now, not while timed
         self.rewind()
 
     def rewind(self) -> None:
@@ -155,17 +155,17 @@ def spread(samples: Sequence[float]) -> Spread | None:
 
 
 class Sample(NamedTuple):
-    """How a run is timed once."""
+    """How often a run is called in one sample, and how long a GPU waits before it."""
 
     calls: int = 1  # in a row
-    wait: float = 0.0  # milliseconds that a GPU sleeps first, while the calls are issued
+    wait: float = 0.0  # milliseconds that a GPU sleeps first, while the calls are queued
 
 
 SINGLE = Sample()
 
 
 def once(run: Callable[[], object], device: str, sample: Sample = SINGLE) -> float:
-    """Milliseconds a call."""
+    """Time one sample; returns milliseconds per call."""
     if isinstance(run, Decode):
         run.rewind()
     if torch.device(device).type == "cuda":
@@ -191,11 +191,11 @@ def calls_for(milliseconds: float) -> int:
 
 
 def calibrate(run: Callable[[], None], device: str, wait: bool = True) -> Sample:
-    """How `run` is sampled. `wait`: on a GPU, for the time of the GPU alone."""
+    """Choose how to sample `run`. `wait`: on a GPU, count only the time of the GPU, not that of Python."""
     if torch.device(device).type != "cuda":
         return Sample(calls_for(once(run, device)))
-    run()  # kernels are compiled at the first call
-    issued = once(run, device)  # as long as it takes to issue it, or longer
+    run()  # the first call compiles kernels
+    issued = once(run, device)  # at least the time to issue it
     if not wait:
         return Sample(calls_for(issued))
     calls = min(ISSUED, calls_for(issued))
@@ -203,7 +203,7 @@ def calibrate(run: Callable[[], None], device: str, wait: bool = True) -> Sample
 
 
 class Yardstick:
-    """Exact softmax of one shape, whose samples stand between those of everything else at that shape."""
+    """Exact softmax of one shape. It is timed before and after everything else of that shape."""
 
     def __init__(self, shape: Shape):
         self.subject = Subject(YARDSTICK, shape)
@@ -217,7 +217,7 @@ class Yardstick:
         self.last: dict[str, float] = {}
 
     def sample(self, kinds: Iterable[str]) -> dict[str, float]:
-        """Milliseconds of each of `kinds` that softmax has; the others are not timed, which would be slow."""
+        """Milliseconds for each of `kinds` that softmax has; other runs of softmax are not timed, to save time."""
         device = self.subject.shape.device
         times = {what: once(self.runs[what], device, self.samples[what]) for what in kinds if what in self.runs}
         self.last |= times
@@ -233,11 +233,11 @@ def time_beside(
     slow: bool = False,
     wait: bool = True,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(milliseconds, ratios to the yardstick) of each run: two of ours between two of the yardstick, repeated.
+    """(milliseconds, ratios to the yardstick) of each run: two samples of ours between two of the yardstick, repeated.
 
-    As often as fits in `seconds`, but at least once and at most `most` samples each. The yardstick's last sample serves
-    the next mechanism as its first, so that at long lengths it is not timed more often than needed. `slow`: a single
-    call is known to be long enough for a sample. `wait`: on a GPU, for the time of the GPU alone.
+    Repeats until `seconds` are used: at least once, and at most `most` samples of each run. The last sample of the
+    yardstick is also the first one for the next mechanism, which saves time at long lengths. `slow`: a single call is
+    known to be long enough for a sample. `wait`: on a GPU, count only the time of the GPU, not that of Python.
     """
     how = {what: SINGLE if slow else calibrate(run, device, wait) for what, run in runs.items()}
     times: dict[str, list[float]] = {what: [] for what in runs}
@@ -255,29 +255,29 @@ def time_beside(
                 ratios[what] += [t / ((before[what] + after[what]) / 2) for t in samples]
         before = after
         blocks = len(next(iter(times.values()))) / 2
-        if (time.perf_counter() - begun) * (blocks + 1) / blocks > seconds:  # the next block would end beyond
+        if (time.perf_counter() - begun) * (blocks + 1) / blocks > seconds:  # the next block would take too long
             break
     return times, ratios
 
 
 def first_run(subject: Subject) -> tuple[int, bool]:
-    """(peak bytes of a training step, whether it is so slow that one call is a sample); no later run is a cold one."""
+    """(peak bytes of a training step, whether one call is long enough for a sample); this also warms up."""
     if torch.device(subject.shape.device).type == "cuda":
-        return peak_bytes(subject), False  # the first run is slow in any case: kernels are compiled
+        return peak_bytes(subject), False  # the first run is always slow: it compiles kernels
     begun = time.perf_counter()
     peak = peak_bytes(subject)
     return peak, time.perf_counter() - begun > SLOW
 
 
 def peak_bytes(subject: Subject) -> int:
-    """Peak memory of a training step: what it allocates at once, and the parameters and the input it starts from.
+    """Peak memory of a training step: what it holds at once, plus the parameters and the input.
 
-    On a GPU the allocator says it. On a CPU every allocation and release of torch's allocator is recorded and added up
-    in order, which gives the same number each time; the resident size of the process would not.
+    On a GPU the allocator reports it. On a CPU every allocation and release of torch's allocator is recorded and added
+    up in order. That gives the same number each time, unlike the resident size of the process.
     """
     cuda = torch.device(subject.shape.device).type == "cuda"
     if cuda:
-        subject.training()  # workspaces that stay are made at the first run, and are not its memory
+        subject.training()  # the first run makes lasting workspaces, which should not count
     subject.x.grad = None
     subject.mix.zero_grad(set_to_none=True)
     if not cuda:
@@ -291,7 +291,7 @@ def peak_bytes(subject: Subject) -> int:
 
 
 def release(device: str) -> None:
-    """Give back what tensors that are gone have held."""
+    """Free the memory of deleted tensors."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -303,14 +303,14 @@ def grown(value: float, before: int, now: int, exponent: float) -> float:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """How much was asked for, if that is what an error is about."""
+    """How much memory was requested, if the error says that memory ran out; else None."""
     text = str(error)
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not ALLOCATION.search(text):
         return None
     amount = re.search(r"allocate ([\d.]+ ?\w*)", text)
-    return f"{amount[1]} were asked for at once" if amount else "more was asked for than is free"
+    return f"{amount[1]} were requested at once" if amount else "more was requested than is free"
 
 
 def first_line(error: BaseException, otherwise: str = "no message") -> str:
-    """What an error says, for a cell of a table; some say nothing."""
+    """The first line of an error, for a cell of a table; some errors have no text."""
     return next(iter(str(error).strip().splitlines()), otherwise)

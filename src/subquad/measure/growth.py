@@ -1,4 +1,4 @@
-"""From times over lengths to two numbers: how fast they grow, and from which length on something is cheaper."""
+"""How fast costs grow with length, and from which length on a mechanism is cheaper than softmax."""
 
 import itertools
 import math
@@ -12,15 +12,15 @@ from subquad.mechanisms import mechanism
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-FAR = 0.25  # between exponents of time over length, measured and documented, that is worth a sentence
-FLAT = 0.3  # an exponent of time over length below which it is not the work that is measured
+FAR = 0.25  # difference of measured and documented exponents that is worth a sentence
+FLAT = 0.3  # below this exponent of time, fixed costs hide the work
 RATIOS = {"training": "training_ratio", "forward": "forward_ratio", "memory": "memory_ratio"}  # to softmax
-LONGEST = 3  # lengths that are fitted: the longest ones, where what grows fastest has taken over
+LONGEST = 3  # fit only the longest lengths, where the fastest-growing cost dominates
 
 
 @dataclass(kw_only=True)
 class Growth:
-    """Exponents e of T^e of training time and memory, measured and documented."""
+    """Exponents e in T^e of training time and memory, measured and documented."""
 
     mechanism: str
     time: float | None = None
@@ -41,30 +41,30 @@ class Crossover:
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """Least squares of log(value) over log(length); None of fewer than two points."""
+    """The slope of log(value) over log(length) by least squares; None for fewer than two points."""
     if len(lengths) < 2:
         return None
     return statistics.linear_regression([math.log(n) for n in lengths], [math.log(v) for v in values]).slope
 
 
 def crossover(lengths: Sequence[int], ratios: Sequence[float]) -> int | None:
-    """The length from which on the ratio stays below 1, between two measured ones on log axes.
+    """The length from which the ratio stays below 1, interpolated between measured lengths on log axes.
 
     The shortest length if it is below 1 everywhere, None if it is not below 1 at the longest.
     """
     points = sorted(zip(lengths, ratios, strict=True))
     if not points or points[-1][1] >= 1:
         return None
-    dear = [n for n, (_, ratio) in enumerate(points) if ratio >= 1]
-    if not dear:
+    dearer = [n for n, (_, ratio) in enumerate(points) if ratio >= 1]
+    if not dearer:
         return points[0][0]
-    (left, above), (right, below) = points[dear[-1]], points[dear[-1] + 1]
+    (left, above), (right, below) = points[dearer[-1]], points[dearer[-1] + 1]
     share = math.log(above) / (math.log(above) - math.log(below))
     return round(math.exp(math.log(left) + share * (math.log(right) - math.log(left))))
 
 
 def between(lengths: Sequence[int], values: Sequence[float], length: int) -> float | None:
-    """The value at a length inside the measured ones, on log axes; None outside them: nothing is extrapolated."""
+    """The value at a length, interpolated on log axes; None outside the measured lengths."""
     points = dict(sorted(zip(lengths, values, strict=True)))
     if length in points:
         return points[length]
@@ -90,7 +90,7 @@ def amount(row: Row, field: str) -> float | None:
 def usual_softmax(
     rows: Sequence[Row], cost: str = "training_ms", ratio: str = "training_ratio"
 ) -> dict[tuple[int, bool], float]:
-    """(length, causal) -> what softmax of that form cost: the median over all mechanisms it was measured beside."""
+    """(length, causal) -> the usual cost of softmax: the median over all mechanisms it was compared with."""
     costs = grouped(
         ((row.length, row.causal), ours / times_softmax)
         for row in rows
@@ -102,9 +102,9 @@ def usual_softmax(
 def steady_times(
     rows: Sequence[Row], name: str, cost: str = "training_ms", ratio: str = "training_ratio"
 ) -> tuple[list[int], list[float]]:
-    """(lengths, training times) of a mechanism as its ratio to softmax times what softmax usually took at that length:
-    machines change speed from one minute to the next, but the ratio was measured within a second. Where there is no
-    ratio it is the time itself. `cost` and `ratio` name other fields that come in such a pair."""
+    """(lengths, training times) of a mechanism: its ratio to softmax times the usual time of softmax at that length.
+    Machines change speed from minute to minute, but the ratio was measured within a second. Without a ratio it is the
+    measured time. `cost` and `ratio` can name another pair of fields."""
     usual = usual_softmax(rows, cost, ratio)
     times = {}
     for row in sorted(rows, key=lambda row: row.length):
@@ -146,7 +146,7 @@ def growths(rows: Sequence[Row]) -> list[Growth]:
 
 
 def crossovers(rows: Sequence[Row]) -> list[Crossover]:
-    """Where each mechanism that was measured beside softmax becomes cheaper, in each respect."""
+    """For each mechanism that was compared with softmax: from which length on it is cheaper in time and memory."""
     return [
         Crossover(mechanism=name, **{what: crossover(*series(rows, name, ratio)) for what, ratio in RATIOS.items()})
         for name in names(rows)
@@ -155,7 +155,7 @@ def crossovers(rows: Sequence[Row]) -> list[Crossover]:
 
 
 def growth_of_time(growth: Growth) -> list[str]:
-    """A sentence where the measured growth is far from the documented one, which a reader would not expect."""
+    """A sentence if the measured growth is far from the documented one, to explain the difference."""
     measured, documented = growth.time, growth.documented_time
     if measured is None or documented is None or abs(measured - documented) < FAR:
         return []

@@ -1,4 +1,4 @@
-"""What share of a whole transformer block its mixer takes, as the sequence grows."""
+"""Which share of the time of a transformer block its mixer takes, as the sequence grows."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def block_share(
     repeats: int = 5,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Forward time of the mixer over that of the block it stands in; samples of the two alternate."""
+    """Forward time of the mixer divided by that of its block; samples of the two alternate."""
     rows = []
     for name in mechanisms:
         torch.manual_seed(0)
@@ -36,9 +36,9 @@ def block_share(
 
             mix, whole = partial(block.mixer, inner), partial(block, stream, None, None, None)
             samples = [(once(mix, device, sample), once(whole, device, sample)) for _ in range(repeats + 1)]
-            del samples[0]  # it warmed up
+            del samples[0]  # the first one warms up
             mixer, whole_block = (statistics.median(times) for times in zip(*samples, strict=True))
-            share = statistics.median(a / b for a, b in samples)  # on tiny blocks noise can make it more than 1
+            share = statistics.median(a / b for a, b in samples)  # noise can make it exceed 1 for tiny blocks
             rows.append(
                 {"mechanism": name, "length": length, "mixer_ms": mixer, "block_ms": whole_block, "share": share}
             )

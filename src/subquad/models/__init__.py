@@ -1,4 +1,4 @@
-"""Models on top of the mechanisms: a stack of blocks, and the language models, classifiers and so on built on it."""
+"""Models built on the mechanisms: a stack of blocks, and on it language models, classifiers and others."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ MODELS = {model.__name__: model for model in KINDS}
 def load(directory: str | Path, device: str | torch.device = "cpu") -> Model:
     """The model of a run, of a saved model's folder, or of a shipped checkpoint by its name, in eval mode.
 
-    load("runs/t1"), load("runs/t1/model") or load("mnist_linear"), as `subquad generate` takes them.
+    load("runs/t1"), load("runs/t1/model") or load("mnist_linear"), like the argument of `subquad generate`.
     """
     from subquad.models.shipped import find
 

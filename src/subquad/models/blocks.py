@@ -1,7 +1,7 @@
 """The block of a transformer: a mixer, attention to a memory if configured, and a feed-forward, each on a residual.
 
-A `Stream` is what goes from block to block: (x,), or with reversible residuals a pair (a, b). Each branch reads b and
-adds to a: (a, b) -> (b, a + f(b)), which can be undone, (b, c) -> (c - f(b), b).
+A `Stream` is passed from block to block: (x,), or with reversible residuals a pair (a, b). Each branch reads b and
+adds to a: (a, b) -> (b, a + f(b)). This can be undone: (b, c) -> (c - f(b), b).
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ class Tapped(NamedTuple):
 
 
 class Block(nn.Module):
-    """Mixer, cross-attention where configured, feed-forward; `forward`, `prefill` and `step` as a mixer has them."""
+    """Mixer, cross-attention if configured, and feed-forward; has `forward`, `prefill` and `step`, like a mixer."""
 
     def __init__(self, config: TransformerConfig, layer: int):
         super().__init__()
@@ -173,7 +173,7 @@ class Block(nn.Module):
         yield self.ff_residual, self.ff, lambda h, _: self.ff(h)
 
     def _parts(self, state: Any, h: Tensor) -> tuple[Any, Recent | None]:
-        """The states of the mixer and of the taps; ValueError for a state of another kind, or of other taps."""
+        """The states of the mixer and of the taps; ValueError if the state is of another kind or for other taps."""
         if self.taps is None or state is None:
             return state, None
         if not isinstance(state, Tapped):
@@ -194,9 +194,9 @@ class Block(nn.Module):
     def _mix_pooled(self, stream: Stream, lengths: Tensor | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
 
-        They attend to every position if the mixer has cross-attention. Otherwise the mixed sequence is averaged, and
-        also where means cannot be queries: with rotary, since x and its means have different positions, and where the
-        mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
+        They attend to every position if the mixer has cross-attention. Otherwise the mixed sequence is averaged. It is
+        also averaged if means cannot be queries: with rotary, since x and its means have different positions, and if
+        the mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
         """
         pooled = (mean_pool(stream[0], lengths, self.pool),)
         if not self.mixer.traits.cross or self.mixer.options.rotary or self.mixer.joint_queries:
@@ -211,12 +211,12 @@ def shorten(lengths: Tensor | None, pool: int) -> Tensor | None:
 
 
 def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
-    """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, padding left out."""
+    """[B, T, D] -> [B, ceil(T/pool), D]: means over groups of `pool` positions, without padding."""
     batch, size, _ = x.shape
     missing = -size % pool
     counts = x.new_full((batch,), size, dtype=torch.int64) if lengths is None else lengths  # [B]
     starts = torch.arange(0, size, pool, device=x.device)
-    counts = (counts[:, None] - starts).clamp(1, pool)  # [B, T/pool]; 1 where no token is left, whose sum is 0
+    counts = (counts[:, None] - starts).clamp(1, pool)  # [B, T/pool]; 1 for groups without tokens, whose sum is 0
     x = nn.functional.pad(zero_padding(x, lengths), (0, 0, 0, missing)).unflatten(1, (-1, pool))
     return x.sum(2) / counts[..., None].to(x.dtype)
 
@@ -227,7 +227,7 @@ def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
 
 
 def make_mixer(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixer:
-    """The mixer of a layer. An option of the whole model goes to the layers whose mechanism has it."""
+    """The mixer of a layer. Options of the whole model are passed to the mechanisms that have them."""
     options = {"rotary": config.rotary, "causal": config.causal, **config.options}
     return _build(spec, config, layer, options, config.max_length)
 
@@ -239,7 +239,7 @@ def make_cross(spec: MixerConfig, config: TransformerConfig, layer: int) -> Mixe
     if not mixer.traits.cross:
         raise ValueError(f"cross={spec.name!r} cannot work: {type(mixer).__name__} has no cross-attention")
     if mixer.joint_queries and config.causal:
-        why = "what a query gets depends on the other queries, so a token would see later ones"
+        why = "the output of a query depends on the other queries, so a token would see later ones"
         raise ValueError(f"cross={spec.name!r} cannot work with causal=True: {why}")
     return mixer
 

@@ -1,4 +1,4 @@
-"""One label a sequence, one a position, or one a pair of sequences."""
+"""Models that predict one label per sequence, per position, or per pair of sequences."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class PooledEncoder(nn.Module):
         self.embedding = Embedding(config.embedding, transformer.dim, transformer.max_length)
         self.cls = None
         if self.pooling == "cls":
-            # before the first token, without a position of its own, so that grids keep their shape
+            # before the first token; it has no position of its own, so that grids keep their shape
             self.cls = nn.Parameter(torch.zeros(transformer.dim))
             if transformer.max_length is not None:
                 transformer = dataclasses.replace(transformer, max_length=transformer.max_length + 1)
@@ -80,7 +80,7 @@ class Classifier(Model):
     def __init__(self, config: ClassifierConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(ClassifierConfig, config, fields)
-        self.tower = PooledEncoder(config)  # saved weights know it by this name
+        self.tower = PooledEncoder(config)  # saved weights use this name
         dim, hidden = config.transformer.dim, config.head_hidden
         head = make_head(dim, config.classes) if hidden is None else make_mlp(dim, hidden, config.classes)
         self.head: nn.Module = head
@@ -128,7 +128,7 @@ class Matcher(Model):
     def __init__(self, config: MatcherConfig | None = None, **fields: Any):
         super().__init__()
         self.config = config = assemble(MatcherConfig, config, fields)
-        self.tower = PooledEncoder(config)  # saved weights know it by this name
+        self.tower = PooledEncoder(config)  # saved weights use this name
         dim = config.transformer.dim
         self.head = make_mlp(4 * dim, config.head_hidden or dim, config.classes)
 
@@ -136,7 +136,7 @@ class Matcher(Model):
         """Logits [B, classes] of pairs of rows."""
         rows_a, rows_b = batch_size(a), batch_size(b)
         if rows_a != rows_b:
-            raise ValueError(f"b has batch {rows_b}: a has batch {rows_a}, and rows are compared in pairs")
+            raise ValueError(f"b has batch {rows_b}: a has batch {rows_a}, and their rows are compared in pairs")
         left, right = self.tower(a, a_lengths, "a", "a_lengths"), self.tower(b, b_lengths, "b", "b_lengths")
         return self.head(torch.cat((left, right, left * right, left - right), dim=-1))
 
@@ -154,9 +154,9 @@ class Matcher(Model):
 
 
 def _check_encoder(config: ClassifierConfig | MatcherConfig, *poolings: str) -> None:
-    """Refuse what an encoder with this pooling cannot be."""
+    """Refuse settings that an encoder with this pooling cannot have."""
     one_of(config, pooling=poolings)
     if config.transformer.cross is not None:
         refuse("cross", config.transformer.cross, "None for an encoder: it has no memory")
     if config.transformer.causal and config.pooling == "cls":
-        refuse("pooling", "cls", '"mean" with causal=True: a first position would see nothing but itself')
+        refuse("pooling", "cls", '"mean" with causal=True: a first position would only see itself')

@@ -15,9 +15,9 @@ from subquad.mechanisms import mechanism as mechanism_class
 ACTIVATIONS = ("relu", "gelu", "swiglu")
 NORMS = ("layer", "rms")
 NORM_POSITIONS = ("pre", "post")
-GRIDS = ("grid", "waves")  # one learned vector for row, column and channel, begun at random or as waves
+GRIDS = ("grid", "waves")  # one learned vector for each row, column and channel, initialised at random or as waves
 POSITIONS = ("sinusoidal", "sinusoidal_concat", "learned", *GRIDS, "none")
-MOST_LAYERS = 10_000  # more would take minutes to build, and then not fit
+MOST_LAYERS = 10_000  # more would take minutes to build and then not fit into memory
 
 # "linear", ("linear", {"eps": 1e-4}), a MixerConfig, or a sequence of these (also "linear, linear, local")
 MixerLike = Any
@@ -27,14 +27,14 @@ C = TypeVar("C", bound="Config")
 @check_methods
 @dataclass(frozen=True)
 class Config:
-    """Base of the configs: checks its fields, is written as JSON and read back, and refuses unknown keys."""
+    """Base of the configs: checks its fields, converts to and from JSON, and refuses unknown keys."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_methods(cls)
 
     def __post_init__(self) -> None:
-        """Counts are at least 1, and a seed 0; a dropout is a probability; a part is a config of its own kind."""
+        """Check fields: counts are at least 1, seeds at least 0, dropouts are probabilities, parts have their type."""
         for name, hint in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
             probability = isinstance(value, int | float) and value is not False and 0 <= value < 1
@@ -77,7 +77,7 @@ class Config:
 
 @dataclass(frozen=True)
 class MixerConfig(Config):
-    """A mechanism by name, and its options beside those the model sets itself."""
+    """The name of a mechanism, and its options other than those the model sets itself."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -89,7 +89,7 @@ class MixerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config):
-    """A stack of blocks: an encoder, with causal=True a decoder, with `cross` as well a decoder over a memory."""
+    """A stack of blocks: an encoder; with causal=True a decoder; with `cross` as well, a decoder over a memory."""
 
     dim: int
     depth: int = 6
@@ -98,23 +98,23 @@ class TransformerConfig(Config):
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every layer's mechanism
     causal: bool = False
     cross: MixerLike | None = None  # mechanism of attention to a memory, after each self-mixing
-    rotary: bool = False  # positions inside the mixers that know rotary
+    rotary: bool = False  # rotary positions, inside the mixers that have them
     norm: str = "layer"
     norm_position: str = "pre"
     norm_eps: float = 1e-5
     final_norm: bool = True
     activation: str = "gelu"
     ff_dim: int | None = None  # None: 4·dim, or 8/3·dim for swiglu, which has three matrices
-    ff_chunks: int = 1  # the feed-forward over this many pieces of the sequence, one after the other
+    ff_chunks: int = 1  # compute the feed-forward for this many pieces of the sequence, one after the other
     dropout: float = 0.0  # of what each branch adds to the residual
     ff_dropout: float = 0.0  # inside the feed-forward, after the activation
-    attention_dropout: float = 0.0  # inside the mixers that know dropout
-    taps: tuple[int, ...] = ()  # tokens back that a convolution before each mixer reaches: (1, 2, 3), or a row up
-    pool: int | tuple[int, ...] = 1  # a layer with pool=n leaves one position of n (Funnel); several are cycled
+    attention_dropout: float = 0.0  # inside the mixers that have dropout
+    taps: tuple[int, ...] = ()  # a convolution before each mixer reads the tokens this far back, such as (1, 2, 3)
+    pool: int | tuple[int, ...] = 1  # a layer with pool=n averages n positions into one (Funnel); several are cycled
     checkpoint: bool = False  # recompute each block in backward
     reversible: bool = False  # recompute activations from the output in backward
-    seed: int = 0  # of random features, hashes and the like; layers differ
-    max_length: int | None = None  # the longest sequence, where something learned has that size
+    seed: int = 0  # of random features, hashes and so on; each layer draws its own
+    max_length: int | None = None  # the longest sequence, for learned parts of that size
     memory_length: int | None = None  # the same for the memory; None: max_length
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class TransformerConfig(Config):
         if pooled and self.causal:
             refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
         if self.taps and not self.causal:
-            refuse("taps", self.taps, "() with causal=False: they look back only")
+            refuse("taps", self.taps, "() with causal=False: they only look back")
         if pooled and self.reversible:
             refuse("reversible", True, "False with pool > 1: a shortened sequence cannot be reconstructed")
         if self.reversible and self.norm_position == "post":
@@ -166,12 +166,12 @@ class TransformerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(Config):
-    """How input becomes vectors: tokens of a vocabulary or frames of features, and where they stand."""
+    """How input becomes vectors: tokens of a vocabulary or frames of features, and their positions."""
 
     vocab: int | None = None
     features: int | None = None
     positions: str = "sinusoidal"
-    shape: tuple[int, ...] | None = None  # of "grid" and "waves": (rows, columns) or (rows, columns, channels)
+    shape: tuple[int, ...] | None = None  # for "grid" and "waves": (rows, columns) or (rows, columns, channels)
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class EmbeddingConfig(Config):
 
 
 def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
-    """Every way of naming mechanisms -> a tuple of MixerConfig."""
+    """Mechanisms in any accepted form -> a tuple of MixerConfig."""
     if isinstance(value, str):
         return tuple(MixerConfig(part.strip()) for part in value.split(","))
     if (one := _mixer(value)) is not None:
@@ -210,7 +210,7 @@ def mixers(value: MixerLike, name: str) -> tuple[MixerConfig, ...]:
 
 
 def _mixer(value: MixerLike) -> MixerConfig | None:
-    """The mechanism of one layer: its name, MixerConfig, dict or (name, options) pair; None of anything else."""
+    """The mechanism of one layer: its name, MixerConfig, dict or (name, options) pair; None for anything else."""
     if isinstance(value, str | MixerConfig):
         return MixerConfig(value) if isinstance(value, str) else value
     if isinstance(value, Mapping):
@@ -243,7 +243,7 @@ def _plain(value: Any, path: str) -> Any:
         return {key: _plain(v, f"{path}.{key}" if path else key) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{path}[{i}]") for i, v in enumerate(value)]
-    raise ValueError(f"{path}={value!r} cannot be saved: accepted are numbers, text and lists of them, not code")
+    raise ValueError(f"{path}={value!r} cannot be saved: accepted are numbers, text and lists of these, not code")
 
 
 def _missing(cls: type[Config], given: Mapping[str, Any]) -> list[str]:
@@ -265,10 +265,10 @@ def assemble(
     homes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({}),
     **defaults: Any,
 ) -> C:
-    """The config as given, or made of flat keywords that find their own part: vocab=10, dim=64, norm="rms".
+    """The config as given, or made of flat keywords, such as vocab=10, dim=64, norm="rms".
 
-    A keyword goes to every part that has such a field, or to those in `homes`. Where two parts are of one kind, the
-    part's name in front of it sends it to one of them: decoder_depth=2.
+    A keyword goes to every part that has such a field, or to the parts in `homes`. If two parts have the same type, a
+    prefix sends a keyword to one of them: decoder_depth=2.
     """
     if config is not None:
         if fields:

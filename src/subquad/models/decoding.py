@@ -1,7 +1,7 @@
-"""The loop of generation: read a token, draw the next, whatever the model's state is.
+"""The generation loop: read a token, draw the next one, with any kind of state.
 
-A state is whatever the layers' mechanisms declare: sums of constant size, a window, a cache. If a layer has no state,
-each step reads the whole prefix again, and the tokens so far are the state. The loop is the same for all.
+The mechanisms of the layers define the state: sums of constant size, a window, a cache. If a layer has no state, each
+step reads the whole prefix again, and the state is the tokens so far. The loop is the same for all.
 
 On a GPU a group of steps is captured once as a CUDA graph and replayed. Within a group a mechanism may delay its
 writes; and the batch is cut into lanes whose kernels overlap, so that the matrix products of one lane run while the
@@ -24,18 +24,18 @@ from subquad.models.state import State, leaves, select
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
 
-WARM = 3  # steps before a capture, in which kernels are compiled and loaded
+WARM = 3  # steps before a capture, to compile and load kernels
 
 
 class Prefix(NamedTuple):
-    """The state of a model whose layers have none: the tokens so far."""
+    """The state of a model that has a layer without state: the tokens so far."""
 
     tokens: Tensor  # [B, C]
     position: Tensor  # [B]
 
 
 class Recompute:
-    """Gives a model with a stateless layer the methods of one with states: each step reads the whole prefix."""
+    """Adds the methods of a model with state to one with a stateless layer: each step reads the whole prefix."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -64,13 +64,13 @@ class Recompute:
 
 
 class Lane(NamedTuple):
-    """What a step reads and writes beside the state, a row for each stream."""
+    """What a step reads and writes in addition to the state; one row per stream."""
 
     token: Tensor  # [B], drawn and not yet read
     seeds: Tensor  # [B]
     done: Tensor  # [B], whether a stop token was drawn
-    seen: Tensor | None  # [B, V], tokens so far; with a repetition penalty
-    logprob: Tensor | None  # [B], of the token; if asked for
+    seen: Tensor | None  # [B, V], tokens so far; only with a repetition penalty
+    logprob: Tensor | None  # [B], of the token; only if requested
 
 
 class Loop:
@@ -110,7 +110,7 @@ class Loop:
 
     @torch.no_grad()
     def advance(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """`count` more tokens of each stream: ([B], their log-probabilities), valid until the next is asked for."""
+        """`count` more tokens of each stream: ([B], their log-probabilities), valid until the next one is requested."""
         while count > 0:
             steps = min(count, self.group)
             whole = self.capturing and steps == self.group
@@ -119,7 +119,7 @@ class Loop:
             if whole and self.graph is not None:
                 self.graph.replay()
             else:
-                # one thread for these steps only: between tokens the number of threads is the user's
+                # one thread for these steps only: between tokens the user's number of threads applies
                 run_small(self.work, functools.partial(self._run, steps))
                 self.warm -= steps
             count -= steps
@@ -127,7 +127,7 @@ class Loop:
                 yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
 
     def mark_seen(self, tokens: Tensor, rows: Tensor | slice = slice(None)) -> None:
-        """The tokens that streams have had so far are those of their prompts, [B, T]."""
+        """Set the tokens seen so far to those of the prompts, [B, T]."""
         if self.seen is not None:
             self.seen[rows] = torch.zeros_like(self.seen[rows]).scatter_(1, tokens, True)
 
@@ -155,7 +155,7 @@ class Loop:
             if self.record_logprob is not None and logprob is not None:
                 self.record_logprob[i, rows] = logprob
         if self.group == 1:
-            return after  # a state that grew is a new one
+            return after  # a state that has grown is a new object
         settle(self.decoder, now, steps)
         return state
 
@@ -188,7 +188,7 @@ def step(decoder: Any, head: Any, sampling: Sampling, stop: Tensor | None, state
 
 
 def defer(decoder: Any, state: State) -> State:
-    """The state for a group of steps: linear layers write their sums at every fourth step, and `settle` the rest."""
+    """The state for a group of steps: linear layers write their sums every fourth step; `settle` writes the rest."""
     inner: Any = getattr(state, "decoder", state)
     if not hasattr(inner, "layers"):
         return state
@@ -202,7 +202,7 @@ def defer(decoder: Any, state: State) -> State:
 
 
 def settle(decoder: Any, state: State, steps: int) -> None:
-    """Write what `steps` steps of a deferred state have not written yet, into the state that `defer` was given."""
+    """Write what a deferred state has not written yet after `steps` steps, into the state that `defer` was given."""
     layers = getattr(getattr(state, "decoder", state), "layers", ())
     for block, layer in zip(stack_of(decoder).blocks, layers, strict=False):
         if isinstance(block.mixer, Linear):
@@ -210,7 +210,7 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 
 
 class Categorical:
-    """One logit a token."""
+    """One logit per token."""
 
     draw = staticmethod(draw)
 
@@ -244,7 +244,7 @@ def stack_of(model: Any) -> Any:
 
 
 def work_of(model: Any, state: State, tokens: int) -> float:
-    """About how many multiply-adds reading `tokens` tokens takes on a CPU, all streams together."""
+    """The approximate multiply-adds for reading `tokens` tokens on a CPU, over all streams."""
     if model.device.type != "cpu":
         return math.inf
     if isinstance(state, Prefix):
@@ -259,18 +259,18 @@ def head_of(model: Any) -> Categorical | Mixture:
     if getattr(config, "mixture", None) is not None:
         return Mixture()
     if getattr(config, "outputs", None) not in (None, vocab_of(model)):
-        raise ValueError(f"outputs={config.outputs} cannot be drawn from: accepted is one logit a token, or mixture=10")
+        raise ValueError(f"outputs={config.outputs} cannot be sampled: accepted is one logit per token, or mixture=10")
     return Categorical(vocab_of(model))
 
 
 def vocab_of(model: Any) -> int:
-    """Tokens that can be read. A mixture draws 256 values, and reads one or more besides, such as a start token."""
+    """Number of tokens that can be read. A mixture draws 256 values but can read more, such as a start token."""
     config = model.config
     return (config.target if hasattr(config, "target") else config.embedding).vocab
 
 
 def values_of(model: Any) -> int:
-    """How many tokens can be drawn: 0 to this, exclusive."""
+    """Number of tokens that can be drawn: from 0 to this, exclusive."""
     return head_of(model).values
 
 
@@ -280,7 +280,7 @@ def position_of(state: State) -> Tensor:
 
 
 def compiled_step() -> Callable[..., State]:
-    """`step` compiled; without a compiler `step` itself, with a warning."""
+    """`step` compiled; if there is no compiler, `step` itself, with a warning."""
     fast: Callable[..., State] = torch.compile(step, dynamic=False)
 
     def run(*args: Any) -> State:
@@ -298,6 +298,6 @@ def compiled_step() -> Callable[..., State]:
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
-    """Whether inductor or triton found no compiler; this is noticed before anything has run."""
+    """Whether inductor or triton found no compiler; they notice before anything has run."""
     signs = "InvalidCxxCompiler", "TritonMissing", "C++ compiler", "C compiler"
     return error is not None and (any(sign in repr(error) for sign in signs) or _lacks_compiler(error.__cause__))

@@ -1,8 +1,8 @@
 """Input to vectors: tokens or frames, with their positions added or concatenated; and the output layers.
 
-Positions are computed waves, learned tables, or the sum over rows and columns. Every kind maps positions, [T] or a row
-at a time [B, T], to vectors [..., width], so that a step at position p and a whole sequence get the same numbers.
-Rotary positions are not here: they live inside the mixers.
+Positions are computed waves, learned tables, or sums over rows and columns. Every kind maps positions [T] or [B, T] to
+vectors [..., width], so that a step at position p gets the same numbers as a whole sequence. Rotary positions are not
+here but inside the mixers.
 """
 
 import math
@@ -18,7 +18,7 @@ from subquad.ops.lengths import keep, readable, shape_of
 
 
 class Embedding(nn.Module):
-    """Tokens [B, T] or frames [B, T, F] -> [B, T, D]. Tokens and positions both enter at unit size."""
+    """Tokens [B, T] or frames [B, T, F] -> [B, T, D]. Vectors of tokens and of positions both start at unit size."""
 
     def __init__(self, config: EmbeddingConfig, dim: int, max_length: int | None = None):
         super().__init__()
@@ -70,9 +70,9 @@ class Embedding(nn.Module):
         return self.dropout(x)
 
     def step(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """One token a row at the row's own position: [B] -> [B, D]."""
+        """One token per row at the row's own position: [B] -> [B, D]."""
         if not isinstance(tokens, Tensor) or tokens.ndim != 1:
-            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
+            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token per row, [batch]")
         return self(tokens[:, None], position=position)[:, 0]
 
 
@@ -86,7 +86,7 @@ def sinusoid(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 class Sinusoidal(nn.Module):
-    """Waves; any length."""
+    """Sine and cosine waves, for any length."""
 
     limit: int | None = None
 
@@ -101,15 +101,15 @@ class Sinusoidal(nn.Module):
 class Grid(nn.Module):
     """The sum of one learned vector per axis: position p of a (rows, columns, channels) grid read in order.
 
-    With one axis this is the learned position embedding. If it starts as waves, each axis in its own part of the
-    vector, then "one row up" is the same rotation everywhere and need not be learned place by place.
+    With one axis this is the usual learned position embedding. If it starts as waves, each axis in its own part of the
+    vector, "one row up" is the same rotation everywhere and need not be learned for each place.
     """
 
     def __init__(self, shape: Sequence[int], width: int, waves: bool = False):
         super().__init__()
         self.shape = tuple(shape)
         self.limit: int | None = math.prod(self.shape)
-        self.scale = math.sqrt(width)  # as for tokens: small weights that learn fast, unit-size vectors
+        self.scale = math.sqrt(width)  # as for tokens: small weights, which learn fast, but unit-size vectors
         size = math.sqrt(len(self.shape))
         tables = _waves(self.shape, width) if waves else [torch.randn(n, width) / size for n in self.shape]
         self.tables = nn.ParameterList(nn.Parameter(table / self.scale) for table in tables)
@@ -120,7 +120,7 @@ class Grid(nn.Module):
         for table in reversed(others):
             total = total + nn.functional.embedding(positions % table.shape[0], table)
             positions = positions // table.shape[0]
-        # the rest is the row; beyond the last row the lookup fails, as it should
+        # what remains is the row; the lookup should fail beyond the last row
         return ((total + nn.functional.embedding(positions, rows)) * self.scale).to(dtype)
 
     def extra_repr(self) -> str:
@@ -128,7 +128,7 @@ class Grid(nn.Module):
 
 
 def _waves(shape: Sequence[int], width: int) -> list[Tensor]:
-    """For each axis [size, width]: waves from a period of four places to one of twice the axis, zero beside them."""
+    """[size, width] for each axis: waves with periods from four places to twice the axis; zero in the other columns."""
     tables, pairs = [], width // (2 * len(shape))
     for axis, size in enumerate(shape):
         rates = math.pi / torch.logspace(1, math.log2(max(size, 2)), pairs, base=2)
@@ -153,7 +153,7 @@ def _positions(config: EmbeddingConfig, width: int, max_length: int | None) -> S
 
 
 def make_head(dim: int, outputs: int) -> nn.Linear:
-    """A linear layer that starts near uniform predictions."""
+    """A linear layer whose first predictions are nearly uniform."""
     head = nn.Linear(dim, outputs)
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
@@ -161,12 +161,12 @@ def make_head(dim: int, outputs: int) -> nn.Linear:
 
 
 def make_mlp(dim: int, hidden: int, outputs: int) -> nn.Sequential:
-    """The same behind a hidden layer."""
+    """Like `make_head`, after a hidden layer."""
     return nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), make_head(hidden, outputs))
 
 
 def check_tie(tie: bool, embedding: EmbeddingConfig, outputs: int | None = None) -> None:
-    """Refuse tied weights where the embedding's cannot be those of the output."""
+    """Refuse tied weights if the embedding's cannot be used for the output."""
     if not tie:
         return
     if embedding.positions == "sinusoidal_concat":

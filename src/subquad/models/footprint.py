@@ -1,4 +1,4 @@
-"""How much memory streams take: computed before any of it is used."""
+"""How much memory streams take, computed before it is allocated."""
 
 from typing import Any
 
@@ -11,29 +11,29 @@ SHARE = 0.95  # of the free memory that streams may take
 
 
 def bytes_per_stream(model: Any, capacity: int) -> int:
-    """Memory that one stream's state takes with room for `capacity` positions; nothing is allocated to find out."""
+    """Bytes of one stream's state with room for `capacity` positions, computed without allocating anything."""
     return size(imagine(decoder_of(model), capacity))
 
 
 def largest_batch(model: Any, capacity: int) -> int:
-    """Streams that fit into the free memory of the model's device, within a container's limit if there is one."""
+    """Streams that fit into the free memory of the model's device; a container's memory limit counts too."""
     return int(SHARE * free_bytes(model.device)) // _bytes_at_work(model, capacity)
 
 
 def check_fits(model: Any, batch: int, capacity: int) -> None:
-    """ValueError if so many streams do not fit; it says how many do."""
+    """ValueError if `batch` streams do not fit; it says how many do."""
     check_count("batch", batch)
     most = largest_batch(model, capacity)
     if batch > most:
         state, room = bytes_per_stream(model, capacity), int(SHARE * free_bytes(model.device))
         raise ValueError(
-            f"batch={batch} cannot work: a stream of {capacity} positions holds {state:,} bytes of state, and"
+            f"batch={batch} cannot work: the state of a stream of {capacity} positions takes {state:,} bytes, and"
             f" {room:,} bytes are free on {model.device}: accepted is at most {most}"
         )
 
 
 def _bytes_at_work(model: Any, capacity: int) -> int:
-    """A stream's state, its largest layer again (not every mechanism writes in place), and the vectors of a step."""
+    """A stream's state, a copy of its largest layer (as not all mechanisms write in place), and a step's vectors."""
     decoder = decoder_of(model)
     state = imagine(decoder, capacity)
     layers = getattr(getattr(state, "decoder", state), "layers", (state,))
@@ -43,7 +43,7 @@ def _bytes_at_work(model: Any, capacity: int) -> int:
 
 
 def imagine(decoder: Any, capacity: int) -> State:
-    """One stream's state of fake tensors, which have shapes and take no memory."""
+    """One stream's state, of fake tensors: they have shapes but take no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):

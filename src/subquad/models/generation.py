@@ -1,4 +1,4 @@
-"""Generation by any causal model: the prompt in parallel, then one token a step from a state in fixed memory."""
+"""Generation by any causal model: the prompt in parallel, then one token per step from a state in fixed memory."""
 
 import functools
 import threading
@@ -22,20 +22,20 @@ from subquad.ops.lengths import check_lengths, shape_of
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 Seed = int | Sequence[int] | Tensor
 
-COMPILE_PAYS = 16384  # compiling takes a minute, which this many steps repay
-# Measured on an H200 with the paper's MNIST model (results/generation.json): 4, 8 and 16 steps a graph are within 1.3%
-# of each other; two lanes lose 5% against one at 10,240 rows and gain 1% at 20,480
-UNROLL = 8  # steps in one graph, so that lanes need not wait for each other after each
+COMPILE_PAYS = 16384  # compiling takes a minute, which pays from this many steps on
+# Measured on an H200 with the paper's MNIST model (results/generation.json): 4, 8 and 16 steps per graph are within
+# 1.3% of each other; two lanes lose 5% against one at 10,240 rows and gain 1% at 20,480
+UNROLL = 8  # steps in one graph; within it lanes need not wait for each other
 LANES_PAY = 16384  # rows from which two lanes are faster than one
 CHECK = 16  # steps between checks whether all streams have stopped: each check waits for the GPU
-PIECE = 1 << 26  # outputs of a prompt held at once
+PIECE = 1 << 26  # numbers in the outputs of a prompt that are held at once
 
 
 class Generated(NamedTuple):
     """What generate(..., full=True) returns. To continue, pass the last token again: the state has not seen it yet."""
 
-    tokens: Tensor  # [B, steps], new ones only; a stream that has stopped repeats its stop token
-    lengths: Tensor  # [B], new tokens up to and with the stop token
+    tokens: Tensor  # [B, steps], only new ones; a stream that has stopped repeats its stop token
+    lengths: Tensor  # [B], number of new tokens, including the stop token
     logprobs: Tensor | None  # [B, steps] of the tokens under the model, before temperature and filters
     state: State  # has seen everything but the last token
 
@@ -61,17 +61,17 @@ def generate(
     """`steps` new tokens after each prompt: [B, steps], or `Generated` with full=True.
 
     prompt    tokens [B, T] (right-padded with `lengths`), a list of lists of any lengths, or one row [T]
-    state     what came before the prompt: a state of generate, prefill or load_state, left unchanged; a repetition
-              penalty does not know the tokens in it
-    sampling  Sampling(temperature=..., top_k=..., ...); by default tokens come with the model's probabilities.
-              temperature, top_k, top_p, min_p, repetition_penalty and exclude may also be given by themselves
-    seed      one number (streams take seed, seed + 1, ...) or one a stream; a stream's tokens depend on its own alone
+    state     what came before the prompt: a state from generate, prefill or load_state, which is not changed. A
+              repetition penalty ignores the tokens in it
+    sampling  Sampling(temperature=..., top_k=..., ...); by default tokens are drawn with the model's probabilities.
+              temperature, top_k, top_p, min_p, repetition_penalty and exclude may also be passed as keywords
+    seed      one number (streams use seed, seed + 1, ...) or one per stream; a stream depends only on its own seed
     stop      tokens that end a stream
-    compile   torch.compile the step; None: if the run is long enough to pay for it
+    compile   torch.compile the step; None: only if the run is long enough to pay for it
     lanes     parts of the batch whose kernels overlap on a GPU; None: the fastest number
-    told      called with the number of tokens made, after each
+    told      called after each token, with the number of tokens so far
 
-    A state has not seen the last token that was drawn, so to continue pass that token again as the prompt:
+    A state has not seen the last token that was drawn. To continue, pass that token again as the prompt:
 
     first = model.generate(prompt, 10, full=True)
     more = model.generate(first.tokens[:, -1:], 10, state=first.state)
@@ -122,12 +122,12 @@ def stream(
     capacity: int | None = None,
     **options: Unpack[SamplingOptions],
 ) -> Iterator[Any]:
-    """The tokens of `generate` as they come: an int at a time for a prompt [T], [B] at a time for [B, T].
+    """The tokens of `generate` one by one: ints for a prompt [T], tensors [B] for prompts [B, T].
 
-    steps     None: until every stream has stopped, or for ever
-    capacity  with steps=None, the positions that a growing state holds before it has to grow
+    steps     None: until every stream has stopped, or forever
+    capacity  with steps=None, the positions for which a growing state has room at first
 
-    Everything else is as in `generate`. Arguments are checked at once, tokens are made when they are asked for.
+    Everything else is as in `generate`. Arguments are checked at once; tokens are made on demand.
     """
     for name, count in (("steps", steps), ("capacity", capacity)):
         check_count(name, 1 if count is None else count)
@@ -140,7 +140,7 @@ def stream(
             loop = _start(model, prompts, steps, *drawing, compile, capacity)
         made = 0
         while steps is None or made < steps:
-            with evaluating(model, modules):  # not between tokens, since the caller may stop asking for them
+            with evaluating(model, modules):  # not between tokens, since the caller may stop iterating
                 ((token, _),) = loop.advance(1)
             yield int(token[0]) if prompts.single else token.clone()
             made += 1
@@ -151,9 +151,9 @@ def stream(
 
 
 class Prompts(NamedTuple):
-    """What streams start from, checked."""
+    """What streams start from, already checked."""
 
-    tokens: Tensor  # [B, T]; beyond its length a row repeats its first token
+    tokens: Tensor  # [B, T]; a row repeats its first token beyond its length
     lengths: Tensor | None  # [B]; None: every row has T tokens
     seeds: Tensor  # [B]
     state: State | None  # what came before the prompts
@@ -180,7 +180,7 @@ def _start(
     capacity: int | None = None,
     **how: Any,
 ) -> Loop:
-    """The loop after the prompts. `how`: of the loop, such as lanes=2."""
+    """The loop after reading the prompts. `how`: more arguments of the loop, such as lanes=2."""
     before = 0 if prompts.state is None else int(position_of(prompts.state).max())
     room = before + prompts.tokens.shape[1] - 1 + (steps if steps is not None else max(64, capacity or 0))
     check_fits(model, len(prompts.tokens), room)
@@ -194,7 +194,7 @@ def _start(
 
 
 def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
-    """The sampling, and the stop tokens as a tuple; refused if the model does not generate, or cannot draw them."""
+    """The sampling, and the stop tokens as a tuple; fails if the model does not generate or cannot draw them."""
     if not isinstance(model, Model) or not hasattr(model, "generate"):
         raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
     values = values_of(model)
@@ -215,7 +215,7 @@ def read_prompts(
             prompt = torch.tensor(prompt)
         else:
             if lengths is not None:
-                raise ValueError(f"lengths came with a list of prompts, which has its own: leave it out ({name})")
+                raise ValueError(f"lengths came with a list of prompts, which have their own: leave it out ({name})")
             if any(isinstance(row, Tensor) and row.ndim != 1 for row in prompt):
                 refuse(name, prompt, "a list of rows [T]")
             if not prompt or any(len(row) == 0 for row in prompt):  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def read_prompts(
     tokens = prompt[None] if prompt.ndim == 1 else prompt
     if tokens.ndim != 2 or tokens.numel() == 0 or tokens.dtype not in INTEGERS:
         kind = f"{prompt.dtype} {shape_of(prompt)}"
-        raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one a stream")
+        raise ValueError(f"{name} is {kind}: accepted are integers [B, T] or [T], at least one per stream")
     if tokens.device.type == "meta" and model.device.type != "meta":
         raise ValueError(f"{name} is on meta and has no values: accepted are tokens on a device that holds them")
     check_strided(name, tokens)
@@ -247,7 +247,7 @@ def read_prompts(
 
 
 def _check_given_state(model: Any, state: State, batch: int) -> None:
-    """Refuse a state that is not this model's, or of another batch."""
+    """Refuse the state of another model or of another batch."""
     check_state(state)
     wanted = imagine(decoder_of(model), 1)
     names, accepted = ([name for name, _ in leaves(nest)] for nest in (state, wanted))
@@ -263,7 +263,7 @@ def _check_given_state(model: Any, state: State, batch: int) -> None:
 
 
 def begin(model: Any, prompts: Prompts, capacity: int) -> State:
-    """The state after all but the last token of each prompt, with room for `capacity` positions; in its own memory."""
+    """A new state after all but the last token of each prompt, with room for `capacity` positions."""
     decoder, (batch, longest), state = decoder_of(model), prompts.tokens.shape, prompts.state
     if state is None and hasattr(model, "encode"):
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
@@ -277,7 +277,7 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
         for start in range(0, count, piece):
             part = prompts.tokens[:, start : min(start + piece, count)]
             left = None if prompts.lengths is None else (prompts.lengths - 1 - start).clamp(0, part.shape[1])
-            # from None, not from an empty state: a mechanism then knows that the prompt is all there is
+            # from None, not from an empty state: it tells a mechanism that nothing came before
             work = work_of(model, () if state is None else state, part.numel())
             _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
             state = after if state is not None else _with_capacity(after, decoder, capacity)
@@ -285,7 +285,7 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
 
 
 def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
-    """The state with as much room as init_state gives: what grows does so at the end of its second dimension."""
+    """The state with as much room as init_state gives; growing tensors grow at the end of their second dimension."""
 
     def enlarge(tensor: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
         more = wanted.shape[1] - tensor.shape[1] if wanted.shape != least.shape else 0
@@ -297,7 +297,7 @@ def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
 
 
 class _Modes(NamedTuple):
-    users: set[object]  # everyone who generates with the model now
+    users: set[object]  # one for each call that generates with the model now
     training: list[nn.Module]  # the modules that were in training before the first of them
 
 
@@ -307,7 +307,7 @@ _modes: dict[int, _Modes] = {}  # by the id of a model
 
 @contextmanager
 def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """No dropout. Each of the model's modules gets its own mode back once nobody generates with the model any more."""
+    """Turn dropout off. The modules return to their own modes once no other call generates with the model."""
     user = object()
     try:
         with _lock:
@@ -319,7 +319,7 @@ def evaluating(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]
     finally:
         try:
             _restore_modes(model, user)
-        except KeyboardInterrupt:  # while it restored them
+        except KeyboardInterrupt:  # while restoring: try again
             _restore_modes(model, user)
             raise
 

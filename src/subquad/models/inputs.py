@@ -9,7 +9,7 @@ from subquad.ops.precision import autocasts
 
 
 def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, lengths_name: str = "lengths") -> Tensor:
-    """Token ids [B, T] of a `table` [vocab, width], as int64; padding may hold anything."""
+    """Token ids [B, T] for a `table` [vocab, width], as int64; padding may hold anything."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"{name} has shape {shape_of(ids)}: accepted are token ids [batch, T], at least one")
     if ids.dtype not in INTEGERS:
@@ -24,7 +24,7 @@ def clean_ids(ids: Tensor, table: Tensor, lengths: Tensor | None, name: str, len
 
 
 def check_ids(name: str, ids: Tensor, vocab: int) -> None:
-    """Refuse ids outside a vocabulary, where they can be read without waiting for a GPU."""
+    """Refuse ids outside a vocabulary, if they can be read without waiting for a GPU."""
     if readable(ids):
         low, high = (int(v) for v in torch.aminmax(ids))
         if low < 0 or high >= vocab:
@@ -44,7 +44,7 @@ def clean_frames(
 
 
 def check_type(x: Tensor, like: Tensor, name: str) -> None:
-    """Refuse another type or another device than a weight's, unless autocast converts it."""
+    """Refuse a type or device other than the weight's, unless autocast converts it."""
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
     if x.dtype != like.dtype and not (x.dtype in FLOATS and autocasts(x.device)):
@@ -52,7 +52,7 @@ def check_type(x: Tensor, like: Tensor, name: str) -> None:
 
 
 def check_position(position: object, batch: int, device: torch.device) -> None:
-    """Refuse what cannot be the positions in a state, one a row."""
+    """Refuse anything but the positions of a state, one per row."""
     if not isinstance(position, Tensor) or position.ndim != 1 or position.dtype != torch.int64:
         raise ValueError(f"state.position is {shown(position)}: accepted is int64 [{batch}]")
     check_strided("state.position", position)
@@ -63,5 +63,5 @@ def check_position(position: object, batch: int, device: torch.device) -> None:
 
 
 def batch_size(x: object) -> int:
-    """Rows of an input; 0 of what is not one, which is refused later with a better message."""
+    """Rows of an input; 0 for anything else, which is refused later with a better message."""
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0

@@ -20,14 +20,14 @@ class LanguageModelConfig(Config):
     embedding: EmbeddingConfig
     transformer: TransformerConfig
     tie: bool = False  # the output weights are the embedding's
-    outputs: int | None = None  # numbers predicted a token; None: vocab, one logit a token
+    outputs: int | None = None  # numbers predicted per token; None: vocab, one logit per token
     mixture: int | None = None  # components of a mixture of discretised logistics over 256 values, instead of logits
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mixture is not None:
             if self.outputs is not None:
-                refuse("outputs", self.outputs, "None with mixture, which has three numbers a component")
+                refuse("outputs", self.outputs, "None with mixture, which has three numbers per component")
             if (self.embedding.vocab or 0) < logistic_mixture.VALUES:
                 refuse("mixture", self.mixture, f"None with vocab={self.embedding.vocab}: it predicts 256 values")
         if not self.transformer.causal:
@@ -75,7 +75,7 @@ class LanguageModel(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
         if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
-            raise ValueError(f"loss needs one logit a token: this model has outputs={self.config.outputs}; use forward")
+            raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
             tokens, targets, lengths = shift(tokens, lengths)
         loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
@@ -90,13 +90,13 @@ class LanguageModel(Model):
     def prefill(
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
-        """A prompt [B, T] in parallel, from nothing or from a state: (logits [B, T, vocab], the state after it)."""
+        """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it)."""
         position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
         y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
         return self._logits(y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
+        """One token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""
         position, _ = self.transformer.check_state(state, batch_size(tokens))
         y, state = self.transformer.step(self.embedding.step(tokens, position), state, inplace=inplace)
         return self._logits(y), state

@@ -3,8 +3,8 @@
 Paper       Salimans et al. 2017, arXiv:1701.05517, §2.1, as used by Katharopoulos et al. 2020, arXiv:2006.16236, §4.2
 Definition  P(v) = Σᵢ πᵢ [σ((x + h − μᵢ)/sᵢ) − σ((x − h − μᵢ)/sᵢ)],  x = 2v/(n−1) − 1,  h = 1/(n−1),
             s = exp(max(log s, −7)); the first cell reaches to −∞ and the last to +∞
-Departures  one channel at a time; the paper's public sampler takes s = elu + 1 where its loss takes exp: it draws from
-            another distribution than was trained, where a scale is wide; here loss and sampler share every number
+Departures  one channel at a time; here loss and sampler use the same distribution. The paper's public sampler has
+            s = elu + 1 and its loss has exp, so for wide scales it draws from another distribution than was trained
 Verified    tests/models/test_logistic_mixture.py: probabilities sum to one, drawn frequencies are those of the loss
 
 Outputs of a model are [..., 3·components]: log-weights, means and log-scales.
@@ -52,11 +52,11 @@ def log_probs(outputs: Tensor) -> Tensor:
 
 
 def draw(outputs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
-    """One value a row, [B, 3·components] -> [B]: a component, a logistic number, the cell it falls into."""
+    """One value per row, [B, 3·components] -> [B]: draw a component, then a logistic number, and take its cell."""
     weights, means, scales = _parameters(outputs)
     components = weights.shape[-1]
     chosen = (weights + gumbel(seeds, position, components)).argmax(-1, keepdim=True)
-    u = uniform(seeds, position, components + 1)[:, -1:].to(weights.dtype)  # one beyond those of the components
+    u = uniform(seeds, position, components + 1)[:, -1:].to(weights.dtype)  # one more than for the components
     x = means.gather(-1, chosen) + scales.gather(-1, chosen).exp() * (u.log() - torch.log1p(-u))
     return ((x[:, 0] + 1) * (LAST / 2)).round().clamp(0, LAST).long()
 

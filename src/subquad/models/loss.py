@@ -18,7 +18,7 @@ def shift(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(inputs, targets, their lengths) of predicting each token from those before it."""
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(f"{name} has shape {shape_of(tokens)}: the next token is predicted, accepted is [B, T >= 2]")
+        raise ValueError(f"{name} has shape {shape_of(tokens)}: accepted is [B, T >= 2], to predict the next token")
     check_strided(name, tokens)
     lengths = check_lengths(lengths, tokens, lengths_name)
     return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)
@@ -32,9 +32,9 @@ def cross_entropy(
     reduction: Reduction = "mean",
     name: str = "targets",
 ) -> Tensor:
-    """float32 cross-entropy of logits [B, T, V] or [B, V], without ignored targets and those beyond `lengths`.
+    """float32 cross-entropy of logits [B, T, V] or [B, V], ignoring `ignore_index` and targets beyond `lengths`.
 
-    "mean" over the other targets (0 if there are none), "sum", or "none": [B, T] with zeros at those left out.
+    "mean" over the other targets (0 if there are none), "sum", or "none": [B, T] with zeros for ignored targets.
     """
     exact = wide(logits)
 
@@ -55,7 +55,7 @@ def over_targets(
     reduction: Reduction,
     name: str = "targets",
 ) -> Tensor:
-    """The reduction of any loss of integer targets from 0 to `values`, exclusive, one for each vector of outputs."""
+    """Reduce any loss of integer targets from 0 to `values`, exclusive; one target for each vector of outputs."""
     shape = outputs.shape[:-1]
     check_plain("reduction", reduction, Reduction)
     if not isinstance(targets, Tensor) or targets.shape != shape:

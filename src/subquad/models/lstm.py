@@ -1,7 +1,7 @@
 """The recurrent baseline of the experiments: LSTM layers in place of a transformer.
 
-From left to right it is a language model that steps and generates; with bidirectional=True it labels every position,
-as the Bi-LSTM of speech recognition does.
+By default it is a language model, which steps and generates. With bidirectional=True it labels every position, like the
+Bi-LSTM of speech recognition.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class LSTMConfig(Config):
     dim: int = 256  # of a layer, in each direction
     depth: int = 3
     bidirectional: bool = False
-    outputs: int | None = None  # numbers a position; None: vocab, one logit a token
+    outputs: int | None = None  # numbers per position; None: vocab, one logit per token
     dropout: float = 0.0  # between layers
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class LSTMConfig(Config):
 
     @property
     def ff_width(self) -> int:
-        return 4 * self.dim  # the gates of a step
+        return 4 * self.dim  # the gates
 
 
 class Layers(nn.Module):
@@ -81,7 +81,7 @@ class Layers(nn.Module):
 
 
 class LSTM(Model):
-    """LSTM(vocab=11, dim=256, depth=4): tokens [B, T] -> logits [B, T, vocab], each from the tokens up to it.
+    """LSTM(vocab=11, dim=256, depth=4): tokens [B, T] -> logits [B, T, vocab], from the tokens up to each position.
 
     LSTM(features=40, dim=320, depth=3, bidirectional=True, outputs=41): frames [B, T, 40] -> [B, T, 41].
     """
@@ -97,10 +97,10 @@ class LSTM(Model):
         self.head = make_head(config.dim * (2 if config.bidirectional else 1), config.width)
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """[B, T, outputs]; beyond `lengths` the head of zeros."""
+        """[B, T, outputs]; beyond `lengths` the output is the head of a zero vector."""
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
-        # from left to right padding comes last, and changes nothing before it
+        # padding comes last, so from left to right it changes nothing before it
         y = self.decoder(x, used if self.config.bidirectional else None)[0]
         return self.head(zero_padding(y, used))
 
@@ -131,22 +131,22 @@ class LSTM(Model):
     def prefill(
         self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State]:
-        """A prompt [B, T], from nothing or from a state: (logits [B, T, vocab], the state after it)."""
+        """Read a prompt [B, T], after `state` if given: (logits [B, T, vocab], the state after it)."""
         batch = batch_size(tokens)
         state = self._check_state(self.init_state(batch) if state is None else state, batch)
         x = self.embedding(tokens, lengths)
         used = check_lengths(lengths, x)
         y, hidden, cell = self.decoder(x, used, state)
-        if used is not None:  # packing has no rows without tokens: such a row keeps its state
+        if used is not None:  # packing does not allow rows without tokens: they keep their state
             empty = (used == 0)[:, None, None]
             hidden, cell = torch.where(empty, state.hidden, hidden), torch.where(empty, state.cell, cell)
         seen = state.position + (x.shape[1] if used is None else used)
         return self.head(y), State(hidden.to(state.hidden.dtype), cell.to(state.cell.dtype), seen)
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        """One token a row, [B] -> (logits [B, vocab], the new state); the old one is left alone unless `inplace`."""
+        """One token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""
         if not isinstance(tokens, Tensor) or tokens.ndim != 1:
-            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token a row, [batch]")
+            raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token per row, [batch]")
         outputs, new = self.prefill(tokens[:, None], state=state)
         if inplace:
             for old, tensor in zip(state, new, strict=True):

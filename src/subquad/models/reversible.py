@@ -1,4 +1,4 @@
-"""Reversible residuals: backward reconstructs every activation from the output, so depth costs no memory.
+"""Reversible residuals: backward reconstructs activations from the output, so depth takes no memory for them.
 
 Gomez et al. 2017, arXiv:1707.04585; Kitaev et al. 2020 (Reformer), §3. Branch f maps (a, b) to (b, a + f(b)).
 """
@@ -79,7 +79,7 @@ def _rng_states(x: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _same_numbers(states: list[Tensor] | None, x: Tensor) -> Iterator[None]:
-    """Draw the same random numbers as in forward; afterwards the generators are as they were."""
+    """Draw the same random numbers as in forward, then restore the generators."""
     with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=states is not None):
         if states is not None:
             torch.set_rng_state(states[0])

@@ -1,10 +1,10 @@
-"""From a model's outputs to the next token, on the device, without a random generator.
+"""Draw the next token from a model's outputs, on the device, without a random generator.
 
-Noise is a hash of (seed of the stream, position, candidate), so that a stream's tokens depend on nothing but its own
-seed and its own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
+Noise is a hash of (seed of the stream, position, candidate). So a stream's tokens depend only on its own seed and its
+own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
 
-To add an option: a field of `Sampling` with its check, a line in `SamplingOptions`, a line in `adjust`. `generate`,
-`stream`, `Streams` and the command line take it from there.
+To add an option, add a field of `Sampling` with its check, a line in `SamplingOptions` and a line in `adjust`.
+`generate`, `stream`, `Streams` and the command line then have it too.
 """
 
 import math
@@ -22,23 +22,23 @@ MASK = (1 << 32) - 1
 
 
 def _option(default: Any, help: str) -> Any:
-    """A field that is also an option of the command line, with this help."""
+    """A field that is also an option of the command line, with this help text."""
     return field(default=default, metadata={"help": help})
 
 
 @check_methods
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn. The filters apply in the order of the fields; what they leave is renormalised."""
+    """How a token is drawn. The filters apply in the order of the fields; the remaining tokens are renormalised."""
 
     exclude: tuple[int, ...] = ()  # tokens that are never drawn
-    # the penalty is for tokens the stream has seen (Keskar et al. 2019, arXiv:1909.05858, §4.1)
+    # applies to tokens the stream has seen (Keskar et al. 2019, arXiv:1909.05858, §4.1)
     repetition_penalty: float = _option(1.0, "Above 1: fewer repetitions.")
     temperature: float = _option(1.0, "0 takes the most probable token.")
     top_k: int | None = _option(None, "Draw from the k most probable tokens.")
     # Holtzman et al. 2020, arXiv:1904.09751
-    top_p: float = _option(1.0, "Draw from the fewest tokens of this probability.")
-    min_p: float = _option(0.0, "Draw from tokens of this share of the largest probability.")
+    top_p: float = _option(1.0, "Draw from the smallest set of tokens with this total probability.")
+    min_p: float = _option(0.0, "Draw from tokens with at least this share of the largest probability.")
 
     def __post_init__(self) -> None:
         check_plain("exclude", self.exclude, Sequence[int])
@@ -70,11 +70,11 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens come with exactly the model's probabilities."""
+        """Whether tokens are drawn with exactly the model's probabilities."""
         return self == PLAIN
 
     def check(self, values: int) -> None:
-        """ValueError if these settings leave nothing to draw of `values` tokens."""
+        """ValueError if these settings do not fit a model of `values` tokens."""
         check_count("values", values)
         wrong = [token for token in self.exclude if not 0 <= token < values]
         if wrong:
@@ -84,7 +84,7 @@ class Sampling:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of Sampling as keywords of a call, where None is the default."""
+    """The fields of Sampling as keywords of a call; None means the default."""
 
     exclude: Sequence[int] | None
     repetition_penalty: float | None
@@ -98,9 +98,9 @@ PLAIN = Sampling()
 
 
 def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
-    """One token a row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
+    """One token per row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
 
-    A repetition penalty reads `seen` [B, V]: the tokens each stream has had.
+    A repetition penalty reads `seen` [B, V]: whether each stream has seen each token.
     """
     scores = adjust(logits, sampling, seen)
     if sampling.temperature == 0:
@@ -110,7 +110,7 @@ def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, se
 
 
 def adjust(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Logits after penalty, temperature and filters: at least float32, -inf for tokens that are left out."""
+    """Logits after penalty, temperature and filters: at least float32, -inf for excluded tokens."""
     scores = wide(logits)
     if sampling.exclude:
         scores = scores.clone()
@@ -124,13 +124,13 @@ def adjust(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Te
     if sampling.temperature not in (0, 1):
         scores = scores / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        best = scores.topk(sampling.top_k).indices  # exactly k, also where several are equal
+        best = scores.topk(sampling.top_k).indices  # exactly k, even if several are equal
         scores = torch.full_like(scores, -math.inf).scatter(-1, best, scores.gather(-1, best))
     if sampling.top_p < 1:
         ranked, order = scores.sort(-1, descending=True)
         probabilities = ranked.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        # a token stays if those before it do not hold top_p yet; the first one always does
+        # keep a token if those before it add up to less than top_p; the first one always stays
         keep = (before < sampling.top_p).scatter(-1, order, before < sampling.top_p)
         scores = scores.masked_fill(~keep, -math.inf)
     if sampling.min_p > 0:
@@ -145,7 +145,7 @@ def gumbel(seeds: Tensor, position: Tensor, count: int) -> Tensor:
 
 
 def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:
-    """Independent numbers in (0, 1), float32 [B, count]; small ones are fine to 2^-32, the largest is 1 - 2^-24."""
+    """Independent numbers in (0, 1), float32 [B, count]: in steps of 2^-32 if small, at most 1 - 2^-24."""
     stream = _mix(_mix(_mix((seeds >> 32) & MASK) ^ (seeds & MASK)) ^ (position & MASK))  # [B]
     candidate = torch.arange(1, count + 1, device=seeds.device) * 0x1E3779B1
     bits = _mix((stream[:, None] + candidate) & MASK)
@@ -153,7 +153,7 @@ def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijective hash of 32 bits held in int64 (the multipliers stay below 2^31, so that no product overflows)."""
+    """A bijective hash of 32 bits in int64 (multipliers below 2^31, so that no product overflows)."""
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & MASK
     x = x ^ (x >> 15)
@@ -162,13 +162,13 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def make_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.device) -> Tensor:
-    """One seed a stream: as given, or from one number seed, seed + 1, ..."""
+    """One seed per stream: as given, or seed, seed + 1, ... from one number."""
     check_plain("seed", seed, int | Sequence[int] | Tensor)
     if isinstance(seed, int):
         if seed > LARGEST - batch:
-            refuse("seed", seed, f"an integer below 2**63 - {batch}, since stream b takes seed + b")
+            refuse("seed", seed, f"an integer below 2**63 - {batch}, since stream b uses seed + b")
         return seed + torch.arange(batch, device=device)
     seeds = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
     if seeds.shape != (batch,) or seeds.dtype not in INTEGERS or seeds.device.type == "meta":
-        raise ValueError(f"seed is {shown(seeds)}: accepted is an integer or one a row, [{batch}]")
+        raise ValueError(f"seed is {shown(seeds)}: accepted is an integer or one per row, [{batch}]")
     return seeds.to(device, torch.int64)

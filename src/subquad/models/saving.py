@@ -1,7 +1,7 @@
-"""The base of the models, and models on disk: model.safetensors beside config.json, never pickle.
+"""The base class of the models, and models on disk: model.safetensors and config.json, never pickle.
 
-Each file is replaced whole. The weights carry their own copy of the config, so that a crash between the two files is
-noticed when loading, and nothing is lost. config.json also holds a SHA-256 over weights and config.
+Files are replaced atomically. The weights hold a copy of the config, so that loading notices a crash between writing
+the two files, and nothing is lost. config.json also holds a SHA-256 of weights and config.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ KEYS = ("format", "model", "dtype", "config")
 
 @check_methods
 class Model(nn.Module):
-    """Base of the models: built from its `config`; `save` writes safetensors beside JSON, `load` reads them."""
+    """Base of the models, built from a `config`; `save` writes safetensors and JSON files, `load` reads them."""
 
     config_type: ClassVar[type[Config]]
     config: Any
@@ -42,12 +42,12 @@ class Model(nn.Module):
         return next(self.parameters()).dtype
 
     def save(self, directory: str | Path) -> None:
-        """Write model.safetensors and config.json, whole or not at all; ValueError if the config holds code."""
+        """Write model.safetensors and config.json, each atomically; ValueError if the config holds code."""
         from safetensors.torch import save
 
         folder = Path(directory)
         if folder.exists() and not folder.is_dir():
-            refuse("directory", str(directory), "a folder, or a name that nothing has yet")
+            refuse("directory", str(directory), "a folder, or a path that does not exist yet")
         dtype = str(self.dtype).removeprefix("torch.")
         header = {"format": FORMAT, "model": type(self).__name__, "dtype": dtype, "config": self.config.to_dict()}
         text = json.dumps(header, indent=2, allow_nan=False)
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
     @classmethod
     def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
-        """The model that was saved there, in eval mode; every tensor must be there, bit for bit, and nothing else."""
+        """Load a saved model, in eval mode; all its tensors must be there, unchanged, and no others."""
         check_device("device", device, meta=False)
         header, weights = read_header(directory), Path(directory) / WEIGHTS
         if (kind := header["model"]) != cls.__name__:
@@ -69,22 +69,22 @@ class Model(nn.Module):
             raise ValueError(f"{directory} has dtype={header['dtype']!r}: accepted is the name of a torch type")
         _check_fit(cls, header["config"], weights)
         if DIGEST not in header:
-            logger.warning("%s has no digest: whether its weights are as they were saved cannot be checked", directory)
+            logger.warning("%s has no digest, so its weights cannot be checked for changes", directory)
         tensors = verify(directory)
         model = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
         for name, tensor in tensors_of(model).items():
-            tensor.data = tensors[name].to(device)  # also takes the type over, should it differ from the model's
+            tensor.data = tensors[name].to(device)  # also takes over a type that differs from the model's
         return model.eval()
 
 
 def read_header(directory: str | Path) -> dict[str, Any]:
-    """What was saved there: the model's class, its type, its config, and the digest if there is one."""
+    """What config.json says: the model's class, its type, its config, and the digest if there is one."""
     weights, config = Path(directory) / WEIGHTS, Path(directory) / CONFIG
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} does not exist: a saved model is a directory with {WEIGHTS} and {CONFIG}")
     text = describe(weights)[0].get("subquad")
     if text is None and not config.is_file():
-        raise FileNotFoundError(f"{config} does not exist, and {weights} carries no config: subquad did not save it")
+        raise FileNotFoundError(f"{config} does not exist, and {weights} holds no config: subquad did not save it")
     header = _check_header(read_json(config), config) if config.is_file() else {}
     carried = header if text is None else _check_header(parse_json(text, weights), weights)
     if not header:
@@ -92,13 +92,13 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     if any(carried[key] != header[key] for key in KEYS):
         raise ValueError(
             f"{config} is not the config that {weights} was saved with: "
-            f"restore it, or delete it to load the weights with the config they carry"
+            f"restore it, or delete it to load the weights with their own copy of the config"
         )
     return header
 
 
 def verify(directory: str | Path) -> dict[str, Tensor]:
-    """The weights of a saved model; ValueError if they or the config do not match the digest, if there is one."""
+    """The weights of a saved model; ValueError if there is a digest and they or the config do not match it."""
     from safetensors.torch import load_file
 
     header, weights = read_header(directory), Path(directory) / WEIGHTS
@@ -112,7 +112,7 @@ def verify(directory: str | Path) -> dict[str, Tensor]:
 
 
 def check_finite(model: nn.Module, source: object) -> None:
-    """ValueError names the first tensor with a NaN or an infinity in it."""
+    """ValueError if a tensor holds a NaN or an infinity; it names the first one."""
     for name, tensor in tensors_of(model).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
@@ -121,7 +121,7 @@ def check_finite(model: nn.Module, source: object) -> None:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model, tied ones once, under their first name."""
+    """The tensors of a model; tied ones appear once, under their first name."""
     named: dict[str, Tensor] = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in named.items():
@@ -130,7 +130,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], header: Any = None) -> str:
-    """SHA-256 over names, types, shapes and every bit of tensors on the CPU, and over what describes them."""
+    """SHA-256 of names, types, shapes and all bits of tensors on the CPU, and of the header."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -139,7 +139,7 @@ def digest_tensors(tensors: Mapping[str, Tensor], header: Any = None) -> str:
 
 
 def describe(path: Path) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """The metadata of a safetensors file and the shapes of its tensors, without reading these."""
+    """The metadata of a safetensors file and the shapes of its tensors, without reading the tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -154,15 +154,15 @@ def _check_fit(cls: Any, config: Any, weights: Path) -> None:
     """Refuse a config that asks for more than the file holds, before anything is allocated."""
     _, shapes = describe(weights)
     depth = sum(_depths(config))
-    if depth > len(shapes):  # each layer has tensors of its own; so many would take long to build, even without memory
-        raise ValueError(f"{weights} does not fit its config: depth={depth:,}, and it holds {len(shapes)} tensors")
+    if depth > len(shapes):  # each layer has its own tensors; building so many takes long, even on meta
+        raise ValueError(f"{weights} does not fit its config: depth={depth:,}, but it holds only {len(shapes)} tensors")
     try:
         parsed = cls.config_type.from_dict(config)
         with torch.device("meta"):
             wanted = tensors_of(cls(parsed))
     except (ValueError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{weights} does not fit its config, of which no model can be built: {reason}") from error
+        raise ValueError(f"{weights} does not fit its config, which no model can be built from: {reason}") from error
     odd = {"lacks": wanted.keys() - shapes.keys(), "has unknown": shapes.keys() - wanted.keys()}
     for what, names in odd.items():
         if names:
@@ -174,7 +174,7 @@ def _check_fit(cls: Any, config: Any, weights: Path) -> None:
 
 
 def _depths(config: Any) -> Iterator[int]:
-    """The depths of a config and of its parts."""
+    """All values of `depth` in a config and its parts."""
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if key == "depth" and isinstance(value, int):
             yield value

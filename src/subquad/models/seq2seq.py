@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder reads the source, a decoder writes the target and attends to what was read."""
+"""Sequence to sequence: an encoder reads the source; a decoder attends to it and writes the target."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ from subquad.models.transformer import State as DecoderState
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
 
-# where keywords go that only one side takes; only prefixed, causal says which side it is of
+# keywords that belong to one side; causal is only accepted with a prefix, which names the side
 HOMES = {"pool": ("encoder",), **dict.fromkeys(("taps", "cross", "memory_length"), ("decoder",)), "causal": ()}
 
 
 class State(NamedTuple):
-    """What a decoder needs to go on: its own state, and what each layer remembers of the source."""
+    """What a decoder needs to continue: its own state, and what each layer remembers of the source."""
 
     decoder: DecoderState
     memory: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Seq2SeqConfig(Config):
     target: EmbeddingConfig
     encoder: TransformerConfig
     decoder: TransformerConfig
-    share: bool = False  # source and target have one vocabulary and one table of token vectors
+    share: bool = False  # source and target share a vocabulary and a table of token vectors
     tie: bool = False  # the output weights are the target embedding's
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class Seq2SeqConfig(Config):
 class Seq2Seq(Model):
     """Seq2Seq(vocab=1000, dim=256, depth=4, heads=8, mechanism="linear", cross="additive").
 
-    Keywords go to both sides; encoder_, decoder_, source_ and target_ in front of one send it to one side:
-    source_features=40, target_vocab=50, decoder_depth=2. `pool` is the encoder's, `cross` the decoder's.
+    Keywords apply to both sides; with a prefix encoder_, decoder_, source_ or target_ they apply to that part:
+    source_features=40, target_vocab=50, decoder_depth=2. `pool` is for the encoder, `cross` for the decoder.
     """
 
     config_type = Seq2SeqConfig
@@ -101,14 +101,14 @@ class Seq2Seq(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32, of each target token given the source and the target tokens before it.
 
-        So the target starts with a start token, which is given and not predicted.
+        The target must begin with a start token, which is not predicted.
         """
         inputs, labels, lengths = shift(target, target_lengths, "target", "target_lengths")
         logits = self(source, inputs, source_lengths, lengths)
         return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="target")
 
     def encode(self, source: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The memory [B, S, D] and its lengths; shorter than the source where layers pool."""
+        """The memory [B, S, D] and its lengths; shorter than the source if layers pool."""
         return self._encode(source, lengths, "lengths")
 
     def _encode(self, source: Tensor, lengths: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
@@ -116,18 +116,18 @@ class Seq2Seq(Model):
         return memory, self.encoder.short_lengths(check_lengths(lengths, source))
 
     def init_state(self, memory: Tensor, memory_lengths: Tensor | None = None, capacity: int | None = None) -> State:
-        """The state before the first target token, of the memory that `encode` returned."""
+        """The state before the first target token, from the memory that `encode` returned."""
         remembered = self.decoder.remember(memory, memory_lengths)
         return State(self.decoder.init_state(len(memory), capacity), remembered)
 
     def prefill(self, target: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
-        """Target tokens [B, T] in parallel from a state: (logits [B, T, vocab], the state after them)."""
+        """Read target tokens [B, T] in parallel, after `state`: (logits [B, T, vocab], the state after them)."""
         x = self.target(target, lengths, self._positions(state, target), name="target")
         y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory)
         return self._logits(y), state._replace(decoder=decoder)
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        """One target token a row, [B] -> (logits [B, vocab], the new state); the old is left alone unless `inplace`."""
+        """One target token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""
         x = self.target.step(tokens, self._positions(state, tokens))
         y, decoder = self.decoder.step(x, state.decoder, state.memory, inplace=inplace)
         return self._logits(y), state._replace(decoder=decoder)
@@ -136,7 +136,7 @@ class Seq2Seq(Model):
 
     def _positions(self, state: State, tokens: Tensor) -> Tensor:
         if not isinstance(state.memory, tuple):
-            raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is the state of init_state")
+            raise ValueError(f"state.memory is a {type(state.memory).__name__}: accepted is a state from init_state")
         return self.decoder.check_state(state.decoder, batch_size(tokens))[0]
 
     def _logits(self, y: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Trained models that ship with the project, by name: checkpoints/NAME/ with weights, config and a card.
 
-    model.safetensors, config.json    as Model.save writes them, in bfloat16
-    card.json                         what it is: task, data, figures, how, when and on what machine it was trained
+    model.safetensors, config.json    written by Model.save, in bfloat16
+    card.json                         its task, data and figures; how, when and on which machine it was trained
 
 `subquad generate NAME` looks in ./checkpoints, in checkpoints/ of the data folder, and in the source tree.
 """
@@ -27,7 +27,7 @@ class NotFound(FileNotFoundError, ValueError):
 
 
 def folders() -> Iterator[Path]:
-    """Where named checkpoints are looked for."""
+    """The folders in which named checkpoints are searched."""
     yield Path(FOLDER)
     if os.environ.get("SUBQUAD_DATA"):
         yield Path(os.environ["SUBQUAD_DATA"]).expanduser() / FOLDER
@@ -56,7 +56,7 @@ def find(name: str | Path) -> Path:
 
 
 def card(folder: Path) -> dict[str, Any]:
-    """What is known of a saved model: its card, or the config of the run that trained it; empty if it has neither."""
+    """The card of a saved model, or the config of the run that trained it; empty if there is neither."""
     for file in (folder / CARD, folder.parent / CONFIG):
         if file.is_file():
             facts, _ = read_sealed(file)
@@ -66,9 +66,9 @@ def card(folder: Path) -> dict[str, Any]:
 
 
 def release(run: Path, name: str, into: Path = Path(FOLDER), dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write checkpoints/NAME from a finished run: its model in half the bytes, and a card.
+    """Write checkpoints/NAME from a finished run: its model in 16 bits, and a card.
 
-    The card is the run's config.json (task, settings, commit, date, machine and versions), and its result.
+    The card holds the run's config.json (task, settings, commit, date, machine and versions) and its result.
     """
     plain_name("name", name)
     model: Model = load(run).to(dtype)

@@ -1,6 +1,6 @@
-"""States as values: measure, index, fork, join, save and load them, whatever mechanisms they belong to.
+"""States as values: measure, index, fork, join, save and load the state of any mechanism.
 
-A state is a nest of tuples of tensors, batch first; nothing here knows what a tensor means.
+A state is a nest of tuples of tensors, batch first; this file does not depend on what the tensors mean.
 """
 
 import json
@@ -17,11 +17,11 @@ from subquad.models.saving import describe, digest_tensors
 
 State = Any
 FORMAT = 1
-HEADER = {"format": FORMAT, "kind": "state"}  # of a file, beside the digest
+HEADER = {"format": FORMAT, "kind": "state"}  # of a file, without the digest
 
 
 def check_state(state: State, name: str = "state") -> None:
-    """Refuse what is not a nest of tuples of tensors, all with one batch and on one device."""
+    """Refuse anything but a nest of tuples of tensors with the same batch and device."""
     like: Tensor | None = None
     for _, part in leaves(state):
         if not isinstance(part, Tensor):
@@ -60,7 +60,7 @@ def select(state: State, rows: Tensor | slice) -> State:
 
 @checked
 def fork(state: State, count: int) -> State:
-    """The state of one stream, `count` times, to be continued in as many ways."""
+    """Repeat the state of one stream `count` times, to continue it in several ways."""
     check_count("count", count)
     check_state(state)
     if (rows := batch_of(state)) != 1:
@@ -70,7 +70,7 @@ def fork(state: State, count: int) -> State:
 
 @checked
 def join(states: Sequence[State]) -> State:
-    """Streams side by side in one batch; growing states must have one capacity."""
+    """Join streams into one batch; growing states must have the same capacity."""
     if not states:
         raise ValueError("states is empty: at least one is needed")
     for number, state in enumerate(states):
@@ -80,12 +80,12 @@ def join(states: Sequence[State]) -> State:
         for name in first | other:
             one, two = (part.get(name, "nothing") for part in (first, other))
             if one != two:
-                raise ValueError(f"states: {name} is {one} a stream in one state, {two} in another")
+                raise ValueError(f"states: {name} is {one} per stream in one state, {two} in another")
     return map_state(lambda *tensors: torch.cat(tensors), *states)
 
 
 def overwrite(state: State, rows: Tensor, new: State) -> None:
-    """Put streams into the given rows of a batch, in place; other rows are not touched."""
+    """Write streams into the given rows of a batch, in place; other rows are unchanged."""
     for (_, old), (_, tensor) in zip(leaves(state), leaves(new), strict=True):
         old.index_copy_(0, rows, tensor.to(old.dtype))
 
@@ -95,7 +95,7 @@ def batch_of(state: State) -> int:
 
 
 def positions(state: State) -> list[Tensor]:
-    """The counters of tokens seen, of the model and of each layer."""
+    """The counters of seen tokens: the model's and each layer's."""
     return [tensor for name, tensor in leaves(state) if name.rpartition(".")[2] == "position"]
 
 
@@ -114,7 +114,7 @@ def save_state(state: State, path: str | Path) -> None:
         raise ValueError("state is on meta and has no values: accepted is a state on a device that holds them")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         refuse("path", str(path), "a file in a folder that exists")
-    # cloned, because safetensors refuses two names for one memory
+    # cloned, because safetensors refuses tensors that share memory
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in leaves(state)}
     about = json.dumps({**HEADER, DIGEST: digest_tensors(tensors, HEADER)})
     write_whole(Path(path), save(tensors, metadata={"subquad": about}))
@@ -122,7 +122,7 @@ def save_state(state: State, path: str | Path) -> None:
 
 @checked
 def load_state(path: str | Path, like: State) -> State:
-    """Read a state back, with the nest, the types and the device of `like`, such as init_state(1).
+    """Read a state with the structure, types and device of `like`, such as init_state(1).
 
     The batch and the capacity of growing states come from the file.
     """
@@ -139,10 +139,10 @@ def load_state(path: str | Path, like: State) -> State:
     wanted = dict(leaves(like))
     if shapes.keys() != wanted.keys():
         odd = sorted(shapes.keys() ^ wanted.keys())[0]
-        raise ValueError(f"{path} is the state of another model: {odd} is in one of them only")
+        raise ValueError(f"{path} is the state of another model: only one of them has {odd}")
     tensors = load_file(path)
     if digest is None:
-        logger.warning("%s has no digest: whether it is as it was saved cannot be checked", path)
+        logger.warning("%s has no digest, so it cannot be checked for changes", path)
     elif digest != digest_tensors(tensors, header):
         raise ValueError(f"{path} is damaged: it is not what was saved (SHA-256)")
     for name, tensor in wanted.items():

@@ -1,4 +1,4 @@
-"""Many streams in one running batch: a server admits and retires some while the others go on."""
+"""Many streams in one running batch: a server can admit and retire streams while others run."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from subquad.models.state import State, overwrite, positions, select
 class Streams:
     """streams = Streams(model, slots=64, capacity=2048)
 
-    ids = streams.admit([[1, 2, 3], [4]], seed=[7, 8])     # prompts in parallel, into free slots
-    tokens = streams.step()                                # {id: token} of every stream that runs
-    streams.retire(ids[0])                                 # its slot is free for the next
+    ids = streams.admit([[1, 2, 3], [4]], seed=[7, 8])     # read prompts in parallel, into free slots
+    tokens = streams.step()                                # {id: token} of every running stream
+    streams.retire(ids[0])                                 # frees its slot
 
-    Memory is taken once: `slots` rows of `bytes_per_stream`, and the batch always has that many rows, so that a
-    stream's numbers do not depend on who else is there. A stream that draws a stop token, or is full, is retired.
+    Memory is allocated once: `slots` rows of `bytes_per_stream`. The batch always has that many rows, so that a
+    stream's numbers do not depend on the other streams. A stream is retired when it draws a stop token or is full.
 
-    `state(id)` has not seen the stream's last token, so to continue from it pass that token again as the prompt:
+    `state(id)` has not seen the stream's last token. To continue from it, pass that token again as the prompt:
 
     state, last = streams.state(ids[1]), tokens[ids[1]]
     ids = streams.admit([[last]], state=state)
@@ -55,13 +55,13 @@ class Streams:
         state = decoder_of(model).init_state(slots, capacity)
         zeros = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self.loop = Loop(model, state, zeros, zeros.clone(), self.sampling, stop, logprobs=True, compile=compile)
-        self.active: Tensor | None = None  # [slots], 1 where a stream runs; None: to be computed from slot_of
+        self.active: Tensor | None = None  # [slots], 1 for running streams; None: compute it from slot_of
         self.stop = frozenset(stop)
         self.slot_of: dict[int, int] = {}
         self.left: dict[int, int] = {}  # positions that a stream may still fill
         self.logprobs: dict[int, float] = {}  # of the last step's tokens
         self.next_id = 0
-        self.whole = True  # False while a step writes the states
+        self.whole = True  # False during a step, while states are half written
         self.lock = threading.RLock()  # a server may admit from one thread and step in another
 
     @property
@@ -96,18 +96,18 @@ class Streams:
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
         self.left.update(zip(ids, (self.capacity - reached + 1).tolist(), strict=True))
-        self.slot_of.update(zip(ids, slots, strict=True))  # last: until now the slots count as free, whatever they hold
+        self.slot_of.update(zip(ids, slots, strict=True))  # last: if admit fails before, the slots stay free
         return ids
 
     def step(self) -> dict[int, int]:
-        """One token for every running stream, by id; `logprobs` then holds theirs."""
+        """One token for every running stream, by id; `logprobs` holds their log-probabilities."""
         with self._alone(), torch.no_grad():
             return self._step() if self.slot_of else {}
 
     def _step(self) -> dict[int, int]:
         self.whole = False
         if self.free:
-            # an empty slot is computed like the others: keep its counters at 0, so that it never runs out of room
+            # empty slots are computed too: keep their counters at 0, so that they never run out of room
             if self.active is None:
                 runs = set(self.slot_of.values())
                 self.active = torch.tensor([int(slot in runs) for slot in range(self.slots)], device=self.model.device)
@@ -126,7 +126,7 @@ class Streams:
         return made
 
     def state(self, id: int) -> State:
-        """A copy of a stream's state, which has seen all but its last token: to save, to fork, or to admit again."""
+        """A copy of a stream's state, to save, fork or admit again; it has not seen the stream's last token."""
         with self._alone():
             return select(self.loop.state, torch.tensor([self._slot(id)], device=self.model.device))
 
@@ -139,7 +139,7 @@ class Streams:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads from the states meanwhile; RuntimeError if an interrupted step left them half written."""
+        """Lock the states for this thread; RuntimeError if an interrupted step left them half written."""
         with self.lock, evaluating(self.model, self.modules):
             if not self.whole:
                 raise RuntimeError("an interrupted step left half-written states: admit the streams to a new Streams")
@@ -147,5 +147,5 @@ class Streams:
 
     def _slot(self, id: int) -> int:
         if id not in self.slot_of:
-            refuse("id", id, f"a stream that runs: {', '.join(map(str, self.slot_of)) or 'there is none'}")
+            refuse("id", id, f"a running stream: {', '.join(map(str, self.slot_of)) or 'there is none'}")
         return self.slot_of[id]

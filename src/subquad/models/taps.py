@@ -1,6 +1,6 @@
-"""A short causal convolution before a mixer: each token with a few of those before it, channel by channel.
+"""A short causal convolution before a mixer: a weighted sum of each token and a few earlier ones, per channel.
 
-Paper       such as Fu et al. 2023 (H3), arXiv:2212.14052, §3.2; taps may lie apart, as a picture's row above does
+Paper       such as Fu et al. 2023 (H3), arXiv:2212.14052, §3.2; taps need not be adjacent, such as the pixel above
 Definition  yₜ = w₀ ⊙ xₜ + Σⱼ wⱼ ⊙ xₜ₋ₙⱼ with x = 0 before the first token
 Cost        O(T·D·J); a state of max(n)·D numbers
 """
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 class Recent(NamedTuple):
     """The last inputs, in a ring: the token at position p is in place p modulo the ring's size."""
 
-    ring: Tensor  # [B, L, D], zeros where there was none yet
+    ring: Tensor  # [B, L, D], zeros before the first token
     position: Tensor  # [B]
 
 
 class Taps(nn.Module):
-    """x [B, T, D] -> y [B, T, D]; `taps` are how many tokens back each of them lies."""
+    """x [B, T, D] -> y [B, T, D]; `taps` are distances in tokens, looking back."""
 
     def __init__(self, dim: int, taps: Sequence[int]):
         super().__init__()
@@ -38,19 +38,19 @@ class Taps(nn.Module):
         return Recent(ring, torch.zeros(batch, dtype=torch.int64, device=ring.device))
 
     def check(self, state: Recent, batch: int) -> None:
-        """Refuse the ring of other taps or of another batch."""
+        """Refuse a ring for other taps or another batch."""
         wanted = (batch, self.reach, self.weight.shape[1])
         if tuple(state.ring.shape) != wanted:
             raise ValueError(f"state.recent.ring is {list(state.ring.shape)}: taps={self.taps} keep {list(wanted)}")
 
     def prefill(self, x: Tensor, lengths: Tensor | None, state: Recent | None) -> tuple[Tensor, Recent]:
-        """Many tokens after those in the state: (y, the state after the first `lengths` of them)."""
+        """Read many tokens after those in the state: (y, the state after the first `lengths` of them)."""
         ring, position = self.init_state(x.shape[0]) if state is None else state
         back = torch.arange(self.reach, device=x.device)
         oldest_first = ring.take_along_dim(((position[:, None] + back) % self.reach)[..., None], 1)
         seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
         size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
-        places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
+        places = (position + size)[:, None] + back  # modulo L, the places of the last L tokens
         last = seen.take_along_dim((size[:, None] + back)[..., None], 1).to(ring.dtype)
         after = torch.empty_like(ring).scatter_(1, _wide(places % self.reach, ring), last)
         return self._sum(seen, x.shape[1]), Recent(after, position + size)
@@ -69,7 +69,7 @@ class Taps(nn.Module):
         return y, Recent(ring.scatter(1, place, new), position + 1)
 
     def _sum(self, seen: Tensor, size: int) -> Tensor:
-        """`seen` [B, L + T, D], the last T of which are the tokens asked for."""
+        """The convolution at the last T tokens of `seen` [B, L + T, D]."""
         weight = self.weight.to(seen.dtype)
         y = weight[0] * seen[:, self.reach :]
         for tap, scale in zip(self.taps, weight[1:], strict=True):

@@ -1,7 +1,7 @@
-"""Run small work on a CPU on one thread.
+"""Run small computations on a CPU on one thread.
 
 The threads of an operation wait for each other at its end. In a small operation that wait costs more than a second
-thread gains; and beside a busy process one of the threads is paused for milliseconds at a time, in every operation.
+thread saves. If another process keeps a core busy, each operation may also pause a thread for milliseconds.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ import torch
 # multiply-adds a step, 1.2 times at 5 x 10^7 to 10^8, 1.5 times at 4 x 10^8; beside a process that keeps one core busy
 # they take 3 to 60 times as long as one thread below 10^8.
 SMALL = 1 << 26
-READ = 8  # multiply-adds that take about as long as reading one number of a state
+READ = 8  # multiply-adds that take as long as reading one number of a state
 
 Result = TypeVar("Result")
 
 
 def run_small(work: float, run: Callable[[], Result]) -> Result:
-    """Call `run`, on one thread if its multiply-adds, `work`, are too few to share.
+    """Call `run`; on one thread if `work`, its multiply-adds, are too few to share.
 
     Afterwards the number of threads is as before, also after an error or an interrupt. It changes only for the calling
-    Python thread: others may generate, or start, meanwhile.
+    Python thread, because others may generate or start at the same time.
     """
     before = torch.get_num_threads()
     if work >= SMALL or before == 1:
@@ -51,8 +51,8 @@ def run_small(work: float, run: Callable[[], Result]) -> Result:
 def _thread_setters() -> tuple[Callable[[int], object], ...] | None:
     """The functions in torch's libraries that set the threads of OpenMP and of MKL for the calling thread only.
 
-    torch.set_num_threads calls the same, but also keeps the number for threads that use torch for the first time later.
-    None if torch was built in another way.
+    torch.set_num_threads calls the same, but also keeps the number for threads that first use torch later. None if
+    torch was built without them.
     """
     try:
         (path,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.[sd]*")

@@ -1,4 +1,4 @@
-"""A stack of blocks over vectors: every model here is built on it, as encoder, decoder, or decoder over a memory."""
+"""A stack of blocks over vectors. Models use it as an encoder, a decoder, or a decoder with a memory."""
 
 import math
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class Transformer(Model):
 
     @property
     def traits(self) -> Traits:
-        """What the whole stack does. Its state is the kind of the largest layer's, or None if one layer has none."""
+        """The traits of the whole stack. Its state is of the kind that grows most, or None if a layer has none."""
         states = [block.mixer.traits.state for block in self._blocks()]
         largest = next((kind for kind in ("growing", "window") if kind in states), "constant")
         return Traits(
@@ -69,7 +69,7 @@ class Transformer(Model):
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, D] -> [B, T', D] with T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
+        """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
         x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
         stream = self._open(x)
@@ -89,7 +89,7 @@ class Transformer(Model):
         if lengths is not None:
             check_strided("lengths", lengths)
             if lengths.ndim != 1 or lengths.dtype not in INTEGERS:
-                raise ValueError(f"lengths is {shown(lengths)}: accepted is one integer a row, [B]")
+                raise ValueError(f"lengths is {shown(lengths)}: accepted is one integer per row, [B]")
         for block in self._blocks():
             lengths = shorten(lengths, block.pool)
         return lengths
@@ -102,9 +102,9 @@ class Transformer(Model):
         return State(layers, torch.zeros(batch, dtype=torch.int64, device=self.device))
 
     def remember(self, memory: Tensor, memory_lengths: Tensor | None = None) -> tuple[Any, ...]:
-        """What each layer's cross-attention keeps of a memory [B, S, D]: `prefill` and `step` take it in its place.
+        """What each layer's cross-attention keeps of a memory [B, S, D]; `prefill` and `step` accept it as the memory.
 
-        So a decoder projects what it reads once, and not at every step.
+        So a decoder projects the memory once, not at every step.
         """
         batch = memory.shape[0] if isinstance(memory, Tensor) and memory.ndim else 0
         memory_lengths = self._check_memory(memory, memory_lengths, batch)
@@ -118,7 +118,7 @@ class Transformer(Model):
         memory: Tensor | tuple[Any, ...] | None = None,
         memory_lengths: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """A prompt [B, T, D] in parallel, ragged or not, from nothing or from a state: (y, the state after it)."""
+        """Read a prompt [B, T, D] in parallel, after `state` if given: (y, the state after it)."""
         self._check_stateful("prefill")
         x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         batch, size, _ = x.shape
@@ -142,7 +142,7 @@ class Transformer(Model):
         memory_lengths: Tensor | None = None,
         inplace: bool = False,
     ) -> tuple[Tensor, State]:
-        """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`."""
+        """One token, x [B, D] -> (y [B, D], the new state); `inplace` overwrites the old one."""
         self._check_stateful("step")
         if x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
@@ -160,7 +160,7 @@ class Transformer(Model):
         """(positions, the layers' states) of a state that fits this model and the batch."""
         if not isinstance(state.layers, tuple) or len(state.layers) != len(self.blocks):
             kind = f"{len(state.layers)} layers" if isinstance(state.layers, tuple) else shown(state.layers)
-            wanted = f"the state of init_state or prefill, {len(self.blocks)} layers"
+            wanted = f"a state from init_state or prefill, {len(self.blocks)} layers"
             raise ValueError(f"state is a state of {kind}: accepted is {wanted}")
         check_position(state.position, batch, self._weight().device)
         return state.position, state.layers
@@ -169,7 +169,7 @@ class Transformer(Model):
         return list(self.blocks)  # type: ignore[arg-type]
 
     def _weight(self) -> Tensor:
-        """A weight as wide as the model, of its type and on its device."""
+        """A weight of the model, for its width, type and device."""
         return self._blocks()[0].ff.inner.weight
 
     def _open(self, x: Tensor) -> Stream:
@@ -183,14 +183,14 @@ class Transformer(Model):
         return zero_padding(self.norm(x), lengths)
 
     def _shrink_outputs(self) -> None:
-        """Start with smaller branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).
+        """Start with small branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).
 
         The output projection of a mixer is called `out`, as in Heads and FeedForward.
         """
         branches = [m for block in self._blocks() for m in (block.mixer, block.cross, block.ff) if m is not None]
         for branch in branches:
             names = [name for name, _ in branch.named_modules() if name.rpartition(".")[2] == "out"]
-            if names:  # a mixer of mixers contains those of its parts: its own is the outermost
+            if names:  # a mixer of mixers also contains those of its parts; its own is the outermost
                 outermost = min(names, key=lambda name: name.count("."))
                 with torch.no_grad():
                     branch.get_parameter(f"{outermost}.weight").mul_(1 / math.sqrt(len(branches)))
@@ -198,11 +198,11 @@ class Transformer(Model):
     def _memories(
         self, memory: Tensor | tuple[Any, ...] | None, lengths: Tensor | None, batch: int
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """The memory of each layer, and its lengths: a remembered memory knows its own."""
+        """The memory of each layer, and its lengths; None for a remembered memory, which has its own."""
         if not isinstance(memory, tuple):
             return (memory,) * len(self.blocks), self._check_memory(memory, lengths, batch)
         if lengths is not None:
-            raise ValueError("memory_lengths was given with a remembered memory, which knows its own: leave it out")
+            raise ValueError("memory_lengths was given with a remembered memory, which has its own: leave it out")
         count = 0 if self.config.cross is None else len(self.blocks)
         if len(memory) != count:
             raise ValueError(f"memory is remembered by {len(memory)} layers: this model has {count} that read one")

@@ -1,4 +1,4 @@
-"""Gradients of a micro-batch as a CUDA graph: one launch instead of hundreds, which is where small models lose time."""
+"""Gradients of a micro-batch as a CUDA graph: one launch instead of hundreds, whose cost dominates in small models."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,17 @@ from torch import nn
 
 from subquad.training.task import Batch, Loss
 
-WARMUP = 3  # runs before the capture: kernels are compiled and chosen, workspaces made
-MOST = 8  # graphs, one for each shape of batch; batches of further shapes are computed without one
+WARMUP = 3  # runs before the capture, to compile and choose kernels and make workspaces
+MOST = 8  # graphs, one per shape of batch; batches of other shapes are computed without a graph
 
 Key = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class Captured:
-    """Does what compute(batch) does, from a graph for each shape of batch: add to the gradients, return the loss.
+    """Like compute(batch), which adds to the gradients and returns the loss, but with a graph for each shape of batch.
 
-    The gradients must keep their memory: zero them, do not drop them. Random numbers come from the generator's seed at
-    the time of the call. The next call overwrites the loss that this one returned.
+    The gradients must keep their memory: zero them, do not delete them. Random numbers come from the generator's seed
+    at the time of the call. The next call overwrites the loss that this one returned.
     """
 
     def __init__(self, compute: Callable[[Batch], Loss], model: nn.Module):
@@ -41,7 +41,7 @@ class Captured:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        # warming up must not change gradients, buffers that follow the data, or the seed
+        # warming up must not change gradients, buffers that depend on the data, or the seed
         gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         seed = torch.cuda.get_rng_state()
@@ -52,11 +52,11 @@ class Captured:
                 self.compute(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # a capture that fails leaves its stream current and the generator waiting for the capture to end
+        # a failed capture leaves its stream current, and the generator waits for the capture to end
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         unused = generator.clone_state()
         try:
-            # thread_local: another thread makes the next batch meanwhile
+            # thread_local, because another thread makes the next batch at the same time
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),

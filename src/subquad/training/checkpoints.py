@@ -1,8 +1,8 @@
-"""Checkpoints: directories that appear whole or not at all, with checksums over everything in them.
+"""Checkpoints: directories that are written completely or not at all, with checksums of all files.
 
 checkpoints/step_000100/ holds the tensors (tensors.safetensors, or the shards of torch.distributed.checkpoint),
-metrics.jsonl so far, and state.json with everything else: also the size and SHA-256 of each file, and its own SHA-256.
-A checkpoint is written under another name and then renamed.
+metrics.jsonl so far, and state.json with everything else, including the size and SHA-256 of each file and its own
+SHA-256. A checkpoint is written under another name and then renamed.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ PART = ".part"  # the ending of a checkpoint that is still being written
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are as they were written."""
+    """A checkpoint whose files have been checked."""
 
     path: Path
     facts: dict[str, Any]
@@ -71,7 +71,7 @@ def write(
     ranks: Ranks,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a checkpoint; every rank calls it. `files` are added by name. An OSError leaves no half checkpoint."""
+    """Write a checkpoint; every rank calls it. `files` are added by name. A failure leaves no partial checkpoint."""
     path = folder / name_of(step)
     part = path.with_name(path.name + PART)
     try:
@@ -110,13 +110,13 @@ def names(folder: Path) -> list[Path]:
 
 
 def last(folder: Path) -> str:
-    """The end of an error about a run that stops."""
+    """Names the last checkpoint, for errors that stop a run."""
     paths = names(folder)
     return f"the last checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+    """The newest intact checkpoint, and a sentence for each newer one that is damaged."""
     damaged: dict[Path, str] = {}
     for path in reversed(names(folder)):
         try:
@@ -127,14 +127,14 @@ def newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 
 def read(path: Path) -> Checkpoint:
-    """ValueError names the file that is missing, short or changed."""
+    """Read and check a checkpoint; ValueError names a file that is missing, truncated or changed."""
     state, sealed = read_state(path)
     for name, seal in state["files"].items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"{path} is damaged: {name} is missing")
         if file.stat().st_size != seal["bytes"]:
-            raise ValueError(f"{path} is damaged: {name} has {file.stat().st_size} bytes, was {seal['bytes']}")
+            raise ValueError(f"{path} is damaged: {name} has {file.stat().st_size} bytes instead of {seal['bytes']}")
         if _digest(file) != seal["sha256"]:
             raise ValueError(f"{path} is damaged: {name} is not what was written (SHA-256)")
     return Checkpoint(path, state["facts"], sealed)
@@ -153,17 +153,17 @@ def read_state(path: Path) -> tuple[dict[str, Any], bool]:
     if lacks:
         raise ValueError(f"{path} is damaged: {STATE} lacks {', '.join(lacks)}")
     if state.get("step") != _step(path):
-        raise ValueError(f"{path} is damaged: {STATE} is that of step {state.get('step')!r}")
+        raise ValueError(f"{path} is damaged: {STATE} belongs to step {state.get('step')!r}")
     if not isinstance(files, dict) or not all(
         name == Path(name).name and isinstance(seal, dict) and {"bytes", "sha256"} <= seal.keys()
         for name, seal in files.items()
     ):
-        raise ValueError(f"{path} is damaged: {STATE} does not say what its files are")
+        raise ValueError(f"{path} is damaged: {STATE} has no valid list of files")
     return state, sealed
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints, and all that were never finished."""
+    """Delete all but the last `keep` checkpoints, and all unfinished ones."""
     for path in names(folder)[:-keep]:
         path.rename(path.with_name(path.name + PART))  # so that nobody reads it while it is being deleted
     for path in folder.glob(f"*{PART}"):
@@ -214,7 +214,7 @@ def _digest(file: Path) -> str:
 def _sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot
+        with contextlib.suppress(OSError):  # some file systems do not support it
             os.fsync(handle)
     finally:
         os.close(handle)

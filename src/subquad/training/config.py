@@ -1,4 +1,4 @@
-"""How a run is trained, and all settings of a run, as frozen dataclasses that check themselves."""
+"""The training settings and all settings of a run, as frozen dataclasses that check themselves."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from subquad.checks import at_least, check_plain, nearest, refuse
 from subquad.models.config import Config
 
-# settings that may change on resume: they decide where and how often, not what is learned
+# settings that may change on resume, because they do not affect what is learned
 FREE_ON_RESUME = (
     "micro_batch", "compile", "capture", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch",
 )  # fmt: skip
@@ -31,25 +31,25 @@ class TrainingConfig(Config):
     weight_decay: float = 0.01  # decoupled; for matrices only, not for biases, norms and embeddings
     momentum: float = 0.95  # of muon
     clip: float | None = 1.0  # of the gradient's norm
-    clip_by: Literal["norm", "tensor"] = "norm"  # all tensors together, or each by itself
+    clip_by: Literal["norm", "tensor"] = "norm"  # all tensors together, or each separately
     warmup: int = 0  # steps
     schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "plateau", "step"] = "cosine"
     final_lr: float = 0.0  # for cosine and linear: the share of lr at the end
     patience: int = 5  # for plateau: evaluations without improvement before lr falls
     factor: float = 0.5  # for plateau: lr is multiplied by this
-    drop_at: int | None = None  # for step: lr is lower from this step on
-    drop_to: float = 0.1  # for step: the share of lr from there on
+    drop_at: int | None = None  # for step: lr drops at this step
+    drop_to: float = 0.1  # for step: the share of lr after the drop
     ema: float | None = None  # decay of averaged weights, which are evaluated and saved instead
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
-    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU whose batches have few shapes
-    evaluate_every: int | None = None  # steps; None: ten times a run
+    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU, with few shapes of batches
+    evaluate_every: int | None = None  # steps; None: ten times per run
     evaluate_batches: int | None = None  # batches of each validation; None: the whole split
     evaluate_batch: int | None = None  # examples in a batch; None: as micro_batch
     checkpoint_every: int | None = None  # steps; None: as evaluate_every
-    keep: int = 2  # the last checkpoints
+    keep: int = 2  # number of checkpoints to keep
     log_every: int = 20  # steps
-    minutes: float | None = None  # of training, over all legs; the schedule fits into them
+    minutes: float | None = None  # of training, over all legs; the schedule ends with them
     seed: int = 0
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
 
@@ -97,9 +97,9 @@ class RunConfig(Config):
                 refuse(name, getattr(self, name), "an object with keys")
 
     def override(self, settings: Iterable[str]) -> Self:
-        """With settings such as "training.lr=3e-4" applied; a value that is not JSON is text.
+        """Apply settings such as "training.lr=3e-4"; a value that is not JSON is text.
 
-        Unknown keys of training and data are refused here, those of the model when it is built.
+        Unknown keys of training and data are refused here, unknown keys of the model when it is built.
         """
         parts = {"data": dict(self.data), "model": dict(self.model), "training": self.training.to_dict()}
         for setting in settings:
@@ -112,7 +112,7 @@ class RunConfig(Config):
                 )
             if part != "model" and keys[0] not in parts[part]:
                 known = parts[part]
-                listed = f"Accepted: {', '.join(known)}" if known else "It has none"
+                listed = f"Accepted: {', '.join(known)}" if known else "It has no settings"
                 raise ValueError(f"{part} has no setting {keys[0]!r}{nearest(keys[0], known)} {listed}")
             _place(parts[part], keys, value, setting)
         training = TrainingConfig.from_dict(parts["training"])
@@ -126,7 +126,7 @@ def parse(setting: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ValueError(f"--set {setting} cannot be read: accepted is KEY=VALUE, such as model.depth=16")
     text = text.strip()
-    python: dict[str, Any] = {"None": None, "True": True, "False": False}  # beside JSON's null, true and false
+    python: dict[str, Any] = {"None": None, "True": True, "False": False}  # as well as JSON's null, true and false
     if text in python:
         return keys, python[text]
     try:
@@ -156,7 +156,7 @@ def _place(target: dict[str, Any], keys: list[str], value: Any, setting: str) ->
     for key in outer:
         inner = target.get(key, {})
         if not isinstance(inner, Mapping):
-            raise ValueError(f"--set {setting} goes into {key}={inner!r}, which has no parts")
+            raise ValueError(f"--set {setting} cannot work: {key}={inner!r} has no parts")
         target[key] = inner = dict(inner)
         target = inner
     target[last] = value

@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclass
 class Ranks:
-    """This process among the others. With one process all methods do nothing."""
+    """This process and its rank among all. With one process the methods do nothing."""
 
     device: torch.device
     kind: str = "none"  # "none", "ddp", "fsdp"
     rank: int = 0
     world: int = 1
-    started: bool = False  # whether we created the process group, and must destroy it
+    started: bool = False  # whether we created the process group and must destroy it
     store: Any = None  # torchrun's key-value store, which survives its restarts
 
     @property
@@ -69,20 +69,20 @@ class Ranks:
                 part.reshard()
 
     def gather(self, module: nn.Module) -> None:
-        """Whole parameters on every rank until `reshard`, for methods other than forward, such as step."""
+        """Gather all parameters on every rank until `reshard`, for methods other than forward, such as step."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.unshard()
                 part.set_reshard_after_forward(False, recurse=False)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place, over all ranks."""
+        """Sum over all ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def largest(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks; on the CPU, so that it does not wait for a GPU."""
+        """The largest of each value over all ranks. It runs on the CPU, so it does not wait for a GPU."""
         if self.world == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.float64)
@@ -106,12 +106,12 @@ class Ranks:
         return box[0]
 
     def mark_begun(self) -> None:
-        """Let the processes that torchrun may start again know that the run had begun."""
+        """Tell processes that torchrun may restart later that the run has begun."""
         if self.store is not None:
             self.store.set("begun", "")
 
     def restarted(self) -> bool:
-        """Whether torchrun started this process in place of one whose run had begun: it then resumes by itself."""
+        """Whether torchrun restarted this process after the run had begun; if so, it resumes without --resume."""
         return attempt() > 0 and self.store is not None and self.store.check(["begun"])
 
     def barrier(self) -> None:
@@ -120,14 +120,14 @@ class Ranks:
 
     def close(self) -> None:
         if self.started and dist.is_initialized():
-            # gloo's thread needs Python's lock to free its last tensors. To destroy the group meanwhile would deadlock:
-            # it holds that lock while it waits for the thread
+            # gloo's thread needs Python's lock to free its last tensors. Destroying the group at the same time would
+            # deadlock, as it holds that lock while it waits for the thread
             time.sleep(0.2)
             dist.destroy_process_group()
 
 
 def join(parallel: str, device: str) -> Ranks:
-    """The ranks torchrun started, or this process alone."""
+    """The ranks that torchrun started, or this process alone."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if parallel == "none" and world > 1:
         raise ValueError(f'parallel="none" cannot work in {world} processes: accepted is "ddp" or "fsdp"')
@@ -142,7 +142,7 @@ def join(parallel: str, device: str) -> Ranks:
         torch.cuda.set_device(place)
     started, base = not dist.is_initialized(), None
     if started:
-        # torchrun keeps its store over restarts: without a prefix for each, ranks would find the addresses of dead ones
+        # torchrun keeps its store over restarts: without a prefix, ranks would find the addresses of dead processes
         base, rank, world = next(rendezvous("env://"))
         store = PrefixStore(f"attempt_{attempt()}", base)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -161,8 +161,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, to be sharded one by one; none if they share parameters or are reversible, as reversible
-    layers are not called as modules."""
+    """The layers of a model, to be sharded one by one; none if they share parameters or are reversible, because
+    reversible layers are not called as modules."""
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     reversible = any(getattr(getattr(module, "config", None), "reversible", False) for module in model.modules())
     parameters = [p for block in blocks for p in block.parameters()]

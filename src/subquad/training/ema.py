@@ -1,4 +1,4 @@
-"""Averaged weights: a running mean of the parameters, which usually measures better than the last ones."""
+"""Averaged weights: a running mean of the parameters, which usually scores better than the last ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Call it after update number `step`, counted from 1."""
+        """Call this after update number `step`, counted from 1."""
         decay = min(self.decay, step / (step + 9))
         torch._foreach_lerp_(self._locals(self.means), self._locals(self.parameters), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this the model has the averaged weights."""
+        """Context in which the model has the averaged weights."""
         means, parameters = self._locals(self.means), self._locals(self.parameters)
         with torch.no_grad():
             saved = [p.clone() for p in parameters]

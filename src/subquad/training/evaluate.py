@@ -1,4 +1,4 @@
-"""Measures over a whole split."""
+"""Evaluation over a whole split."""
 
 from contextlib import nullcontext
 
@@ -13,7 +13,7 @@ from subquad.training.task import Batch, Loss, Source, Sums, Task
 
 
 class Wired(nn.Module):
-    """A task's loss and measures as the forward of one module: what DDP, FSDP and torch.compile wrap."""
+    """A task's loss and measures as the forward of one module, which DDP, FSDP and torch.compile can wrap."""
 
     def __init__(self, task: Task, model: nn.Module, ranks: Ranks | None = None):
         super().__init__()
@@ -45,7 +45,7 @@ def evaluate(
         for made, counts in in_order(source, batch, examples, ranks):
             if ranks.largest(0.0 if signals is None else float(signals.number))[0]:
                 return None
-            # to compile for another mode and batch would take longer than the evaluation
+            # compiling for another mode and batch size would take longer than the evaluation
             compiled = wired._compiled_call_impl is not None
             with precision.autocast(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 measures = wired(made, measure=True)

@@ -1,4 +1,4 @@
-"""Batches: a thread makes those of the next update and copies them to the device while it computes."""
+"""Batches: a thread makes those of the next update and copies them to the device during the current update."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +12,7 @@ from subquad.training.task import Batch, Source
 
 
 class Feed:
-    """The micro-batches of each update for this rank. The step alone decides which examples they hold."""
+    """The micro-batches of each update for this rank. Their examples depend only on the step."""
 
     def __init__(self, source: Source, order: Order, pieces: int, ranks: Ranks):
         self.source, self.order, self.pieces, self.ranks = source, order, pieces, ranks
@@ -20,7 +20,7 @@ class Feed:
         self.ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def update(self, step: int) -> list[Batch]:
-        """The batches, on the device, of the update that follows `step` updates."""
+        """The batches of the update after `step` updates, on the device."""
         if self.ahead is None or self.ahead[0] != step:
             self.ahead = (step, self.pool.submit(self._make, step))
         batches = self.ahead[1].result()
@@ -76,7 +76,7 @@ def in_order(source: Source, batch: int, most: int | None, ranks: Ranks) -> Iter
 def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # for this thread
     return {
         name: tensor.pin_memory().to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
         for name, tensor in batch.items()

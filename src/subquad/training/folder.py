@@ -2,7 +2,7 @@
 
 config.json, metrics.jsonl, tensorboard/, checkpoints/step_000100/, best/step_000100/, model/, result.json
 
-All but tensorboard/ are protected by checksums, of their own or in a checkpoint.
+All but tensorboard/ are protected by checksums, in the files themselves or in a checkpoint.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ CONFIG, RESULT = "config.json", "result.json"
 
 @dataclasses.dataclass
 class Opened:
-    """What there is to resume: nothing, a checkpoint, or a finished run's result; notes are for the user."""
+    """What can be resumed: nothing, a checkpoint, or a finished run's result; notes are for the user."""
 
     checkpoint: Checkpoint | None
     notes: list[str]
@@ -39,7 +39,7 @@ class Folder:
 
     @property
     def begun(self) -> bool:
-        """Whether a run is here; its config.json may be lost as long as it has checkpoints."""
+        """Whether the folder holds a run: a config.json or checkpoints."""
         return (self.path / CONFIG).exists() or bool(checkpoints.names(self.checkpoints))
 
     def best(self, step: int) -> Path:
@@ -48,7 +48,7 @@ class Folder:
     def check(self, config: RunConfig, resume: bool, defaults: Mapping[str, Any] | None = None) -> None:
         """ValueError if a run with this config must not be written here; writes nothing.
 
-        `defaults` of the task's data stand in for options that did not exist when an older run began.
+        `defaults` of the task's data fill in options that did not exist when an older run began.
         """
         if not self.begun:
             return
@@ -58,10 +58,10 @@ class Folder:
             before = dataclasses.replace(before, data={**(defaults or {}), **before.data})
             changed = "; ".join(differences(_fixed(config), _fixed(before)))
             if changed:
-                raise ValueError(f"{self.path} was begun with other settings: {changed}; --out chooses another folder")
+                raise ValueError(f"{self.path} was started with other settings: {changed}; --out sets another folder")
 
     def open(self, config: RunConfig, resume: bool, device: str) -> Opened:
-        """Begin or resume; rank 0 calls it."""
+        """Start or resume a run; only rank 0 calls it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock.enter_context(lock_folder(self.path, "another process is training there"))
         if not self.begun:
@@ -80,7 +80,7 @@ class Folder:
         if checkpoint is None and damaged:
             reasons = "; ".join(damaged.values())
             raise ValueError(f"{reasons}: no checkpoint is left to resume from; --out starts again in another folder")
-        notes += [f"{sentence}; the checkpoint before it is used" for sentence in damaged.values()]
+        notes += [f"{sentence}; resuming from the checkpoint before it" for sentence in damaged.values()]
         for path in damaged:
             set_aside(path)
         if checkpoint is None:
@@ -89,16 +89,16 @@ class Folder:
         notes += damage
         if not checkpoint.sealed:
             unchecked = f"its {checkpoints.STATE} cannot be checked"
-            notes.append(f"{checkpoint.path} is from a version without digests: {unchecked}")
+            notes.append(f"{checkpoint.path} was written by a version without digests: {unchecked}")
         return Opened(checkpoint, notes)
 
     def _write_config(self, config: RunConfig, device: str) -> None:
         write_sealed(self.path / CONFIG, {**config.to_dict(), **origin(device)})
 
     def _before_damaged_best(self, newest: Checkpoint) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint whose best weights are intact, because resuming from there makes damaged ones again.
+        """The newest checkpoint whose best weights are intact: resuming from it makes the damaged ones again.
 
-        If there is none, the newest: the test then uses the last weights, and says so.
+        If there is none, the newest one: the test then uses the last weights, and says so.
         """
         damage = self._damage_of_best(newest)
         if not damage:
@@ -110,7 +110,7 @@ class Folder:
                 if not self._damage_of_best(older):
                     for later in newer:
                         set_aside(later)
-                    return older, [f"{damage}; training resumes from {path.name}, and makes these weights again"]
+                    return older, [f"{damage}; training resumes from {path.name} and makes these weights again"]
             newer.append(path)
         return newest, []
 
@@ -119,15 +119,15 @@ class Folder:
         return "" if best is None else damage_of(self.best(best["step"]), best.get("sha256"))
 
     def _repair_config(self, config: RunConfig, device: str) -> list[str]:
-        """Write a lost or damaged config.json again; `check` compared the settings with those of a checkpoint."""
+        """Rewrite a lost or damaged config.json; `check` has compared the settings with those of a checkpoint."""
         file = self.path / CONFIG
         try:
             _config_in(file)
             return []
         except ValueError as error:
-            aside = f", and is now {set_aside(file).name}" if file.exists() else ""
+            aside = f"; it was renamed to {set_aside(file).name}" if file.exists() else ""
             self._write_config(config, device)
-            return [f"{error}{aside}; it was written again from the settings in the checkpoints"]
+            return [f"{error}{aside}; a new one was written from the settings in the checkpoints"]
 
     def _damage(self, result: Mapping[str, Any]) -> list[str]:
         """A sentence for each damaged file of a finished run, other than result.json."""
@@ -149,7 +149,7 @@ class Folder:
         checkpoints.prune(self.checkpoints, keep)
         named = {best}
         for path in checkpoints.names(self.checkpoints):
-            with contextlib.suppress(ValueError):  # damaged meanwhile
+            with contextlib.suppress(ValueError):  # a damaged one
                 named.add((checkpoints.read_state(path)[0]["facts"]["best"] or {}).get("step"))
         needed = {self.best(step).name for step in named if step is not None}
         for path in self.path.glob("best/step_*"):
@@ -158,7 +158,7 @@ class Folder:
 
 
 def read_config(path: Path) -> RunConfig:
-    """The config of a run; if config.json is lost or damaged, from the newest checkpoint."""
+    """The config of a run; if config.json is lost or damaged, that of the newest readable checkpoint."""
     try:
         return _config_in(path / CONFIG)
     except ValueError:
@@ -169,7 +169,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def _config_of_checkpoint(path: Path) -> RunConfig | None:
-    """From the newest checkpoint that can be read. A config.json without a digest may have been edited."""
+    """The config in the newest checkpoint that can be read; a config.json without a digest may have been edited."""
     for checkpoint in reversed(checkpoints.names(path / "checkpoints")):
         with contextlib.suppress(ValueError):
             return RunConfig.from_dict(checkpoints.read_state(checkpoint)[0]["facts"]["config"])
@@ -191,16 +191,16 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         return read_sealed(file)[0]
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not the result of a run ({error}): remove it to go on") from error
+        raise ValueError(f"{file} is not the result of a run ({error}): delete it to continue") from error
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """As JSON gives it back: tuples are lists."""
+    """The config as plain JSON values; tuples become lists."""
     return parse_json(config.to_json(), "config")
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
-    """The settings that a resumed run must share."""
+    """The settings that must stay the same on resume."""
     settings = plain(config)
     for name in FREE_ON_RESUME:
         del settings["training"][name]

@@ -1,7 +1,7 @@
-"""metrics.jsonl: a line for each reading, with a checksum over itself and all lines before it.
+"""metrics.jsonl: one line per measurement, with a checksum of this line and all lines before it.
 
-A killed run may leave half a line at the end. Anything else that was not written so is reported as damage; a resumed
-run restores the file from the copy in its checkpoint.
+A killed run may leave an incomplete last line. Any other difference is reported as damage, and a resumed run restores
+the file from the copy in its checkpoint.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def text_of(line: Mapping[str, Any], previous: str) -> tuple[str, str]:
 
 
 def read(path: Path) -> History:
-    """Every intact line; lines after a damaged one can be intact, since each has its own checksum."""
+    """All intact lines; lines after a damaged one can be intact, since each has its own checksum."""
     texts: list[str] = []
     lines: list[dict[str, Any]] = []
     damage, previous, checked = "", "", False
@@ -47,7 +47,7 @@ def read(path: Path) -> History:
         if check is None and not checked:  # an old line, without a checksum
             previous = ""
         elif check is None or check != _check(line, previous):
-            damage = damage or f"line {number} is not what was written, or one before it is missing"
+            damage = damage or f"line {number} was changed, or a line before it is missing"
             checked, previous = True, check or ""
             continue
         checked, previous = check is not None, check or ""
@@ -57,8 +57,8 @@ def read(path: Path) -> History:
 
 
 def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
-    """Delete the lines after `step` and all of the test. `copy`, from a checkpoint of that step, replaces a file that
-    differs from it. Returns the checksum of the last line, and a sentence if the file was damaged and renamed."""
+    """Delete the lines after `step` and those of the test. `copy`, from a checkpoint of that step, replaces a
+    file that differs from it. Returns the last line's checksum, and a sentence if the file was damaged."""
     history = read(path)
     both = zip(history.texts, history.lines, strict=True)
     kept = [text for text, line in both if line["step"] <= step and line["split"] != "test"]
@@ -66,8 +66,8 @@ def restore(path: Path, step: int, copy: str | None = None) -> tuple[str, str]:
     sentence = ""
     if damaged and step > 0:
         why = history.damage or "lines are missing"
-        aside = f", and is now {set_aside(path).name}" if path.exists() else ""
-        instead = "damaged lines are left out" if copy is None else "the checkpoint's copy takes its place"
+        aside = f"; it was renamed to {set_aside(path).name}" if path.exists() else ""
+        instead = "damaged lines were removed" if copy is None else "the copy in the checkpoint replaces it"
         sentence = f"{path} is damaged: {why}{aside}; {instead}"
     text = "".join(kept) if copy is None else copy
     if text or path.exists():
@@ -82,7 +82,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         isinstance(value, str) if key in ("split", CHECK) else value is None or isinstance(value, int | float)
         for key, value in line.items()
     ):
-        raise ValueError("it is not a step, a split and numbers")
+        raise ValueError("accepted are a step, a split and numbers")
     return line
 
 

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: a progress bar, metrics.jsonl, TensorBoard."""
+"""The log of a run: a progress bar, metrics.jsonl, TensorBoard."""
 
 import contextlib
 import math
@@ -17,16 +17,16 @@ from rich.progress import BarColumn, Progress
 from subquad.training import history
 from subquad.training.history import METRICS
 
-WARMUP = 10  # the first updates of a process, which no rate counts
-QUIET = 60.0  # seconds between two lines if there is no progress bar
-CURVE = 200  # points of a curve at most
+WARMUP = 10  # the first updates of a process, which rates ignore
+QUIET = 60.0  # least seconds between two lines without a progress bar
+CURVE = 200  # most points of a curve
 
 _MISSED: set[str] = set()
 
 
 class Log:
-    """`step` is that of the checkpoint which the run resumes: later lines are deleted, so that the curve has each step
-    once. `copy` is the checkpoint's copy of the lines. Ranks other than the first have path=None and log nothing."""
+    """`step` is where the run resumes: later lines are deleted, so that each step is logged once. `copy` is the copy of
+    the lines in the checkpoint. Ranks other than the first have path=None and log nothing."""
 
     def __init__(self, path: Path | None, console: Console, title: str, step: int = 0, copy: str | None = None):
         self.console, self.title = console, title
@@ -54,7 +54,7 @@ class Log:
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
-            with contextlib.suppress(OSError, SystemExit):  # the terminal is gone
+            with contextlib.suppress(OSError, SystemExit):  # the terminal is closed
                 self.bar.stop()
         if self.file is not None:
             self.file.close()
@@ -84,7 +84,7 @@ class Log:
         return {METRICS: self.path.read_bytes()}
 
     def tick(self, step: int, progress: float) -> None:
-        """A step is done; its loss has not been read yet."""
+        """Advance the progress bar after a step, whose loss has not been read yet."""
         if self.bar is not None:
             self.bar.update(self.task, completed=min(1.0, progress), step=step)
 
@@ -97,13 +97,13 @@ class Log:
     def say(self, text: str) -> None:
         self.last_line = time.monotonic()
         if self.file is not None:
-            # the run goes on even if its terminal or pipe (`| head`) is gone
+            # the run continues even if its terminal or pipe (`| head`) is closed
             with contextlib.suppress(OSError, SystemExit):
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class LossCurve(Log):
-    """The log of a run in memory: its points are (step, mean loss since the point before)."""
+    """A log in memory, for runs without a folder; its points are (step, mean loss since the last point)."""
 
     def __init__(self, watch: Callable[[int, float], None] | None = None):
         super().__init__(None, Console(quiet=True), "")
@@ -119,16 +119,16 @@ class LossCurve(Log):
 
 
 class Meter:
-    """Updates a second since the last reading, without the time between updates.
+    """Updates per second since the last reading, without pauses such as evaluations.
 
-    The first updates of a process compile, choose kernels and allocate: a reading that includes them is no rate. At
+    The first updates of a process compile, choose kernels and allocate, so readings that include them do not count. At
     step `warm` the caller waits for the device and calls `restart`.
     """
 
     def __init__(self, step: int) -> None:
         self.step, self.begun = step, time.perf_counter()
         self.warm = step + WARMUP
-        self.counts = False  # whether the next reading has warm updates only
+        self.counts = False  # whether the next reading is of warm updates only
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class Meter:
 
 
 def memory(device: torch.device) -> int:
-    """The most bytes used so far, by tensors on a GPU, else by the whole process; unknown (0) on Windows."""
+    """The most bytes used so far: by tensors on a GPU, else by the whole process; 0 (unknown) on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -169,8 +169,8 @@ def _board(path: Path, step: int, console: Console) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        if "tensorboard" not in _MISSED:  # once in a process that trains many models
-            instead = "metrics.jsonl has the curves"
+        if "tensorboard" not in _MISSED:  # only once, also if a process trains many models
+            instead = "the curves are in metrics.jsonl"
             console.print(f"tensorboard is not installed (pip install tensorboard): {instead}", highlight=False)
         _MISSED.add("tensorboard")
         return None
@@ -186,7 +186,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(lines: Iterable[Mapping[str, Any]], metric: str) -> list[list[float]]:
-    """[step, value] in the unit of the metric: of the training loss if it has that unit, else of validation."""
+    """Points [step, value] in the unit of the metric: the training loss if it has that unit, else the validation."""
     bits = metric.startswith("bits/")
     split, key, unit = ("train", "loss", math.log(2)) if bits else ("validation", metric, 1.0)
     lines = [line for line in lines if line["split"] == split and line.get(key) is not None]

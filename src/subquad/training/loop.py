@@ -1,9 +1,9 @@
-"""A run: its state, its updates, and everything between two updates.
+"""A run: its state, its updates, and everything it does between updates.
 
-No update waits for a GPU: losses stay on the device and are read every `log_every` steps, before an evaluation and
-before a checkpoint. Numbers that are not finite are noticed then, and never saved. All randomness in an update is
-seeded by (seed, step, rank), and the step gives the position in the data, so a resumed run does what the uninterrupted
-one would have done.
+Updates do not wait for a GPU: losses stay on the device and are read every `log_every` steps, before evaluations and
+before checkpoints. Losses that are not finite are noticed then and never saved. All randomness is seeded by (seed,
+step, rank), and the step gives the position in the data, so a resumed run gives the same results as an
+uninterrupted one.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Task
 
-TENTHS = 10  # a run has so many evaluations and checkpoints by default
+TENTHS = 10  # evaluations and checkpoints per run, by default
 
 
 class Stopped(RuntimeError):
@@ -54,18 +54,18 @@ class Result:
     validation: dict[str, float]  # of the same weights
     best_step: int
     steps: int
-    ended_by: str  # "steps", "minutes", or "leg": not finished, to be resumed
+    ended_by: str  # "steps", "minutes", or "leg" if it is not finished and must be resumed
     seconds: float
-    examples_per_second: float  # over the whole run, with everything between the updates
+    examples_per_second: float  # over the whole run, including the time between updates
     tokens_per_second: float
     peak_bytes: int
     parameters: int
     ranks: int
-    weights_sha256: str | None = None  # of the weights in model/; runs from before digests have none
+    weights_sha256: str | None = None  # of the weights in model/; None in old runs, which have no digests
 
 
 class Run:
-    """Without a folder it only learns: no validation, no checkpoints, no saved model."""
+    """A run. Without a folder it only trains: no validation, no checkpoints, no saved model."""
 
     def __init__(self, task: Task, config: RunConfig, folder: Folder | None, ranks: Ranks):
         self.task, self.folder, self.ranks = task, folder, ranks
@@ -111,7 +111,7 @@ class Run:
             log.say(f"{self.task.name}: resumed at step {self.step:,}")
         meter = Meter(self.step)
         tenth = int(TENTHS * self.schedule.progress(self.step, self.earlier_seconds))
-        next_evaluation = 0.0  # not before as many seconds of training as the last evaluation took
+        next_evaluation = 0.0  # train at least as long as the last evaluation took before the next one
         evaluation_began: float | None = None
         try:
             while True:
@@ -132,19 +132,19 @@ class Run:
                         evaluation_began = seconds
                         with self._pause(meter):
                             self._evaluate(log, signals)
-                        stop = self.ranks.largest(float(signals.number))[0]  # a signal may have come meanwhile
+                        stop = self.ranks.largest(float(signals.number))[0]  # a signal may have come while evaluating
                     if done or self._due(training.checkpoint_every or training.evaluate_every, new_tenth):
                         with self._pause(meter):
                             self._save(log)
                     if stop or (signals.number and self.ranks.world == 1):
                         self._save(log)
                         number = int(stop) or signals.number
-                        raise Interrupted(f"interrupted at step {self.step:,}, saved: --resume goes on", 128 + number)
+                        raise Interrupted(f"interrupted at step {self.step:,}, saved: --resume continues", 128 + number)
                 if done:
                     break
                 if leg is not None and seconds - self.earlier_seconds >= 60 * leg:
                     self._save(log)
-                    log.say(f"step {self.step:,}, saved: the leg of {leg:g} minutes is over, --resume goes on")
+                    log.say(f"step {self.step:,}, saved: the leg of {leg:g} minutes is over, --resume continues")
                     return self._result("leg", {}, seconds, parameters)
                 self._update(feed, seconds)
                 log.tick(self.step, progress)
@@ -156,16 +156,16 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of training, over all legs."""
+        """Seconds of training, over all legs."""
         return self.earlier_seconds + time.perf_counter() - self.begun
 
     def _pause(self, meter: Meter) -> AbstractContextManager[None]:
-        """Stop the clock of updates, after those that a GPU still computes."""
+        """Wait for the updates that the GPU still computes, then pause the meter."""
         self._read_window()
         return meter.paused()
 
     def _due(self, every: int | None, new_tenth: bool) -> bool:
-        """Whether it is time: at its own interval, by default ten times in a run, by steps or by time."""
+        """Whether an evaluation or checkpoint is due: at its interval, or else ten times per run, by steps or time."""
         if self.step == 0:
             return False
         if every is not None:
@@ -186,7 +186,7 @@ class Run:
                 loss = self._gradients(batch) if self.captured is None else self.captured(batch)
             sums += torch.stack((loss.total.detach().double(), loss.count.detach().double()))
         ranks.sum(sums)
-        # gradients are of sums, averaged over ranks
+        # gradients are of sums and are averaged over ranks
         factor = (ranks.world / (sums[1].clamp(min=1) * (precision.scale or 1.0))).float()
         parameters = list(self.optimiser.named.values())
         norm = scale_and_clip(parameters, factor, training.clip, training.clip_by, ranks.sharded)
@@ -222,7 +222,7 @@ class Run:
         return Captured(self._gradients, self.model)
 
     def _read_window(self) -> list[float]:
-        """Waits for the device; raises if the loss or the gradient is not a number."""
+        """Read the window, which waits for the device; raises if the loss or the gradient is not finite."""
         loss, _, norm, updates = window = self.window.tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):
             last = "" if self.folder is None else f"{checkpoints.last(self.folder.checkpoints)}; "
@@ -256,7 +256,7 @@ class Run:
         assert self.folder is not None
         self._read_window()
         batches = self.training.evaluate_batches
-        # the same examples on any number of ranks, in micro-batches or not
+        # the same examples for any number of ranks and micro-batches
         examples = None if batches is None else batches * (self.training.evaluate_batch or self.training.batch)
         measures = self.measure("validation", examples, signals)
         if measures is None:
@@ -275,21 +275,21 @@ class Run:
         self.evaluated_step = self.step
 
     def measure(self, split: Split, examples: int | None, signals: Signals | None = None) -> dict[str, float] | None:
-        """The measures of a split or of its first `examples`; None if a signal came before the end."""
+        """The measures of a split, or of its first `examples`; None if a signal came before the end."""
         training, ranks = self.training, self.ranks
         batch = training.evaluate_batch or training.micro_batch or max(1, training.batch // ranks.world)
         self._seed(1)
         self._note_peak()
         with self._averaged():
             measures = evaluate(self.wired, self.sources[split], ranks, self.precision, batch, examples, signals)
-        # a GPU's peak can be reset; a process on a CPU only knows its peak so far
+        # the peak of a GPU can be reset, that of a process cannot
         self.peak_is_of_training = self.ranks.device.type == "cuda"
         if self.peak_is_of_training:
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
         return measures
 
     def _note_peak(self) -> None:
-        """Note the most memory that training took, without evaluations, which have other batches and no gradients."""
+        """Note the peak memory of training, without evaluations, which have other batches and no gradients."""
         if self.peak_is_of_training:
             self.peak = max(self.peak, memory(self.ranks.device))
 
@@ -304,7 +304,7 @@ class Run:
         return {**tensors, "window": self.window}
 
     def _save(self, log: Log) -> None:
-        """Write a checkpoint, unless this step has one; raises if the loss is not a number."""
+        """Write a checkpoint, unless this step has one; raises if the loss is not finite."""
         if self.folder is None or self.saved_step == self.step:
             return
         self._read_window()
@@ -340,7 +340,7 @@ class Run:
         self.totals = facts["totals"]
 
     def _save_model(self, path: Path) -> str:
-        """Save the weights as they are now, as a model of its own. Returns their digest, on every rank."""
+        """Save the current weights as a model. Returns their digest, on every rank."""
         model = self.model
         if self.ranks.sharded:
             tensors = {name: whole(tensor).cpu() for name, tensor in tensors_of(self.model).items()}
@@ -360,22 +360,22 @@ class Run:
             path, digest = folder.best(self.best["step"]), self.best.get("sha256")
             damage = self.ranks.decide(lambda: damage_of(path, digest))
             if damage:
-                log.say(f"{damage}: the last weights are tested instead of the best")
+                log.say(f"{damage}: testing the last weights instead of the best")
                 self.best = None
             else:
                 load_weights(self.model, path)
-                self.ema = None  # the best weights are averages already
-        log.say(f"step {self.step:,}: the test, {len(self.sources['test']):,} examples")
+                self.ema = None  # the best weights are already averages
+        log.say(f"step {self.step:,}: testing on {len(self.sources['test']):,} examples")
         measures = self.measure("test", None, signals)
         if measures is None:
             number = int(self.ranks.largest(float(signals.number))[0])
-            raise Interrupted("interrupted before the test: --resume goes on", 128 + number)
+            raise Interrupted("interrupted before the test: --resume continues", 128 + number)
         log.write(self.step, "test", {**measures, "seconds": seconds})
         with self._averaged():
             digest = self._save_model(folder.model)
         ended = "steps" if self.step >= self.training.steps else "minutes"
         if self.step < self.training.warmup:
-            short = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,}"
+            short = f"all {self.step:,} steps were warm-up, which takes {self.training.warmup:,} steps"
             log.say(f"{short}: the learning rate did not reach training.lr; --set training.warmup=... shortens it")
         result = dataclasses.replace(self._result(ended, measures, seconds, parameters), weights_sha256=digest)
         if self.ranks.first:
@@ -404,7 +404,7 @@ class Run:
 
 
 def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
-    """All splits at once, so that a missing test set is noticed before the training. Rank 0 downloads."""
+    """All splits, so that a missing test set is noticed before training. Rank 0 downloads."""
     sources: dict[Split, Source] = {}
     ranks.decide(lambda: sources.update({split: task.source(split) for split in SPLITS}))
     return sources or {split: task.source(split) for split in SPLITS}

@@ -1,4 +1,4 @@
-"""Refuses a run that does not fit into memory, before its folder is written and its first step is tried."""
+"""Refuses a run that does not fit into memory, before its folder is written and its first step begins."""
 
 import copy
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from subquad.machine import allocation_peak, free_bytes, readable
 from subquad.training.models import make_model
 from subquad.training.task import Batch, Source, Task
 
-DEEP = 64  # layers; the memory of deeper models is estimated before they are built
-SUSPICIOUS = 1 / 2000  # of the free memory; if the data of a batch takes more, one example is measured
+DEEP = 64  # layers; for deeper models, memory is estimated before they are built
+SUSPICIOUS = 1 / 2000  # share of free memory; if the data of a batch takes more, measure one example
 
 
 def check_model(task: Task, fields: Mapping[str, Any], device: torch.device, sharded: bool = False) -> None:
-    """Refuse a depth whose weights and gradients do not fit: building so many layers would take minutes.
+    """Refuse a depth whose weights and gradients do not fit, because building so many layers would take minutes.
 
     `sharded`: every rank builds all weights but keeps only its part of the gradients, which is not counted.
     """
@@ -33,9 +33,9 @@ def check_model(task: Task, fields: Mapping[str, Any], device: torch.device, sha
 
 
 def check_batch(task: Task, model: nn.Module, source: Source, batch: int, pieces: int) -> None:
-    """Refuse a batch, in so many micro-batches, that does not fit into the memory of a CPU.
+    """Refuse a batch in `pieces` micro-batches that does not fit into the memory of a CPU.
 
-    A GPU reports itself that its memory is full; a process on a CPU would work for minutes and then be killed.
+    A GPU reports an error if its memory is full; a process on a CPU would run for minutes and then be killed.
     """
     if not len(source):
         return

@@ -1,4 +1,4 @@
-"""The model of a task: made, saved for use, and filled with saved weights."""
+"""Make the model of a task, save it, and load saved weights into it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from subquad.training.task import Task
 
 
 def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
-    """A keyword that the model does not know raises ValueError, as wrong values do, and not TypeError."""
+    """The task's model. Unknown keywords raise ValueError, like wrong values, not TypeError."""
     try:
         return task.make_model(fields)
     except TypeError as error:
@@ -20,7 +20,7 @@ def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """With its config if it is one of our models; otherwise only the weights."""
+    """Save a model with its config if it is one of ours; otherwise only its weights."""
     if isinstance(model, Model):
         model.save(path)
         return
@@ -29,7 +29,7 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill a model, sharded or not; ValueError if the weights cannot be read."""
+    """Load weights into a model, sharded or not; ValueError if they cannot be read."""
     checkpoints.copy_into(_read(path), tensors_of(model), str(path))
 
 
@@ -39,12 +39,12 @@ def digest_in(path: Path) -> str:
 
 
 def damage_of(path: Path, digest: str | None) -> str:
-    """A sentence if the weights do not have this digest or cannot be read, else "". Old runs have no digest: None."""
+    """A sentence if the weights cannot be read or do not have this digest, else "". None: an old run without digest."""
     try:
         actual = digest_in(path)
     except ValueError as error:
         return str(error)
-    return "" if digest in (None, actual) else f"{path / WEIGHTS} is damaged: it is not what was written (SHA-256)"
+    return "" if digest in (None, actual) else f"{path / WEIGHTS} is damaged: its SHA-256 has changed"
 
 
 def _read(path: Path) -> dict[str, Tensor]:

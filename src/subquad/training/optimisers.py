@@ -1,7 +1,7 @@
 """torch's optimisers for a model, and the clipping of gradients.
 
-Weight decay is decoupled and applies to matrices only: not to biases, norms and embeddings. With "muon", Muon updates
-the matrices inside the model and AdamW the rest: vectors, and the first and the last layer.
+Weight decay is decoupled and applies only to matrices, not to biases, norms and embeddings. With "muon", Muon updates
+the matrices inside the model, and AdamW updates the rest: vectors, and the first and the last layer.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from subquad.training.config import TrainingConfig
 
 
 class Optimiser:
-    """One or two of torch's optimisers as one; its state has the names of the parameters."""
+    """One or two of torch's optimisers behind one interface; the state uses the names of the parameters."""
 
     def __init__(self, config: TrainingConfig, model: nn.Module):
         self.config = config
@@ -33,7 +33,7 @@ class Optimiser:
                 group["lr"] = lr
 
     def zero_grad(self, keep: bool = False) -> None:
-        """`keep`: keep the memory of the gradients."""
+        """`keep`: fill the gradients with zeros instead of deleting them."""
         for part in self.parts:
             part.zero_grad(set_to_none=not keep)
 
@@ -42,7 +42,7 @@ class Optimiser:
             part.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its state, as "blocks.0.ff.inner.weight/exp_avg"."""
+        """The state, by names such as "blocks.0.ff.inner.weight/exp_avg"."""
         return {
             f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
             for part in self.parts
@@ -75,7 +75,7 @@ class Optimiser:
 def scale_and_clip(
     parameters: list[nn.Parameter], factor: Tensor, clip: float | None, by: str, sharded: bool
 ) -> Tensor:
-    """Multiply the gradients by `factor`, then clip them; returns their norm before clipping. Waits for no GPU."""
+    """Multiply the gradients by `factor`, then clip them; returns their norm before clipping. Never waits for a GPU."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), device=factor.device)
@@ -129,7 +129,7 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
 
 
 def _lookups(model: nn.Module) -> set[str]:
-    """Parameters with two axes that are no matrices: tables of tokens and positions, and taps of each channel."""
+    """Parameters with two axes that are not matrices: tables of tokens and positions, and taps of each channel."""
     names = set()
     for path, module in model.named_modules():
         own = isinstance(module, (nn.Embedding, Grid, Taps))

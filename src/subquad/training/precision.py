@@ -1,4 +1,4 @@
-"""The type of the arithmetic: autocast over float32 weights, with a scaled loss for float16."""
+"""The precision of the arithmetic: autocast over float32 weights, and a scaled loss for float16."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ class Precision:
                 name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         self.name, self.device, self.dtype = name, device, DTYPES[name]
         self.scaled = name == "fp16"
-        # of the loss; a power of two, so that it changes no rounding
+        # of the loss; a power of two, so that it does not change rounding
         self.scale: float | None = None if self.scaled else 1.0
         self.good = 0  # updates since the scale changed
 
@@ -33,8 +33,8 @@ class Precision:
         self.scale = HIGHEST / 2 ** round(math.log2(max(1.0, count)))
 
     def accept(self, norm: torch.Tensor) -> bool:
-        """Whether to make the update: not if float16 gradients overflowed, which lowers the scale. Only fp16 waits for
-        the GPU."""
+        """Whether to apply the update. If float16 gradients overflowed, skip it and lower the scale. Only fp16 waits
+        for the GPU."""
         if not self.scaled:
             return True
         assert self.scale is not None

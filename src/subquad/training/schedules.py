@@ -1,7 +1,7 @@
-"""The learning rate as a share of the highest: a function of the step, or of the time if that runs out first.
+"""The learning rate as a share of the highest: a function of the step, or of time if that runs out first.
 
-Progress is the larger of the share of steps done and the share of the minutes used, so that a run which `minutes` cuts
-short still reaches the end of its schedule. Warm-up always counts steps.
+Progress is the share of steps done or the share of minutes used, whichever is larger, so that a run that ends by
+`minutes` still completes its schedule. Warm-up always counts steps.
 """
 
 import math
@@ -19,12 +19,12 @@ class Schedule:
         self.scale = 1.0
 
     def progress(self, step: int, seconds: float) -> float:
-        """0 at the beginning, 1 or more when the run is over: after `step` updates in so many seconds."""
+        """Progress after `step` updates in `seconds`: 0 at the beginning, 1 or more at the end of the run."""
         done = step / self.config.steps
         return done if self.config.minutes is None else max(done, seconds / (60 * self.config.minutes))
 
     def factor(self, step: int, seconds: float = 0.0) -> float:
-        """The share of lr for the update that follows `step` updates."""
+        """The share of lr for the update after `step` updates."""
         config = self.config
         ramp = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
         progress = min(1.0, self.progress(step, seconds))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Every rank calls it; OSError if one of them cannot write."""
+    """Save tensors; every rank calls it. OSError if a rank cannot write."""
     with _quiet():
         try:
             save_state(tensors, storage_writer=FileSystemWriter(folder, overwrite=True))
@@ -26,7 +26,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load(folder: Path, targets: dict[str, Tensor]) -> None:
-    """Fill the targets in place; every rank calls it, or one process alone."""
+    """Load into the targets in place; every rank calls it, or a single process."""
     with _quiet():
         load_state(targets, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
 
@@ -40,5 +40,5 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     }
 
 
-# torch warns about its own internals (TypedStorage, one process alone), which a user cannot change
+# torch warns about its internals (TypedStorage, a single process), which users cannot change
 _quiet = partial(warnings.catch_warnings, action="ignore")

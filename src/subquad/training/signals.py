@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM or a closed terminal: the first signal makes the run save and stop, a second stops it at once."""
+"""Ctrl-C, SIGTERM or a closed terminal: the first signal makes the run save and stop, a second one stops it at once."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """`number` is that of the signal that came, 0 if none has."""
+    """`number` is the number of the signal received, or 0."""
 
     def __init__(self, log: Log):
         self.number = 0

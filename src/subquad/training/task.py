@@ -1,5 +1,5 @@
-"""What the training loop needs to know of an experiment: options, data, model, loss and measures; and what its models
-write."""
+"""What the training loop needs to know about an experiment: options, data, model, loss and measures; and what its
+models generate."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # a numerator and a denominator for eac
 
 
 class Loss(NamedTuple):
-    """A sum, so that batches and ranks with more targets weigh more: the mean is total / count."""
+    """A sum, so that batches and ranks with more targets have more weight; the mean is total / count."""
 
     total: Tensor  # nats, float32
     count: Tensor  # type: ignore[assignment]  # of targets; hides tuple.count, which nobody calls here
 
 
 class Source(Protocol):
-    """Examples by index. The same indices and epoch give the same batch: anything random is seeded by them."""
+    """Examples by index. The same indices and epoch give the same batch: all randomness is seeded by them."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """What `subquad generate` was asked for; None where the user did not say."""
+    """The options of `subquad generate`; None if the user did not set one."""
 
     count: int | None = None
     out: Path | None = None
@@ -62,18 +62,18 @@ class Written(NamedTuple):
 class Task(ABC):
     """An experiment. A subclass is a frozen dataclass; its fields are its `data.*` options.
 
-    `model` are the keywords of its model, as in `--set model.depth=16`; `training` is how it is trained by default. The
-    user's settings are merged into both before make_model is called.
+    `model` holds the keywords of its model, as in `--set model.depth=16`, and `training` the default training settings.
+    The user's settings are merged into both before make_model is called.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]  # the measure that decides which checkpoint is best: "bits/dim"
     higher_is_better: ClassVar[bool] = False
-    decodes: ClassVar[bool] = False  # measure generates token by token, so each rank needs the whole model
+    decodes: ClassVar[bool] = False  # whether `measure` generates token by token; each rank then needs the whole model
     model: ClassVar[Mapping[str, Any]]
     training: ClassVar[TrainingConfig]
     writes: ClassVar[str] = ""  # what its models generate: "images"; "": nothing
-    write_options: ClassVar[tuple[str, ...]] = ()  # the fields of WriteOptions it uses, beside sampling and seed
+    write_options: ClassVar[tuple[str, ...]] = ()  # the fields of WriteOptions it uses, other than sampling and seed
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Task(ABC):
 
     @classmethod
     def from_options(cls, data: Mapping[str, Any]) -> Self:
-        """The task with these `data.*` options, as JSON holds them; unknown names and wrong types raise ValueError."""
+        """The task with these `data.*` options, as read from JSON; unknown names and wrong types raise ValueError."""
         hints, known = typing.get_type_hints(cls), cls.defaults()
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         for key, value in values.items():
@@ -102,12 +102,12 @@ class Task(ABC):
 
     @property
     def data_name(self) -> str:
-        """What the data is called beside a result."""
+        """The name of the data, shown with a result."""
         return self.name
 
     @abstractmethod
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """A model of these keywords; unknown and impossible ones raise. Weights come from torch's global generator."""
+        """A model from these keywords; unknown or impossible ones raise. Weights use torch's global generator."""
 
     @abstractmethod
     def source(self, split: Split) -> Source: ...
@@ -120,13 +120,13 @@ class Task(ABC):
         return {"nats": self.loss(model, batch)}
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """The measures as people read them; holds `metric`, which is the loss in bits unless a task says otherwise."""
+        """The measures to report, including `metric`, which is the loss in bits unless a task overrides this."""
         return {self.metric: means(sums)["nats"] / math.log(2)}
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
-        """Let a model of this task generate. `data` are the task's options by the model's card, {} without one."""
-        raise NotImplementedError(f"{cls.name} writes nothing")
+        """Let a model of this task generate. `data` are the task's options from the model's card, or {}."""
+        raise NotImplementedError(f"{cls.name} cannot generate anything")
 
 
 def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:

@@ -38,8 +38,8 @@ def train(
     console: Console | None = None,
     leg: float | None = None,
 ) -> Result:
-    """Train a task into a folder. `model` are keywords that override the task's own; `leg`: stop after so many minutes,
-    and let a later call with resume=True do the rest."""
+    """Train a task into a folder. `model`: keywords that override the task's own. `leg`: stop after this many minutes;
+    a later call with resume=True continues."""
     if leg is not None and not leg > 0:
         raise ValueError(f"leg={leg:g}: accepted is a positive number of minutes")
     training = task.training if training is None else training
@@ -52,12 +52,12 @@ def train(
         resume = resume or ranks.restarted()
         ranks.decide(lambda: folder.check(config, resume, task.defaults()))
         ranks.decide(lambda: check_model(task, fields, ranks.device, ranks.sharded))
-        run = Run(task, config, folder, ranks)  # before anything is written: a run that cannot work leaves no folder
+        run = Run(task, config, folder, ranks)  # before anything is written, so that a failure leaves no folder
         if ranks.world == 1 and ranks.device.type == "cpu":
             check_batch(task, run.model, run.sources["train"], training.batch, run.pieces)
         opened = ranks.decide(lambda: folder.open(config, resume, str(ranks.device)))
         ranks.mark_begun()
-        notes = [*opened.notes, f"{folder.path} is finished already"] if opened.result else opened.notes
+        notes = [*opened.notes, f"{folder.path} is already finished"] if opened.result else opened.notes
         for note in notes if ranks.first else ():
             console.print(note, highlight=False, markup=False, soft_wrap=True)
         if opened.result is not None:
@@ -91,7 +91,7 @@ def train(
 class Learned(NamedTuple):
     model: nn.Module
     measures: dict[str, float]  # of the test part, with the last weights
-    curve: list[tuple[int, float]]  # (step, mean loss in nats since the point before), every `log_every` steps
+    curve: list[tuple[int, float]]  # (step, mean loss in nats since the last point), every `log_every` steps
     seconds: float  # of training
 
 
@@ -107,7 +107,7 @@ def learn(
     """Train in memory: the same updates as `train`, but no folder, no validation and no checkpoints.
 
     fields    all keywords of the model; the task's own are not added
-    examples  of the test part that are measured; None: all
+    examples  number of test examples to measure; None: all
     watch     called with each point of the curve
     """
     config = RunConfig(task=task.name, model=fields, training=training)
