@@ -1,4 +1,4 @@
-"""What a demo showed, in three sentences that hold whatever its figures are."""
+"""Three sentences on what a demo measured. They are correct for any figures."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from subquad.measure.growth import amount
 from subquad.studies.columns import milliseconds
 from subquad.studies.results import Comparison, Quality
 
-CLOSE = 0.05  # of the time: neither faster nor slower
+CLOSE = 0.05  # times that differ by less than this share count as equal
 
 
 def conclusions(results: Comparison) -> list[str]:
