@@ -121,7 +121,7 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
         return stage
     try:
         folder = shipped.find(SHIPPED)
-        model = load(folder).float()  # shipped in half the bytes, which CPUs compute with slowly
+        model = load(folder).float()  # it is shipped in 16 bits, which are slow on CPUs
         assert isinstance(model, LanguageModel)
         rows, columns, _ = image_shape(model) or (0, 0, 0)
     except (ValueError, OSError) as error:
