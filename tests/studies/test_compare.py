@@ -221,7 +221,7 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "new" / "cpu.json").read_text()) == read(out)
     assert "linear, T = 32: training" in result.output
-    assert f"{out / 'results.json'}; `subquad recommend --from {out}` goes by them" in result.output
+    assert f"{out / 'results.json'}; `subquad recommend --from {out}` uses them" in result.output
     first = read(out)
     again = run.invoke(app, [*arguments, "--out", str(out)])
     assert f"the figures that were there are now {out / 'results.1.json'}" in again.output

@@ -34,7 +34,7 @@ def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
     assert image_shape(text) is None
     assert image_shape(text, "4x5x3") == (4, 5, 3)
     assert image_shape(text, known=(32, 32, 3)) == (32, 32, 3)
-    with pytest.raises(ValueError, match="card of this model names no set of images"):
+    with pytest.raises(ValueError, match="card of this model does not name a known set of images"):
         Images.write(text, {"set": "mnits"}, WriteOptions(), Console(quiet=True))
     for wrong in ("4", "4x0", "axb", "4x4x2"):
         with pytest.raises(ValueError, match="cannot work"):
