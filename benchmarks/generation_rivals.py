@@ -1,7 +1,7 @@
 """The rivals of linear attention: our own softmax with a cache, softmax that recomputes the prefix, an LSTM.
 
-Each runs at the batch of linear attention and at the largest batch that makes it faster. Softmax steps cost more at later
-positions, LSTM steps always cost the same: both are timed at some positions and integrated; the JSON says where.
+Each runs at the batch of linear attention and at the largest batch that makes it faster. Softmax steps cost more at
+later positions, LSTM steps always cost the same: both are timed at some positions and integrated; the JSON says where.
 """
 
 import time
