@@ -1,4 +1,4 @@
-"""The report says what the JSON says, in one file that needs nothing else."""
+"""The report shows the figures of the JSON, in one file that needs no others."""
 
 import csv
 import json
@@ -69,7 +69,13 @@ def test_the_charts_hold_the_numbers_of_the_json(run: Path) -> None:
             assert shown.get(name, []) == expected
     crossings = {c["mechanism"]: c["training"] for c in data["crossovers"] if c["training"]}
     assert curves["views"][0]["marks"] == crossings
-    assert curves["chosen"] == ["softmax", "additive", "linear", "efficient", "performer"]  # and three that end lowest
+    assert curves["chosen"] == [
+        "softmax",
+        "additive",
+        "linear",
+        "efficient",
+        "performer",
+    ]  # and the lowest three at the end
     losses = {s["name"]: s["points"] for s in charts["r0-loss-chart"]["views"][0]["series"]}
     assert losses == {q["mechanism"]: q["curve"] for q in data["quality"] if "curve" in q}
     quality = charts["r0-quality-chart"]["views"]
@@ -277,7 +283,7 @@ result = {few, lines, chosen, pressed, after, won, up, down, sort, kept, tip, ho
 
 @needs_chromium
 def test_in_a_browser(run: Path, tmp_path: Path) -> None:
-    """Charts are drawn, names choose, points are read out, tables sort, nothing is requested and nothing goes wrong."""
+    """Charts are drawn, names toggle lines, points show figures, tables sort; no requests and no errors."""
     data = json.loads((run / "results.json").read_text())
     seen = visit(run / "report.html", PROBE, tmp_path)
     assert seen["problems"] == []
