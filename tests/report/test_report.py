@@ -69,13 +69,7 @@ def test_the_charts_hold_the_numbers_of_the_json(run: Path) -> None:
             assert shown.get(name, []) == expected
     crossings = {c["mechanism"]: c["training"] for c in data["crossovers"] if c["training"]}
     assert curves["views"][0]["marks"] == crossings
-    assert curves["chosen"] == [
-        "softmax",
-        "additive",
-        "linear",
-        "efficient",
-        "performer",
-    ]  # and the lowest three at the end
+    assert curves["chosen"] == ["softmax", "additive", "linear", "efficient", "performer"]  # and three that end lowest
     losses = {s["name"]: s["points"] for s in charts["r0-loss-chart"]["views"][0]["series"]}
     assert losses == {q["mechanism"]: q["curve"] for q in data["quality"] if "curve" in q}
     quality = charts["r0-quality-chart"]["views"]
