@@ -57,7 +57,7 @@ def _memory(rows: Sequence[Row]) -> str:
     ours, theirs = (measured[length].state_bytes or 0 for measured in (linear, softmax))
     constant = len({row.state_bytes for row in linear.values()}) == 1 and len(linear) > 1
     text = (
-        f"Memory: to go on after {length:,} tokens linear keeps {readable(ours)}"
+        f"Memory: to continue after {length:,} tokens linear keeps {readable(ours)}"
         f"{', as at every length,' if constant else ''} and {YARDSTICK} a cache of {readable(theirs)}, "
         f"{f'{theirs / ours:,.3g} times as much' if theirs >= ours else 'which is less'}"
     )

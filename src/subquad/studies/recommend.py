@@ -62,7 +62,7 @@ class Advice:
 
 def recommend(request: Request, source: Path | None = None) -> Advice:
     figures = find(request, source)
-    with blaming(f"what the {figures.origin} are read from"):
+    with blaming(f"the file of the {figures.origin}"):
         return _advise(figures, request)
 
 
@@ -232,7 +232,7 @@ def _weigh(
             f"after {mine.steps} steps"
         )
     if MECHANISMS[name].traits.fixed_length:
-        reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
+        reasons.append("has parameters for each position: needs max_length, and accepts no longer sequence")
     return Choice(name, cost, tuple(reasons))
 
 

@@ -67,7 +67,7 @@ class Settings:
                 refuse("task", self.task, "None together with data: name one of the two")
         if self.causal is False and (self.data is not None or self.task == "copy"):
             what = "data" if self.data is not None else "task"
-            refuse(what, getattr(self, what), "one that can be learned both ways with causal=False: digits or listops")
+            refuse(what, getattr(self, what), "a task with a bidirectional form, with causal=False: digits or listops")
         object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:

@@ -66,7 +66,7 @@ class Arena:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 refuse(name, getattr(self, name), "a positive number")
         if self.minutes is not None and 60 * self.minutes < SHORTEST:
-            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run is begun")
+            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run starts")
         for setting in self.data:
             column, _, _ = _parse(setting)
             if column not in self.tasks:
@@ -149,7 +149,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
         if len(todo) < len(jobs):
             count = len(jobs) - len(todo)
-            console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
+            console.print(f"{count} run{' is' if count == 1 else 's are'} already done", highlight=False)
         known = {job["name"]: job for job in todo}
         results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # failed: try again
         try:
@@ -187,7 +187,7 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
         if isinstance(task, Pathfinder) and task.folder is None:
             sheet(task, out / f"{name}.png")
-            console.print(f"{name}: some of them in {out / name}.png", highlight=False, soft_wrap=True)
+            console.print(f"{name}: examples are in {out / name}.png", highlight=False, soft_wrap=True)
     return missing
 
 
@@ -295,7 +295,7 @@ def _line(run: ArenaRun) -> str:
         return f"{where}: {run.error}"
     if run.ended_by == "leg":
         return f"{where}: {run.steps:,} steps so far, the rest in the next call"
-    cut = "" if run.ended_by == "steps" else " (the time was over)"
+    cut = "" if run.ended_by == "steps" else " (cut short by time)"
     return f"{where}: {run.accuracy:.2f} % after {run.steps:,} steps{cut}, {run.seconds:.0f} s"
 
 
