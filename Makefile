@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Tests start many processes: one thread each, and what Python compiles is kept even where the environment says not to.
+# Tests start many processes, so each gets one thread, and Python's compiled files are cached even if the environment disables that.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 
 .PHONY: demo test quick format clean
@@ -17,8 +17,8 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
-# Between edits, under a minute on two idle cores: leaves out what compiles, starts processes, trains for seconds or draws
-# pictures, and the laws over a mechanism's second and later sets of options.
+# Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes, train for seconds
+# or draw pictures, and the laws for all but the first set of options of a mechanism.
 QUICK := not (compile or export or own_process or interpreter or distributed or torchrun or kill or pool or importing \
   or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \

@@ -6,8 +6,8 @@
     PYTHONPATH=src python3 benchmarks/figures.py --quality --forms causal --out DIR    six minutes on two quiet cores
 
 Writes DIR/cpu_causal.json and DIR/cpu_bidirectional.json (or cuda_...), which belong in src/subquad/studies/figures.
---quality trains every mechanism shortly on the digits that ship with the package, on the CPU, and puts what each has
-learned into the files that are there, of either device.
+--quality trains every mechanism shortly on the digits that ship with the package, on the CPU, and adds the results to
+the files that exist in DIR, for both devices.
 """
 
 import argparse
@@ -43,7 +43,7 @@ FORMS = {"causal": None, "bidirectional": False}
 
 
 def learn(out: Path, forms: list[str]) -> None:
-    """What each mechanism learns in the same few steps, written into the figures of every device."""
+    """Train each mechanism for the same few steps and write the results into the figures of every device."""
     for form in forms:
         settings = Settings(device="cpu", causal=FORMS[form], task="digits")
         found = []
@@ -65,9 +65,9 @@ def main() -> None:
     parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
     parser.add_argument("--forms", default="causal,bidirectional")
     parser.add_argument("--mechanisms", help="names with commas between them; by default all that have the form")
-    parser.add_argument("--commit", help="the commit that is measured, where the copy has no history")
+    parser.add_argument("--commit", help="the commit that is measured, if the copy has no git history")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quality", action="store_true", help="only what is learned, into the files that are there")
+    parser.add_argument("--quality", action="store_true", help="measure only quality and add it to the existing files")
     options = parser.parse_args()
     tell_commit(options.commit)
     if options.quality:
@@ -75,7 +75,7 @@ def main() -> None:
         return
     some: dict[str, Any] = {"mechanisms": tuple(options.mechanisms.split(","))} if options.mechanisms else {}
     for form in options.forms.split(","):
-        # None: causal where there is a causal form, and the rest bidirectional beside a bidirectional softmax
+        # None: mechanisms with a causal form are causal; the others are bidirectional, against a bidirectional softmax
         settings = Settings(device=options.device, causal=FORMS[form], **SHAPES[options.device], **some)
         results = compare(settings, options.out / form, Console(file=sys.stdout), remember=False)
         save(results, options.out / f"{options.device}_{form}.json")

@@ -1,13 +1,13 @@
-"""Measure generation on a GPU: correctness first, then images a second of the paper's models, beside their rivals.
+"""Measure generation on a GPU: correctness first, then images a second of the paper's models and of their rivals.
 
     python benchmarks/generation.py --out DIR                   everything; figures to DIR/generation.json
     python benchmarks/generation.py --out DIR --sections check,mnist --keep results/generation.json
                                                                  some of it, the rest from an earlier run
-    python benchmarks/generation.py --tiny --out DIR            every section in small, on the CPU, to see that it runs
+    python benchmarks/generation.py --tiny --out DIR            every section with tiny sizes on the CPU, as a trial
     python benchmarks/generation.py --cpu --out results         one MNIST image on the CPU; generation_cpu.json
 
 Whole pixel loops are timed, sampling included. Loops that would take too long are timed at some positions and
-integrated; the JSON says which. Figures are written after each section, so that a run cut short keeps them.
+integrated; the JSON says which. Figures are written after each section, so an interrupted run keeps them.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from subquad.studies.generation import (
 from subquad.studies.results import save
 
 BARS = {"mnist": (6000, 8000, 142.8), "cifar10": (800, 1100, 17.85)}
-ROWS = 10240  # of a lane: the same for every batch, so that the step is compiled once
+ROWS = 10240  # rows of a lane, the same for every batch, so that the step is compiled only once
 BF16 = torch.bfloat16
 
 
@@ -88,7 +88,7 @@ def linear(
     lanes: Sequence[int] = (1, 2),
     whole: bool = True,
 ) -> Figures:
-    """Images a second at growing batch; `settings`: (batch, lanes, steps a graph) tried without compiling."""
+    """Images a second at growing batch; `settings`: (batch, lanes, steps per graph) to try without compiling."""
     length, dtype = MODELS[name]["length"], BF16 if device == "cuda" else torch.float32
     model = paper_model(name, device=device, dtype=dtype)
     ends = [0, length - 64]
@@ -137,7 +137,7 @@ def linear(
 
 
 def summary(figures: Figures, name: str) -> Figures:
-    """Linear attention over each rival: each at its own best batch, and both at the equal one."""
+    """The speed of linear attention relative to each rival: each at its own best batch, and both at the same batch."""
     ours, found = figures[name], figures[f"{name}-rivals"]
     equal = found["equal_batch"]
     here = [row for row in ours["table"].values() if row.get("batch") == equal and "error" not in row]
@@ -157,7 +157,7 @@ def summary(figures: Figures, name: str) -> Figures:
 
 
 def depth(device: str = "cuda", far: int = 100_000, layers: int = 8) -> Figures:
-    """Milliseconds a token at position 100 and at `far`, turn by turn; medians of five."""
+    """Milliseconds a token at position 100 and at `far`, measured alternately; medians of five."""
     found: Figures = {}
     for mechanism, batch in (("linear", 1), ("linear", 1024), ("softmax", 1)):
         torch.manual_seed(0)
@@ -190,7 +190,7 @@ def depth(device: str = "cuda", far: int = 100_000, layers: int = 8) -> Figures:
 
 
 def cpu(out: Path, rounds: int) -> None:
-    """One MNIST image, batch 1: linear over softmax with a cache, turn by turn."""
+    """One MNIST image, batch 1: time of linear relative to softmax with a cache, measured alternately."""
     torch.set_num_threads(2)
     figures = facts() | {"model": MODELS["mnist"], "batch": 1, "rounds": rounds}
     for compiled in (False, True):
@@ -227,7 +227,7 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
 
 
 def tiny() -> dict[str, Callable[[], Figures]]:
-    """The sections with sizes of which figures mean nothing."""
+    """The sections with tiny sizes, whose figures have no meaning."""
     for name in MODELS:
         MODELS[name].update(depth=1, length=72)
     ours = {"device": "cpu", "rows": 2, "small": (1, 2), "lanes": (1, 2)}
@@ -246,11 +246,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--commit", help="of the code measured, where there is no repository")
-    parser.add_argument("--keep", type=Path, help="figures of an earlier run, whose other sections are kept")
-    parser.add_argument("--tiny", action="store_true", help="every section on the CPU, to see that it runs")
+    parser.add_argument("--commit", help="commit of the measured code, if there is no repository")
+    parser.add_argument("--keep", type=Path, help="figures of an earlier run: its other sections are kept")
+    parser.add_argument("--tiny", action="store_true", help="run every section with tiny sizes on the CPU, as a trial")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7, help="of the CPU comparison")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of the CPU comparison")
     args = parser.parse_args()
     tell_commit(args.commit)
     if args.cpu:

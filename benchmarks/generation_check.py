@@ -1,8 +1,8 @@
-"""What must hold before generation is timed: captured, laned, compiled and deferred steps write what plain ones write.
+"""Checks before generation is timed: captured, laned, compiled and deferred steps must write what plain steps write.
 
-Tokens that are fed back hide what happened: one rounding that flips a draw changes the rest of an image. So the loop is
-also led by a teacher: every stream reads given tokens, and its outputs are compared at every step. The yardstick is the
-error of the plain loop, 16 bits against 32 and 32 against 64, of which a fast path may have twice as much.
+If tokens are fed back, one rounding error that flips a draw changes the rest of an image and hides its cause. So the
+loop is also run with a teacher: every stream reads given tokens, and its outputs are compared at every step. A fast
+path may have at most twice the error of the plain loop, 16 bits against 32 and 32 against 64.
 """
 
 import traceback
@@ -21,12 +21,12 @@ from subquad.studies.generation import Figures, make_loop, paper_model, run_step
 
 STACKS: tuple[Any, ...] = ("linear", "softmax", ("linear", "local"), "reformer", "sinkhorn", "performer", "mixed")
 CROSS = ("softmax", "linear", "additive")
-STEPS = 68  # enough for groups of steps in one graph, and a rest
+STEPS = 68  # enough for groups of steps in one graph, with some steps left over
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9]] * 11
 
 
 class Teacher:
-    """A head that keeps the outputs and the draws of each step, and says what comes next.
+    """A head that records the outputs and the draws of each step, and dictates the next token.
 
     Seeds are 0, 1, ...: the rows of a batch, also within a lane.
     """
@@ -56,11 +56,11 @@ def lead(model: Any, tokens: Tensor, plain: bool, device: str) -> tuple[Tensor, 
 
 
 def rounding(device: str, depth: int, steps: int, streams: int) -> Figures:
-    """Outputs of the fast loop and of the plain one against the same model in a wider type."""
+    """Compare the outputs of the fast and of the plain loop with the same model in a wider type."""
     found: Figures = {}
     for dtype, wide, batch in (
         (torch.bfloat16, torch.float32, streams),
-        (torch.float32, torch.float64, max(1, streams // 16)),  # the fused feed-forward, for many rows, has 16 bits
+        (torch.float32, torch.float64, max(1, streams // 16)),  # the fused feed-forward, for many rows, uses 16 bits
     ):
         model = paper_model("mnist", device=device, dtype=dtype, depth=depth)
         exact = paper_model("mnist", device=device, dtype=dtype, depth=depth).to(wide)
@@ -93,7 +93,7 @@ def noted(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def one_by_one(model: Any, prompt: Any, steps: int, state: Any = None) -> Tensor:
-    """The tokens of generate without a capture: as many calls of one step."""
+    """The tokens of `generate` without a captured graph: one call per step."""
     out = generate(model, prompt, 1, seed=3, full=True, state=state)
     made = [out.tokens]
     for _ in range(steps - 1):
@@ -103,7 +103,7 @@ def one_by_one(model: Any, prompt: Any, steps: int, state: Any = None) -> Tensor
 
 
 def compare(model: Any, prompt: Any, device: str, steps: int, start: Callable[[], Any] = lambda: None) -> Figures:
-    """Tokens of the captured loop, in one lane and in two, beside those of single steps and of the CPU."""
+    """Compare the tokens of the captured loop, in one and in two lanes, with those of single steps and of the CPU."""
     here = model.generate(prompt, steps, seed=3, state=start())
     model.to(device)
     captured, notes = noted(lambda: model.generate(prompt, steps, seed=3, state=start()))
@@ -138,7 +138,7 @@ def stacks(device: str, steps: int) -> Figures:
 
 
 def streams(device: str) -> Figures:
-    """Streams that come and go in a running batch write what they write alone."""
+    """Check that streams which come and go in a running batch write the same as alone."""
     found: Figures = {}
     for mechanism in ("linear", "softmax"):
         torch.manual_seed(0)

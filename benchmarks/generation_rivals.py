@@ -1,7 +1,7 @@
-"""What linear attention is measured against: our own softmax with a cache, softmax that recomputes, an LSTM.
+"""The rivals of linear attention: our own softmax with a cache, softmax that recomputes the prefix, an LSTM.
 
-Each runs at an equal batch and at the largest it has use for. Their steps cost more the further they are (softmax) or
-always the same (LSTM): they are timed at some positions and integrated, and the JSON says where.
+Each runs at the batch of linear attention and at the largest batch that makes it faster. Softmax steps cost more at
+later positions, LSTM steps always cost the same: both are timed at some positions and integrated; the JSON says where.
 """
 
 import time
@@ -16,7 +16,7 @@ from subquad.models.footprint import largest_batch
 from subquad.studies.generation import MODELS, START, Figures, measure, paper_model
 
 PAPER = {"mnist": {"softmax": 7.56, "recompute": 0.45}, "cifar10": {"softmax": 0.32, "recompute": 0.004}}
-EQUAL = {"mnist": 10240, "cifar10": 2048}  # streams; the cache of so many fits into an H200
+EQUAL = {"mnist": 10240, "cifar10": 2048}  # streams whose cache fits into an H200
 Attempt = Callable[[str, Callable[[], Figures]], Figures]
 
 
@@ -61,7 +61,7 @@ def rivals(
 
 
 def with_cache(model: LanguageModel, batch: int, length: int, spots: Sequence[int], compile: bool = False) -> Figures:
-    """A captured loop of flash decoding, and how fast the cache is read at its end."""
+    """A captured loop of flash decoding, and how fast it reads the cache at its end."""
     row = measure(model, batch, length, compile=compile, unroll=8, at=spots, steps=16)
     config = model.config.transformer
     read = 2 * (length - 8) * config.dim * model.head.weight.element_size() * config.depth * batch  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def wait(device: str) -> None:
 
 @torch.no_grad()
 def recompute(model: LanguageModel, batch: int, length: int) -> Figures:
-    """Forward over the prefix for each new pixel, as the paper's baseline; some lengths, integrated."""
+    """Forward over the prefix for each new pixel, like the paper's baseline; timed at some lengths, integrated."""
     device = model.device.type
     spots, times = [1, length // 4, length // 2, 3 * length // 4, length], []
     seeds = torch.arange(batch, device=device)
@@ -113,7 +113,7 @@ class Lstm(nn.Module):
 
 
 def cell(gates: Tensor, memory: Tensor, hidden: Tensor) -> None:
-    """Everything of an LSTM's layer but its product."""
+    """The work of an LSTM layer except its matrix product."""
     i, f, g, o = gates.float().chunk(4, -1)
     memory.copy_(f.sigmoid() * memory + i.sigmoid() * g.tanh())
     hidden.copy_(o.sigmoid() * memory.tanh())
@@ -126,7 +126,7 @@ def pick(outputs: Tensor, seeds: Tensor, position: Tensor, token: Tensor) -> Non
 
 @torch.no_grad()
 def lstm(name: str, batch: int, device: str, dtype: torch.dtype, steps: int, weights: int) -> Figures:
-    """Captured, its elementwise parts compiled: once for all batches and layers."""
+    """Captured; the elementwise parts are compiled once for all batches and layers."""
     length, layers, width = MODELS[name]["length"], max(1, 3 * MODELS[name]["depth"] // 8), 512
     begun = time.perf_counter()
     model = Lstm(layers).to(device, dtype)

@@ -1,12 +1,12 @@
-"""Measure fused linear attention on a GPU: correctness first, then time, memory and bandwidth beside peers.
+"""Measure fused linear attention on a GPU: correctness first, then time, memory and bandwidth against other programs.
 
     python benchmarks/linear.py --out DIR            everything; figures to DIR/linear.json
     python benchmarks/linear.py --check              correctness only
     python benchmarks/linear.py --tune [--widths 64x64,256x64]    search launch parameters, print the best
 
-Correct means: error against float64 at most twice that of the plain torch expression in the same type, for the output,
-the states and every gradient; no NaN from large inputs; the same numbers compiled, captured in a graph, checkpointed.
-The kernels are compiled first, by processes that use no GPU.
+Correct means: the error against float64 is at most twice that of the plain torch expression in the same type, for the
+output, the states and every gradient; large inputs give no NaN; results are the same when compiled, captured in a graph
+or checkpointed. Processes that use no GPU compile the kernels first.
 """
 
 import argparse
@@ -239,7 +239,7 @@ def check(case: Case) -> Case:
     gen = torch.Generator(DEVICE).manual_seed(7)
     weights = [torch.randn(s, device=DEVICE, generator=gen) for s in shapes]
     weights[0] = weights[0].to(tensors[0].dtype)
-    weights[1:] = [w * 1e-4 for w in weights[1:]]  # so that the states' share does not drown the outputs' in dk and dv
+    weights[1:] = [w * 1e-4 for w in weights[1:]]  # else the states would dominate the outputs in dk and dv
     result: Case = {"case": case}
     ours = run(fused_attention, case, tensors, options, weights)
     exact = run(plain, case, [x.double() for x in tensors], options, weights)
@@ -256,7 +256,7 @@ def check(case: Case) -> Case:
 
 
 def special(name: str) -> Case:
-    """Checks that are not a comparison of errors; each raises or returns."""
+    """Checks that do not compare errors; each raises if it fails."""
     torch.set_num_threads(1)
     dtype = torch.float32 if SMALL else torch.bfloat16
     b, t, h, w = (1, 40, 1, 16) if SMALL else (2, 3000, 4, 64)
@@ -370,7 +370,7 @@ SPECIAL = ("large", "gate -1e4", "compile", "checkpoint", "graph", "step")
 
 
 class Hopper:
-    """What Triton asks of a driver when it compiles."""
+    """Stands for the driver that Triton asks when it compiles."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -385,7 +385,7 @@ class Hopper:
 
 
 def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
-    """Compile what a case needs, or one of its kernels with other launch parameters, into Triton's cache."""
+    """Compile the kernels of a case, or one of them with other launch parameters, into Triton's cache."""
     import triton
 
     from subquad.ops.linear import launches_triton
@@ -436,7 +436,7 @@ def name_of(key: tuple[Any, ...]) -> str:
 
 
 def compile_all(jobs: list[tuple[Case, str | None, tuple[Any, ...]]]) -> list[bool]:
-    """Whether each could be compiled. Forked before the GPU is first used: a child starts at once, without one."""
+    """Whether each job compiles. Children are forked before this process uses the GPU, so they start without one."""
     if SMALL or not torch.cuda.is_available():
         return [True] * len(jobs)
     start = time.time()
@@ -463,7 +463,7 @@ def attempt(job: Any) -> Case:
 
 
 def pool_map(fn: Callable[[Any], Any], jobs: list[Any]) -> list[Any]:
-    """In parallel, because a case takes the host longer than the GPU."""
+    """Run jobs in parallel, because a case takes longer on the host than on the GPU."""
     workers = min(16, os.cpu_count() or 1, len(jobs))
     if SMALL or workers < 2:
         return [fn(j) for j in jobs]
@@ -472,7 +472,7 @@ def pool_map(fn: Callable[[Any], Any], jobs: list[Any]) -> list[Any]:
 
 
 def check_all() -> list[Case]:
-    # slow ones first, so that no worker is left with a long one at the end
+    # slow cases first, so that no worker has a long one at the end
     results = pool_map(attempt, [*SPECIAL, *cases()])
     worst = 0.0
     for r in results:
@@ -519,7 +519,7 @@ def times(fn: Callable[..., Tensor], t: int, k: int = 64, v: int = 64) -> tuple[
 
 
 def replay(fn: Callable[[], Any]) -> float:
-    """Milliseconds of the device alone: a CUDA graph of four calls leaves out what the host takes to launch them."""
+    """Milliseconds of the device alone: in a CUDA graph of four calls, the host's launch time does not count."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -591,7 +591,7 @@ def step_bandwidth(batch: int, width: int = 64) -> tuple[float, float]:
 
 
 def sweep(candidates: list[int]) -> dict[str, Any]:
-    """Device time of the causal bars at several numbers of programs; the best one, in units of the bars, stays set."""
+    """Device time of the causal bars for several numbers of programs; keeps the best one relative to the bars."""
     tried: dict[int, dict[str, list[float]]] = {}
     cost: dict[int, float] = {}
     for programs in candidates:
@@ -684,7 +684,7 @@ def forward_backward(x: list[Tensor], causal: bool) -> tuple[Tensor, ...]:
 
 
 def launches(x: list[Tensor], causal: bool) -> list[tuple[str, Callable[[], None]]]:
-    """The kernels of one forward and backward by name, to be run again one by one."""
+    """The kernels of one forward and backward by name, so that each can be run again alone."""
     from subquad.ops.linear import launches_triton
 
     found: list[tuple[str, Callable[[], None]]] = []
@@ -728,7 +728,7 @@ def tune(widths: list[tuple[int, int]]) -> Case:
                 rows.setdefault(f"{name} {case['k']}x{case['v']} causal={case['causal']} T={case['t']}", []).append(
                     [ms, *values]
                 )
-        except Exception as error:  # parameters that do not fit are no candidates
+        except Exception as error:  # skip parameters that do not fit
             print(f"{name} {values}: {type(error).__name__} {str(error)[:80]}")
         launches_triton.TUNED.clear()
         launches_triton.TUNED.update(known)
@@ -758,7 +758,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="correctness only")
     parser.add_argument("--tune", action="store_true", help="search launch parameters")
     parser.add_argument("--programs", default="", help="numbers of programs to choose from, e.g. 264,528,1056")
-    parser.add_argument("--commit", help="what is measured, where there is no git history to ask")
+    parser.add_argument("--commit", help="the measured commit, if there is no git history")
     parser.add_argument("--widths", default="64x64", help="K x V to tune, e.g. 64x64,128x128")
     args = parser.parse_args()
     tell_commit(args.commit)

@@ -1,10 +1,10 @@
-"""Causal linear attention on a CPU beside whichever peers are importable: forward, and forward + backward, in one run.
+"""Causal linear attention on a CPU against those peers that can be imported: forward, and forward + backward.
 
     PYTHONPATH=src python benchmarks/linear_cpu.py --out results/linear_cpu.json
 
-All are timed in turn, round after round, so that what else the machine does falls on each of them; medians are
-compared, with the quartiles beside them. Peers: fast-transformers' C++ kernel in its own attention layer (feature map
-and denominator included, as in ours), whose results and gradients are compared first, and torch's softmax attention.
+All are timed in turn, round after round, so that other load on the machine affects all of them; medians are compared,
+with quartiles beside them. Peers: fast-transformers' C++ kernel in its own attention layer (feature map and denominator
+included, as in ours), whose results and gradients are compared first, and torch's softmax attention.
 """
 
 import argparse

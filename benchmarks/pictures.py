@@ -1,9 +1,9 @@
-"""The pictures beside measured figures.
+"""Draw the pictures in results/.
 
-    python benchmarks/pictures.py                        scaling.png, generated.png, train.png and lra/small.png anew
-    python benchmarks/pictures.py --checkpoint NAME      writes 64 images with that model first: results/generated.json
+    python benchmarks/pictures.py                        redraws scaling.png, generated.png, train.png, lra/small.png
+    python benchmarks/pictures.py --checkpoint NAME      generates 64 images with it first: results/generated.json
 
-A picture carries, as PNG text, the file it was drawn from and that file's SHA-256; a test holds the two together.
+A picture stores, as PNG text, the file it was drawn from and that file's SHA-256; a test fails if they do not match.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def origin(path: Path) -> dict[str, str]:
 
 
 def write(name: str, device: str) -> None:
-    """The images themselves, with what made them."""
+    """Generate the images and write them with the model and machine that made them."""
     checkpoint = find(name)
     model = LanguageModel.load(checkpoint, device).float()
     shape = image_shape(model)
     if shape is None:
-        raise ValueError(f"{checkpoint} is no model of images")
+        raise ValueError(f"{checkpoint} is not a model of images")
     found: dict[str, Any] = {
         "kind": "generated",
         "checkpoint": name,
@@ -69,7 +69,7 @@ def write(name: str, device: str) -> None:
 
 
 def scaling() -> None:
-    """Training and decoding over length, of those that have a causal form."""
+    """Time of training and decoding over length, for mechanisms with a causal form."""
     (run,) = read([SCALING])
     causal = {row.mechanism for row in run.rows if row.causal}
     spec = curves(run, causal)
@@ -81,7 +81,7 @@ def scaling() -> None:
 
 
 def bars(axis: Axes, names: list[str], values: list[float], marks: list[float | None], shape: str) -> None:
-    """A bar for each name with its value, and a line where the paper or the comparison stands."""
+    """A bar for each name with its value, and a line at the value of the paper or of the comparison."""
     axis.barh(names, values, color="tab:blue")
     for row, (value, mark) in enumerate(zip(values, marks, strict=True)):
         axis.text(0, row, " " + shape.format(value), va="center", fontsize=8, color="white")
@@ -92,7 +92,7 @@ def bars(axis: Axes, names: list[str], values: list[float], marks: list[float | 
 
 
 def train() -> None:
-    """Iterations of whole models at a long context."""
+    """Time of an iteration of whole models at a long context."""
     found = json.loads(TRAIN.read_text())
     text, size = found["text"], TABLES["enwik8"].model
     timed = {name: row["iteration_ms"]["median"] for name, row in text["captured"].items() if isinstance(row, dict)}

@@ -5,8 +5,8 @@
     PYTHONPATH=src python3 benchmarks/sparse.py --out DIR --flex      adds FlexAttention, which compiles for minutes
 
 65,536 tokens in all, 16 heads of 64, bfloat16. Times are medians of single calls between device events, over
-inputs that are larger than the cache. The kernels are compiled first, by processes that use no GPU. The file is written
-after each phase, and a phase that would start after `--seconds` is left out.
+inputs that are larger than the cache. Processes that use no GPU compile the kernels first. The file is written after
+each phase, and phases that would start later than `--seconds` are skipped.
 """
 
 import argparse
@@ -57,7 +57,7 @@ PATTERNS: list[tuple[str, Patterns, bool]] = list(dict.fromkeys(bar[:3] for bar 
 
 
 class Shape(NamedTuple):
-    """One row that is full and, if ragged, one of half its length."""
+    """One full row and, if ragged, a second row of half its length."""
 
     T: int = 1100
     width: int = WIDTH
@@ -95,7 +95,7 @@ class Ahead:
 
 
 class Hopper:
-    """What Triton asks of a driver when it compiles."""
+    """Stands for the driver that Triton asks when it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -123,7 +123,7 @@ Run = Callable[..., None]
 
 
 def each_pass(visit: Callable[[Run, str, tuple[Any, ...]], None]) -> Any:
-    """Calls visit(f, kind, arguments) where a pass would be run as f(*arguments)."""
+    """Calls visit(f, kind, arguments) instead of running a pass as f(*arguments)."""
 
     def visitor(f: Run) -> Run:
         return lambda call, run, *rest: visit(f, run.kind, (call, run, *rest))
@@ -133,7 +133,7 @@ def each_pass(visit: Callable[[Run, str, tuple[Any, ...]], None]) -> Any:
 
 
 def call_on_cpu(pattern: Patterns, causal: bool, shape: Shape) -> None:
-    # not through autograd, whose threads do not survive a fork
+    # without autograd, whose threads do not survive a fork
     q, k, v, w = shape.tensors("cpu")
     lengths = shape.lengths("cpu")
     texts = tuple(p.to_json() for p in ([pattern] * HEADS if isinstance(pattern, Pattern) else pattern))
@@ -145,7 +145,7 @@ def call_on_cpu(pattern: Patterns, causal: bool, shape: Shape) -> None:
 
 
 def compile_ahead(job: tuple[str, Patterns, bool, Shape, tuple[str, Config] | None]) -> None:
-    """Compiles what a call needs, or one of its passes with other tiles, into Triton's cache."""
+    """Compiles the kernels of a call, or one of its passes with other tiles, into Triton's cache."""
     _, pattern, causal, shape, tiles = job
     triton.runtime.driver.set_active(Hopper())
 
@@ -162,7 +162,7 @@ def compile_ahead(job: tuple[str, Patterns, bool, Shape, tuple[str, Config] | No
 def compile_all(jobs: list[Any]) -> dict[str, Any]:
     start = time.perf_counter()
     failed = {}
-    # forked before the GPU is first used: a child starts at once, and never touches the GPU
+    # fork before this process uses the GPU: children start fast and never touch the GPU
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("fork")) as pool:
         waiting = {pool.submit(compile_ahead, job): job for job in jobs}
         for done in as_completed(waiting):
@@ -197,7 +197,7 @@ def gradients(f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tens
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that nothing wrote reads as NaN."""
+    """Fill uninitialised memory with NaN."""
     kept = torch.empty, torch.empty_like
 
     def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -215,7 +215,7 @@ def poisoned() -> Iterator[None]:
 
 
 def check(name: str, pattern: Patterns, causal: bool, shape: Shape) -> dict[str, Any]:
-    """Values and gradients against float64; allowed is twice the error of dense flash attention in the same type."""
+    """Compare values and gradients with float64; at most twice the error of dense flash attention in the same type."""
     q, k, v, w = shape.tensors("cuda")
     lengths = shape.lengths("cuda")
     exact = [x.double() for x in (q, k, v, w)]
@@ -324,7 +324,7 @@ def flex(name: str, pattern: Patterns, causal: bool, T: int) -> dict[str, Any]:
             return compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block).transpose(1, 2)
 
         forward, both = timed(call, T)
-    except Exception as problem:  # a peer that fails is a finding
+    except Exception as problem:  # report a peer that fails
         print(f"FlexAttention {name}: {problem}"[:300], flush=True)
         return {"pattern": name, "T": T, "error": f"{type(problem).__name__}: {str(problem)[:200]}"}
     print(f"FlexAttention {name}: {forward:.3f} / {both:.3f} ms", flush=True)
@@ -334,14 +334,14 @@ def flex(name: str, pattern: Patterns, causal: bool, T: int) -> dict[str, Any]:
 def flex_mask(pattern: Patterns, causal: bool, T: int) -> Callable[..., Tensor]:
     if isinstance(pattern, Pattern):
         return lambda _b, _h, i, j: pattern.mask(i, j, causal=causal)
-    # one for each head: these hold whole blocks of 64
+    # one mask for each head: these patterns consist of whole blocks of 64
     at = torch.arange(0, T, 64, device="cuda")
     table = torch.stack([one.mask(at[:, None], at[None, :], length=T, causal=causal) for one in pattern])
     return lambda _b, h, i, j: table[h, i // 64, j // 64]
 
 
 def launches(pattern: Patterns, causal: bool, T: int) -> list[tuple[Run, str, tuple[Any, ...]]]:
-    """The passes of one forward and backward, to be run again one by one."""
+    """The passes of one forward and backward, so that each can be run again alone."""
     found: list[tuple[Run, str, tuple[Any, ...]]] = []
 
     def visit(f: Run, kind: str, args: tuple[Any, ...]) -> None:
@@ -355,7 +355,7 @@ def launches(pattern: Patterns, causal: bool, T: int) -> list[tuple[Run, str, tu
 
 
 def passes() -> dict[str, dict[str, float]]:
-    """Milliseconds of each kernel of a forward and backward, by itself."""
+    """Milliseconds of each kernel of a forward and backward, run alone."""
     report = {}
     for name, pattern, causal, T, _ in BARS:
         times: dict[str, float] = {}
@@ -367,7 +367,7 @@ def passes() -> dict[str, dict[str, float]]:
 
 
 def first_calls() -> list[dict[str, Any]]:
-    """Seconds of the first forward and backward at a length never seen, after another was."""
+    """Seconds of the first forward and backward at a new length, after another length was run."""
     rows: list[dict[str, Any]] = []
     for name, pattern, causal in PATTERNS:
         seconds: list[float] = []
@@ -390,7 +390,7 @@ def memory() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"pattern": name, "bytes_per_token": {}}
         for T in (16384, 32768, 65536):
             q, k, v, w = tensors(T, batch=1)
-            gc.collect()  # what an earlier phase left must not be freed between the two readings
+            gc.collect()  # garbage of an earlier phase must not be freed between the two readings
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             torch.autograd.grad(sparse_attention(q, k, v, pattern, causal=causal), (q, k, v), w)
@@ -443,7 +443,7 @@ def tune(failed: dict[str, Any], seconds: float) -> dict[str, dict[str, list[Any
                 with replaced(triton_path, CONFIGS=CONFIGS | {(kind, 128): Config(*tile)}):
                     try:
                         rows.append([milliseconds(partial(f, *of), 0.01), *tile])
-                    except Exception as problem:  # a tile that does not fit is no candidate
+                    except Exception as problem:  # skip tiles that do not fit
                         print(f"{kind} {tile}: {str(problem)[:100]}")
             found[kind] = sorted(rows)
             best = "  ".join(f"{tuple(r[1:])} {r[0]:.3f}" for r in found[kind][:4])
@@ -457,8 +457,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--flex", action="store_true")
-    parser.add_argument("--commit", help="of the code that runs, where git does not know")
-    parser.add_argument("--keep", type=Path, help="an earlier sparse.json: what it holds is not measured again")
+    parser.add_argument("--commit", help="commit of the running code, if git does not know it")
+    parser.add_argument("--keep", type=Path, help="an earlier sparse.json: its figures are not measured again")
     parser.add_argument("--seconds", type=float, default=150.0, help="no phase starts later than this")
     args = parser.parse_args()
     tell_commit(args.commit)
@@ -482,7 +482,7 @@ def main() -> None:
         "first_calls": first_calls,
         "memory": memory,
     }
-    if args.flex:  # on two bands, where it is at its best, and on blocks that each head draws
+    if args.flex:  # on two bands, where FlexAttention is at its best, and on random blocks for each head
         phases |= {f"flex, {bar[0]}": partial(flex, *bar[:4]) for bar in reversed(BARS[3:])}
     if args.tune:
         phases["tune"] = lambda: tune(compiled["failed"], args.seconds - (time.perf_counter() - start))

@@ -1,8 +1,8 @@
-"""Sparse attention on a CPU beside dense attention: forward and backward, two threads, as a ratio in one run.
+"""Sparse attention on a CPU against dense attention: forward and backward, two threads, as ratios in one run.
 
     PYTHONPATH=src python benchmarks/sparse_cpu.py --out results/sparse_cpu.json
 
-The two are timed in turn, so that what else the machine does falls on both, and medians are compared.
+The two are timed in turn, so that other load on the machine affects both, and medians are compared.
 """
 
 import argparse

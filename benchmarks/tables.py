@@ -45,7 +45,7 @@ def milliseconds(job: str, ours: float, other: str, theirs: float) -> tuple[str,
 
 
 def beside_others() -> str:
-    """Ours beside what people use today, one row per job."""
+    """Our times beside those of what people use today, one row per job."""
     linear, sparse, images = results("linear"), results("sparse"), results("generation")
     bars = {(bar["pattern"], bar["T"]): bar for bar in sparse["bars"]}
     causal, flash = linear["ms in a CUDA graph"]["causal K=V=64 T=16384"], linear["ms"]["flash softmax T=16384"]
@@ -270,7 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(page: str) -> str:
-    """The page with every table written anew."""
+    """The page with every table rewritten."""
     return re.sub(
         r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",

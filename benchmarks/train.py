@@ -2,12 +2,12 @@
 
     python benchmarks/train.py --out DIR                            MNIST and text; figures to DIR/train.json
     python benchmarks/train.py --out DIR --sections mnist,cifar10 --batches 64,128 --modes eager,compiled
-    python benchmarks/train.py --cpu --out DIR                      the same in small, to see that it runs
+    python benchmarks/train.py --cpu --out DIR                      tiny sizes on the CPU, as a trial
 
-Compiling takes a minute a model, 30 layers several: text is timed as it is unless `--modes` is given.
+Compiling takes a minute per model, and several for 30 layers: text is timed without it unless `--modes` is given.
 
-Forward, backward, clipping and update of whole models on made-up data, in the process and precision of training. What
-`subquad train` reaches with its data is in the results of `subquad reproduce`. Figures are written after each section.
+Times forward, backward, clipping and update of whole models on random data, in the precision of training. The speed of
+`subquad train` on real data is in the results of `subquad reproduce`. Figures are written after each section.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def tidy() -> None:
 def image_rates(
     name: str, device: str, small: bool, batches: Sequence[int], modes: Sequence[str], dropouts: Sequence[float]
 ) -> Figures:
-    """The paper's model; dropout is that of what layers add, as in the table's runs."""
+    """The paper's model; dropout is only on the layers' outputs, as in the table's runs."""
     sizes: Mapping[str, Any] = {"dim": 32, "depth": 1, "heads": 2} if small else {}
     found: Figures = {}
     for batch in (2,) if small else batches:
@@ -114,7 +114,7 @@ def image_rates(
 
 
 def text_ratios(device: str, small: bool, modes: Sequence[str]) -> Figures:
-    """Dense flash, fixed, strided and linear of the same model in turn."""
+    """Dense flash, fixed, strided and linear attention in the same model, timed in turn."""
     batch, length = (1, 256) if small else (2, 12288)
     sizes: Mapping[str, Any] = {"dim": 32, "depth": 1, "heads": 2} if small else {}
     found: Figures = {"batch": batch, "length": length, "bar": {"must": BARS["text"][0], "goal": BARS["text"][1]}}
@@ -141,9 +141,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sections", default="mnist,text")
     parser.add_argument("--batches", default="128")
-    parser.add_argument("--modes", default=None, help="of eager, compiled, captured and compiled+captured")
+    parser.add_argument("--modes", default=None, help="any of eager, compiled, captured, compiled+captured")
     parser.add_argument("--dropouts", default="0.1")
-    parser.add_argument("--commit", help="of the code measured, where git does not know")
+    parser.add_argument("--commit", help="commit of the measured code, if git does not know it")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     tell_commit(given.commit)

@@ -25,14 +25,14 @@ bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
 app.add_typer(bench, name="bench")
 console = Terminal()
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
-LARGEST = 2**62  # torch has no larger integers, and fails far inside on them
+LARGEST = 2**62  # refuse larger integers here: torch fails on them deep inside
 
-AnyDevice = Annotated[str, Option(help="cpu, cuda, or auto: a GPU where there is one.")]
-Commit = Annotated[str | None, Option(help="Of this source, where git does not know it.")]
+AnyDevice = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Commit = Annotated[str | None, Option(help="Commit of this source, if git does not know it.")]
 
 
 def _command(name: str | None = None, group: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. A wrong name or value is one line on the screen and exit code 2, not a traceback."""
+    """Register a command. For a wrong name or value it prints one line and exits with code 2, without a traceback."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         return group.command(name)(_say_errors(command))
@@ -51,7 +51,7 @@ def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
                 if isinstance(value, int) and abs(value) > LARGEST:
                     refuse(name, value, "an integer below 2**62")
             command(*args, **kwargs)
-        except (ValueError, OSError, ImportError) as error:  # a missing file or folder, a package of an extra
+        except (ValueError, OSError, ImportError) as error:  # such as a missing file or optional package
             raise _failure(error) from None
         except (RuntimeError, MemoryError) as error:
             from subquad.measure.cost import out_of_memory
@@ -102,7 +102,7 @@ def _failure(error: BaseException, code: int = 2) -> typer.Exit:
 
 
 def _say(text: str) -> None:
-    """Print text that may hold a long path, which stays whole, to be copied."""
+    """Print text without breaking a long path in it, so that the path can be copied."""
     console.print(escape(text), soft_wrap=True)
 
 
@@ -125,7 +125,7 @@ def main_options(
 
 @_command("list")
 def list_mechanisms() -> None:
-    """Every mechanism: family, cost, traits, source."""
+    """List every mechanism: family, cost, traits, source."""
     from subquad.report.terminal import mechanisms_table
 
     console.print(mechanisms_table(console.width))
@@ -137,7 +137,7 @@ def show(
     picture: Annotated[Path | None, Option(help="Draw who attends to whom into this PNG.")] = None,
     error: Annotated[bool, Option("--error", help="Measure the distance to exact softmax attention.")] = False,
 ) -> None:
-    """One mechanism: equation, cost, options with defaults, source, where verified."""
+    """Show one mechanism: equation, cost, options with defaults, source, how it was verified."""
     from subquad.report.terminal import mechanism_card, options_table
 
     if picture is not None:
@@ -167,7 +167,7 @@ def compare(
             "--causal/--bidirectional", help="One form for all; by default causal where possible.", show_default=False
         ),
     ] = None,
-    data: Annotated[Path | None, Option(help="Quality as well, on your own tokens: a .npy array, or any file.")] = None,
+    data: Annotated[Path | None, Option(help="Also measure quality on your tokens: a .npy array or any file.")] = None,
     memory: Annotated[float | None, Option(help="GB that may be used; by default most of what is free.")] = None,
     out: Annotated[Path, Option(help="Folder for results.json.")] = Path("runs/compare"),
     save: Annotated[Path | None, Option(help="Write the figures to this file as well.")] = None,
@@ -196,7 +196,7 @@ def compare(
     if save is not None:
         write(results, save)
     how = "" if whole(results) else f" --from {out}"
-    _say(f"figures: {out / 'results.json'}; `subquad recommend{how}` goes by them")
+    _say(f"figures: {out / 'results.json'}; `subquad recommend{how}` uses them")
     if results.interrupted:
         raise typer.Exit(130)
 
@@ -204,13 +204,13 @@ def compare(
 @_command()
 def recommend(
     length: Annotated[str, Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
-    causal: Annotated[bool, Option("--causal/--bidirectional", help="Whether a token may see later ones.")] = False,
+    causal: Annotated[bool, Option("--causal/--bidirectional", help="Causal: tokens see earlier ones only.")] = False,
     decode: Annotated[bool, Option("--decode", help="You will generate token by token.")] = False,
     cross: Annotated[bool, Option("--cross", help="You need attention to another sequence.")] = False,
-    device: Annotated[str | None, Option(help="cpu or cuda; by default that of --from, else cpu.")] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda; by default the one in --from, else cpu.")] = None,
     source: Annotated[Path | None, Option("--from", help="A results.json, or the folder of a comparison.")] = None,
 ) -> None:
-    """The three best mechanisms for your length and device, with reasons, from measured figures."""
+    """Recommend the three best mechanisms for your length and device, from measured figures, with reasons."""
     from subquad.report.terminal import advice_lines
     from subquad.studies.recommend import Request
     from subquad.studies.recommend import recommend as choose
@@ -224,9 +224,9 @@ def recommend(
 def demo(
     out: Annotated[Path, Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
     steps: Annotated[int | None, Option(help="Training steps of each mechanism; by default 150.")] = None,
-    fresh: Annotated[bool, Option("--fresh", help="Do everything anew.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Start over: reuse no earlier stage.")] = False,
 ) -> None:
-    """Six mechanisms learn real handwritten digits, write new ones as RNNs, and are timed to 16k tokens."""
+    """Train six mechanisms on handwritten digits, let them write new ones as RNNs, and time them to 16k tokens."""
     from subquad.report.drawing import Drawing
     from subquad.report.report import write
     from subquad.studies.demo import demo as run
@@ -236,7 +236,7 @@ def demo(
         run(out, console, Drawing, steps=steps, fresh=fresh)
         _say(f"report: {write([out]).html}")
     except KeyboardInterrupt:
-        console.print("interrupted: the stages that were finished are kept, and the next run goes on from there")
+        console.print("interrupted: finished stages are kept, and the next run continues from there")
         raise typer.Exit(130) from None
 
 
@@ -260,15 +260,15 @@ def report(
 @_command()
 def atlas(
     runs: Annotated[
-        list[Path] | None, Argument(metavar="[RUN...]", help="Runs whose curves are shown; by default the best known.")
+        list[Path] | None, Argument(metavar="[RUN...]", help="Runs to show; by default of this machine, else shipped.")
     ] = None,
     out: Annotated[Path, Option(help="Folder of the site.")] = Path("site"),
 ) -> None:
-    """Build the documentation: a page for each mechanism, lessons, the lecture notes' questions answered."""
+    """Build the documentation: a page for each mechanism, lessons, and answers to the lectures' questions."""
     from subquad.report.atlas import build_atlas
 
     check_folder("out", out)
-    console.print("building the pages, whose examples are run: about half a minute")
+    console.print("building the pages and running their examples: about half a minute")
     _say(f"atlas: {build_atlas(out, runs or ())}")
 
 
@@ -276,21 +276,21 @@ def atlas(
 @_options_of(Sampling, "sampling")
 def generate(
     checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
-    count: Annotated[int | None, Option(help="Images to make, by default 64; or pieces of music, 4.")] = None,
+    count: Annotated[int | None, Option(help="Images to make (default 64), or pieces of music (4).")] = None,
     out: Annotated[
-        Path | None, Option(help="PNG for images, by default generated.png; of music the beginning of names.")
+        Path | None, Option(help="PNG file for images (default generated.png); for music, how file names begin.")
     ] = None,
-    shape: Annotated[str | None, Option(help="Of images: 28x28, 32x32x3; by default the model's.")] = None,
-    complete: Annotated[Path | None, Option(help="An image whose upper half is given.")] = None,
-    prompt: Annotated[str | None, Option(help="Text to go on from.")] = None,
-    steps: Annotated[int | None, Option(help="Tokens of text, by default 500; or of a piece of music.")] = None,
+    shape: Annotated[str | None, Option(help="Shape of images, as 28x28 or 32x32x3; by default the model's.")] = None,
+    complete: Annotated[Path | None, Option(help="An image file: the model continues its upper half.")] = None,
+    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
+    steps: Annotated[int | None, Option(help="Tokens of text (default 500), or of a piece of music.")] = None,
     seed: Annotated[int, Option(help="The same seed gives the same output.")] = 0,
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
     compile: Annotated[bool | None, Option(help="Compile the step; by default for long runs.")] = None,
     *,
     sampling: Sampling,
 ) -> None:
-    """Images of a saved model to a PNG, its music to MIDI or WAV, or its text to the terminal as it comes."""
+    """Generate with a saved model: images to a PNG, music to MIDI or WAV, text to the terminal as it comes."""
     from subquad.tasks.generate import generate as run
     from subquad.training.task import WriteOptions
 
@@ -307,17 +307,17 @@ def train(
     out: Annotated[Path | None, Option(help="Folder of the run; by default runs/TASK.")] = None,
     settings: Annotated[
         list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, data.length=128; repeat."),
+        Option("--set", metavar="KEY=VALUE", help="model.depth=16, training.lr=3e-4, ...; repeatable."),
     ] = None,
     mechanism: Annotated[str | None, Option(help="The same as --set model.mechanism=...")] = None,
     data: Annotated[
-        str | None, Option(help="Your own file, for text; or a set by its name. The same as --set data.set=...")
+        str | None, Option(help="Your own file (task text) or the name of a set. The same as --set data.set=...")
     ] = None,
     minutes: Annotated[
-        float | None, Option(help="Of training; the schedule ends with them, the test comes after.")
+        float | None, Option(help="Minutes of training: the schedule ends with them, the test comes after.")
     ] = None,
-    leg: Annotated[float | None, Option(help="Minutes until this call saves and ends; --resume goes on.")] = None,
-    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint.")] = False,
+    leg: Annotated[float | None, Option(help="Minutes until this call saves and stops (see --resume).")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = False,
     device: AnyDevice = "auto",
 ) -> None:
     """Train a model on a task; under torchrun on many GPUs. Ctrl-C saves.
@@ -341,9 +341,9 @@ def train(
         rank_console.print(escape(str(interruption)), soft_wrap=True)
         raise typer.Exit(interruption.code) from None
     except KeyboardInterrupt:
-        rank_console.print("interrupted: what the last checkpoint holds is kept", soft_wrap=True)
+        rank_console.print("interrupted: the last checkpoint is kept", soft_wrap=True)
         raise typer.Exit(130) from None
-    except (OSError, Stopped) as error:  # the run had begun: not a wrong setting, so exit code 1
+    except (OSError, Stopped) as error:  # the run had started, so no setting is wrong: exit code 1
         raise _failure(error, 1) from None
     if result.ended_by != "leg":
         ended = escape(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}")
@@ -354,20 +354,20 @@ def train(
 def reproduce(
     table: Annotated[str, Argument(help="mnist, cifar10, copy, scaling, enwik8, context, imagenet64, music, speech.")],
     rows: Annotated[str, Option(help="Rows with commas between them; by default all.")] = "",
-    minutes: Annotated[float | None, Option(help="Of training a row; by default the table's steps.")] = None,
-    leg: Annotated[float | None, Option(help="Minutes of a row now; the same command later goes on.")] = None,
-    jobs: Annotated[int, Option(help="Rows side by side, for small ones on one GPU.")] = 1,
+    minutes: Annotated[float | None, Option(help="Minutes of training per row; by default the table's steps.")] = None,
+    leg: Annotated[float | None, Option(help="Minutes per row now; repeat the command to continue.")] = None,
+    jobs: Annotated[int, Option(help="Rows to train in parallel; for small models on one GPU.")] = 1,
     out: Annotated[Path, Option(help="Folder of the runs and of TABLE/results.json.")] = Path("runs/reproduce"),
     device: AnyDevice = "auto",
     settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeat.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="For every row, as in subquad train; repeatable.")
     ] = None,
-    samples: Annotated[int, Option(help="Images or pieces that each trained model writes.")] = 0,
+    samples: Annotated[int, Option(help="How many images or pieces each trained model writes.")] = 0,
     timing: Annotated[bool | None, Option(help="Time iterations of whole models; by default on a GPU.")] = None,
     commit: Commit = None,
-    save: Annotated[Path | None, Option(help="Write the figures to this JSON and a PNG beside it as well.")] = None,
+    save: Annotated[Path | None, Option(help="Also write the figures to this JSON, with a PNG beside it.")] = None,
 ) -> None:
-    """Run a published table, or some of its rows, and print ours beside it; goes on where it stopped."""
+    """Run a published table, or some of its rows, and print ours beside it. Resumes where it stopped."""
     from subquad.machine import tell_commit
     from subquad.report.reproduce import beside, copy_to, draw
     from subquad.studies.reproduce.row import Budget
@@ -385,7 +385,7 @@ def reproduce(
     if save is not None:
         copy_to(results, save)
     if results.interrupted:
-        console.print("interrupted: what was trained is kept, and the same command goes on from there")
+        console.print("interrupted: what was trained is kept; run the same command again to continue")
         raise typer.Exit(130)
     if results.failed:
         console.print(f"failed: {', '.join(results.failed)}", highlight=False, soft_wrap=True)
@@ -397,27 +397,27 @@ def lra(
     tasks: Annotated[
         str, Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
     ] = "all",
-    mechanisms: Annotated[str, Option(help="Names; published: the paper's eleven; all: ours too.")] = "all",
-    minutes: Annotated[float | None, Option(help="Of this call; the same command later goes on.")] = None,
-    seeds: Annotated[int, Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
-    size: Annotated[str, Option(help="small: 2 layers, 64 wide; original: the paper's.")] = "small",
-    steps: Annotated[int | None, Option(help="Of every run; by default as the task's recipe says.")] = None,
-    cap: Annotated[float | None, Option(help="Seconds of a run; by default 1.5 times its share.")] = None,
-    jobs: Annotated[int, Option(help="Runs side by side.")] = 1,
+    mechanisms: Annotated[str, Option(help="Names with commas; or published: the paper's eleven; or all.")] = "all",
+    minutes: Annotated[float | None, Option(help="Minutes of this call; repeat the command to continue.")] = None,
+    seeds: Annotated[int, Option(help="Runs per task and mechanism, with seeds 0, 1, ...")] = 1,
+    size: Annotated[str, Option(help="small: 2 layers of width 64; original: as in the paper.")] = "small",
+    steps: Annotated[int | None, Option(help="Steps of every run; by default those of the task's recipe.")] = None,
+    cap: Annotated[float | None, Option(help="Seconds per run; by default 1.5 times its share of --minutes.")] = None,
+    jobs: Annotated[int, Option(help="Runs in parallel.")] = 1,
     device: AnyDevice = "auto",
-    compile: Annotated[bool, Option(help="By torch.compile, for long runs; a minute each first.")] = False,
-    capture: Annotated[bool, Option(help="Gradients as CUDA graphs, where a mechanism can.")] = True,
+    compile: Annotated[bool, Option(help="Use torch.compile: takes a minute per run, pays off in long runs.")] = False,
+    capture: Annotated[bool, Option(help="Compute gradients in CUDA graphs, if the mechanism can.")] = True,
     data: Annotated[
-        list[str] | None, Option("--data", metavar="TASK.KEY=VALUE", help="text.length=2000 and the like.")
+        list[str] | None, Option("--data", metavar="TASK.KEY=VALUE", help="Such as text.length=2000; repeatable.")
     ] = None,
-    efficiency: Annotated[bool, Option("--efficiency", help="Speed and memory by length instead.")] = False,
-    lengths: Annotated[str, Option(help="Of --efficiency.")] = "1k,2k,3k,4k,8k,16k",
-    batch: Annotated[int, Option(help="Of --efficiency.")] = 32,
-    pack: Annotated[Path | None, Option(help="Only write the real data, small, into this folder.")] = None,
+    efficiency: Annotated[bool, Option("--efficiency", help="Measure speed and memory by length instead.")] = False,
+    lengths: Annotated[str, Option(help="Lengths for --efficiency.")] = "1k,2k,3k,4k,8k,16k",
+    batch: Annotated[int, Option(help="Batch for --efficiency.")] = 32,
+    pack: Annotated[Path | None, Option(help="Only pack the real data into small files in this folder.")] = None,
     commit: Commit = None,
     out: Annotated[Path, Option(help="Folder of runs, results.json and your notes.json.")] = Path("runs/lra"),
 ) -> None:
-    """The Long Range Arena: every mechanism on every task, the paper's table with ours beside it."""
+    """Run the Long Range Arena: every mechanism on every task, with the paper's table beside ours."""
     from subquad.machine import tell_commit
     from subquad.report import lra as table
     from subquad.studies.lra import efficiency as speed
@@ -435,7 +435,7 @@ def lra(
             _say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if efficiency and minutes is not None:
-        raise ValueError("--efficiency has no --minutes: --lengths and --mechanisms make it shorter")
+        raise ValueError("--efficiency does not take --minutes: shorten it with --lengths and --mechanisms")
     if efficiency:
         speeds = speed.efficiency(
             names, out / "efficiency.json", console, device=device, lengths=parse_lengths(lengths), batch=batch
@@ -456,10 +456,10 @@ def lra(
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)
-    _say(f"figures: {out / 'results.json'}; sentences on them go into {out / 'notes.json'}")
+    _say(f"figures: {out / 'results.json'}; write your notes on them into {out / 'notes.json'}")
     if results.left:
         left = "1 run is" if len(results.left) == 1 else f"{len(results.left)} runs are"
-        console.print(f"{left} left: the same command goes on from there")
+        console.print(f"{left} left: run the same command again to continue")
     if results.interrupted or results.failed:
         raise typer.Exit(130 if results.interrupted else 1)
 
@@ -470,7 +470,7 @@ def release(
     name: Annotated[str, Argument(help="What subquad generate will call it.")],
     out: Annotated[Path, Option(help="Folder of checkpoints.")] = Path("checkpoints"),
 ) -> None:
-    """Make a checkpoint to ship of a run: weights in bfloat16, config and a card of its figures."""
+    """Make a checkpoint to ship from a run: weights in bfloat16, config, and a card with its figures."""
     from subquad.models.shipped import release as write
 
     check_folder("out", out)
@@ -482,7 +482,7 @@ def release(
 def bench_generation(
     out: Annotated[Path, Option(help="JSON file.")] = Path("runs/bench/generation.json"), *, options: GenerationSettings
 ) -> None:
-    """Generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
+    """Measure generation: sequences/s, tokens/s, latency, bytes of state, at growing length and batch."""
     from subquad.studies.generation import bench as run
 
     check_file("out", out, (".json",))

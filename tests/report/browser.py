@@ -1,4 +1,4 @@
-"""Pages in a real browser: Chromium without a window, driven by its command line."""
+"""Open pages in a real browser: headless Chromium, driven by its command line."""
 
 import json
 import re

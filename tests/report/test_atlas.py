@@ -1,4 +1,4 @@
-"""The atlas has a page for everything, its links lead somewhere, and what it says runs."""
+"""The atlas has a page for everything, its links work, and its examples run."""
 
 import json
 import re
@@ -102,7 +102,7 @@ def test_links_are_relative_and_lead_somewhere(site: Path) -> None:
 
 
 def test_examples_ran_and_agreed(site: Path) -> None:
-    """Every example compares something with something; the site shows what it printed."""
+    """Every example compares two results, and the site shows its output."""
     count = 0
     for name, page in pages(site).items():
         for printed in re.findall(r'<pre class="out">(.*?)</pre>', page, re.DOTALL):
@@ -204,7 +204,7 @@ result = {names: column(), wide: document.documentElement.scrollWidth > window.i
 
 @needs_chromium
 def test_in_a_browser(site: Path, tmp_path: Path) -> None:
-    """Who attends to whom answers to the pointer, the sliders compute, tables sort; no page complains."""
+    """The pictures of who attends to whom react to the pointer, sliders compute, tables sort; no page has errors."""
     who = visit(site / "mechanisms" / "local.html", WHO, tmp_path / "a", width=390)
     assert who["problems"] == []
     window = MECHANISMS["local"].small[0]["window"]

@@ -1,4 +1,4 @@
-"""What is drawn and what is said come from one rule, and no words lie on lines or on other words."""
+"""Drawings and sentences follow the same rule, and no words cover lines or other words."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ Line = tuple[float, float, float, float]  # x, y of either end
 
 
 def unsteady() -> Run:
-    """A machine that slowed down while some were measured: times and ratios of pairs disagree."""
+    """A machine that slowed down during the measurements: times and paired ratios disagree."""
     softmax = {512: 4.0, 1024: 10.0, 2048: 40.0, 4096: 160.0}
     speeds = {"softmax": 1.25, "linear": 1.0, "local": 0.8, "rfa": 1.1, "fnet": 1.0}
     costs = {"softmax": 1.0, "linear": 0.95, "local": 1.6, "rfa": 2.5, "fnet": 1.4}

@@ -1,4 +1,4 @@
-"""The report says what the JSON says, in one file that needs nothing else."""
+"""The report shows the figures of the JSON, in one file that needs no others."""
 
 import csv
 import json
@@ -277,7 +277,7 @@ result = {few, lines, chosen, pressed, after, won, up, down, sort, kept, tip, ho
 
 @needs_chromium
 def test_in_a_browser(run: Path, tmp_path: Path) -> None:
-    """Charts are drawn, names choose, points are read out, tables sort, nothing is requested and nothing goes wrong."""
+    """Charts are drawn, names toggle lines, points show figures, tables sort; no requests and no errors."""
     data = json.loads((run / "results.json").read_text())
     seen = visit(run / "report.html", PROBE, tmp_path)
     assert seen["problems"] == []

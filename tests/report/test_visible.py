@@ -1,4 +1,4 @@
-"""Names and strings of files that hold escape sequences are shown, and not obeyed."""
+"""Escape sequences in names and strings of files are shown, not executed."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def test_a_progress_bar_moves_as_before() -> None:
 
 
 def poisoned(value: Any, key: str = "") -> Any:
-    """Every text in a run's figures, but for what has a meaning to the reader."""
+    """Every text in a run's figures, except those that the reader interprets."""
     if isinstance(value, dict):
         return {key: poisoned(inner, key) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Measuring in this process, where `compare` takes one of its own."""
+"""Measure in this process; `compare` would start another process."""
 
 from collections.abc import Iterator, Sequence
 

@@ -19,7 +19,7 @@ from tests.studies.in_process import work
 
 TINY: dict[str, Any] = {"dim": 8, "heads": 2, "repeats": 1, "threads": 1}
 QUIET = Console(quiet=True)
-# what the report reads: a change here is a change of the format
+# the keys that the report reads: a change here changes the file format
 KEYS = {
     "kind", "subquad", "commit", "date", "machine", "settings", "rows", "growth", "crossovers", "quality",
     "quality_missing", "pictures", "interrupted",
@@ -166,7 +166,7 @@ def test_a_real_process_measures_and_one_that_is_killed_is_noticed(tmp_path: Pat
     jobs = plan(settings)
     events = list(module._elsewhere(settings, jobs, []))
     assert [event["row"].error for event in events if "row" in event] == [None, None]
-    broken = [{"kind": "row", "mechanism": "linear"}]  # not a job: the process ends in a traceback
+    broken = [{"kind": "row", "mechanism": "linear"}]  # an incomplete job: the process ends in a traceback
     with pytest.raises(Died, match="exit code 1"):
         list(module._elsewhere(settings, broken, []))
 
@@ -195,7 +195,7 @@ def test_the_table_shows_the_longest_length_and_every_reason(tmp_path: Path) -> 
         console.print(table)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert any(line.startswith("linear 32 3.2 ms 0.10") and "1.00 (1)" in line for line in lines)
-    assert any(line.startswith("softmax 32 3.2 ms 1.00 ") for line in lines)  # beside itself, whatever was measured
+    assert any(line.startswith("softmax 32 3.2 ms 1.00 ") for line in lines)  # the ratio to itself is always 1
     assert any(line.startswith("additive 16 ") for line in lines)
     assert "additive 32 too slow [for a test]" in lines
 
@@ -221,7 +221,7 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "new" / "cpu.json").read_text()) == read(out)
     assert "linear, T = 32: training" in result.output
-    assert f"{out / 'results.json'}; `subquad recommend --from {out}` goes by them" in result.output
+    assert f"{out / 'results.json'}; `subquad recommend --from {out}` uses them" in result.output
     first = read(out)
     again = run.invoke(app, [*arguments, "--out", str(out)])
     assert f"the figures that were there are now {out / 'results.1.json'}" in again.output

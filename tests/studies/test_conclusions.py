@@ -80,11 +80,11 @@ def test_memory() -> None:
     rows = [row("linear", n, 1.0, 8000, 0.5) for n in (512, 4096)]
     cache = [row("softmax", n, 1.0, n * 1000, 20.0) for n in (512, 4096)]
     assert say(rows + cache)[1] == (
-        "Memory: to go on after 4,096 tokens linear keeps 8 kB, as at every length, and softmax a cache of 4.1 MB, "
+        "Memory: to continue after 4,096 tokens linear keeps 8 kB, as at every length, and softmax a cache of 4.1 MB, "
         "512 times as much; the next token takes 500 µs and 20 ms."
     )
     assert say([row("linear", 4, 1.0, 8000), row("softmax", 4, 1.0, 400)])[1] == (
-        "Memory: to go on after 4 tokens linear keeps 8 kB and softmax a cache of 400 B, which is less."
+        "Memory: to continue after 4 tokens linear keeps 8 kB and softmax a cache of 400 B, which is less."
     )
     assert say(cache)[1] == "Memory: the states of linear and softmax were not both measured."
 

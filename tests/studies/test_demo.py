@@ -33,14 +33,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small model in the place of the one that ships."""
+    """A small model in place of the shipped one."""
     Digits().make_model({"depth": 1, "dim": 8, "heads": 1}).save(tmp_path / "shipped")
     monkeypatch.setattr(module, "SHIPPED", str(tmp_path / "shipped"))
     return tmp_path / "shipped"
 
 
 def beginning(out: Path, fresh: bool = False, **how: Any) -> tuple[str, dict[str, Any] | None]:
-    """What the first stage prints, and what it keeps."""
+    """What the first stage prints, and what it saves."""
     out.mkdir(exist_ok=True)
     file = io.StringIO()
     found = module._shipped(out, Console(file=file, width=80, **how), Drawing, fresh)
@@ -97,11 +97,11 @@ def test_a_later_run_reuses_what_is_done_and_does_the_rest(tmp_path: Path, monke
     trained.clear()
     assert small(tmp_path) == json.loads(json.dumps(first))
     assert trained == []
-    (tmp_path / "digits_softmax.png").unlink()  # a stage that is not whole is done again
+    (tmp_path / "digits_softmax.png").unlink()  # an incomplete stage is done again
     small(tmp_path)
     assert trained == ["softmax"]
     trained.clear()
-    kept = tmp_path / "digits_linear.json"  # of a version that did not know the noise
+    kept = tmp_path / "digits_linear.json"  # as an older version wrote it, without the standard error
     quality = json.loads(kept.read_text())
     del quality["quality"]["standard_error"]
     kept.write_text(json.dumps(quality))

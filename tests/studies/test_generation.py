@@ -42,7 +42,7 @@ def test_a_loop_rewound_repeats_itself_and_is_generate(mechanism: str) -> None:
 
 
 def test_whole_and_integrated_times_measure_the_same_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "seconds", lambda _, steps: 0.01 * steps)  # a clock that knows
+    monkeypatch.setattr(generation, "seconds", lambda _, steps: 0.01 * steps)  # a clock with known times
     whole = measure(small("linear"), 2, 24)
     some = measure(small("linear"), 2, 24, at=[0, 10, 16], steps=8)
     assert whole["sequences_per_second"] == pytest.approx(2 / 0.24)

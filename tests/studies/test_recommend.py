@@ -28,7 +28,7 @@ CAUSAL: dict[str, tuple[tuple[float, ...], tuple[float, ...] | None]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_shipped", list)  # their quality would count
+    monkeypatch.setattr(module, "_shipped", list)  # else the quality of shipped figures would count
     (tmp_path / "cache").mkdir()
     return tmp_path / "cache"
 
@@ -95,7 +95,7 @@ def growth_reasons(source: Path, **growth: object) -> list[str]:
 
 
 def test_growth_is_said_where_it_differs_from_the_documented_one(tmp_path: Path) -> None:
-    """ "T^0.41 as measured, T^1 as documented" read as a bug: say what it means, and only where there is something."""
+    """ "T^0.41 as measured, T^1 as documented" looked like a bug: explain it, and only where the two differ."""
     source = figures(tmp_path / "a.json")
     assert growth_reasons(source, time=1.1, documented_time=1.0) == []
     (slow,) = growth_reasons(source, time=0.41, documented_time=1.0)
@@ -223,7 +223,7 @@ def test_no_line_is_longer_than_a_terminal(tmp_path: Path, monkeypatch: pytest.M
         arguments = ["recommend", "--length", "16k", "--causal", *decode, "--from", "results.json"]
         lines = CliRunner().invoke(app, arguments).output.splitlines()
         assert max(map(len, lines)) <= 80
-        assert sum(line.startswith("     ") for line in lines) > 3  # what goes on stands under its beginning
+        assert sum(line.startswith("     ") for line in lines) > 3  # continued lines are indented
 
 
 def test_a_long_path_is_not_broken(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ WRITTEN = [*ROOT.glob("results/**/*.json"), *ROOT.glob("src/subquad/studies/figu
 
 
 def lost(before: Any, after: Any, where: str = "") -> list[str]:
-    """The keys and values of a file that are not in what was read of it."""
+    """The keys and values of a file that were lost when it was read."""
     if isinstance(before, dict) and isinstance(after, dict):
         return [text for key, value in before.items() for text in lost(value, after.get(key), f"{where}/{key}")]
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):

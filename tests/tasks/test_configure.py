@@ -49,7 +49,7 @@ def test_a_run_is_not_overwritten_and_resumes_with_its_own_settings(whole: Path)
     again = _train("digits", "--out", whole)
     assert again.exit_code == 2
     assert "holds a run" in again.stderr
-    assert _train("digits", "--out", whole, "--resume").exit_code == 0  # nothing has to be said twice
+    assert _train("digits", "--out", whole, "--resume").exit_code == 0  # settings need not be repeated
     other = _train("digits", "--out", whole, "--resume", "--set", "training.lr=1.0", "--mechanism", "linear")
     assert other.exit_code == 2
     assert 'model.mechanism is "linear", was "softmax"' in other.stderr
@@ -78,7 +78,7 @@ def test_what_cannot_work_is_one_line_and_no_folder(tmp_path: Path, arguments: l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sized(Tiny):
-    """A task whose model depends on its data, and which has to be told something."""
+    """A task whose model depends on its data, and which has a required setting."""
 
     path: str
     size: int = 4
@@ -133,16 +133,16 @@ def test_a_warm_up_that_was_not_set_follows_the_steps(tmp_path: Path) -> None:
     assert warmup("training.steps=3") == 1
     assert warmup("training.steps=100000") == 200  # the task's own is enough
     assert warmup("training.steps=200", "training.warmup=150") == 150
-    assert warmup("training.steps=200", task="copy") == 0  # which has none
+    assert warmup("training.steps=200", task="copy") == 0  # its own warm-up is 0
     for name, task in tasks.TASKS.items():
-        assert task.training.warmup <= task.training.steps // 10, name  # so that runs of full length are as they were
+        assert task.training.warmup <= task.training.steps // 10, name  # so runs of full length do not change
     older = configure("text", ["training.steps=200", "training.warmup=200"])[1]
     (tmp_path / "config.json").write_text(older.to_json())
     assert warmup(begun=tmp_path) == warmup("training.steps=200", begun=tmp_path) == 200
 
 
 def test_a_published_tables_warm_up_stays(tmp_path: Path) -> None:
-    """Also with few steps: a row that was begun before continues."""
+    """Also with few steps, so that rows which were started before can resume."""
     table = TABLES["speech"]
     budget = Budget(settings=("training.steps=300",), device="cpu")
     (row,) = (row for row in table.rows if row.name == "linear")

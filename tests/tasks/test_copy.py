@@ -20,7 +20,7 @@ def test_only_the_separator_and_the_second_word_count() -> None:
     words = [int((row == 0).int().argmax()) for row in batch["tokens"]]
     assert int(loss.count) == sum(n + 1 for n in words)
     before = batch["targets"].clone()
-    batch["targets"][:, : min(words) - 1] = 1  # what comes before is not predicted
+    batch["targets"][:, : min(words) - 1] = 1  # tokens before the separator are not predicted
     torch.testing.assert_close(task.loss(model, batch).total, loss.total)
     assert not torch.equal(before, batch["targets"])
 

@@ -18,7 +18,7 @@ from subquad.tasks.write_images import image_shape, read_upper, save_sheet, writ
 from subquad.training.task import WriteOptions
 
 run = CliRunner(env={"COLUMNS": "160"})
-START = 17  # of the digits
+START = 17  # start token of the digits
 
 
 def make_model() -> LanguageModel:
@@ -34,7 +34,7 @@ def test_the_shape_of_images_comes_from_the_model_or_the_user() -> None:
     assert image_shape(text) is None
     assert image_shape(text, "4x5x3") == (4, 5, 3)
     assert image_shape(text, known=(32, 32, 3)) == (32, 32, 3)
-    with pytest.raises(ValueError, match="card of this model names no set of images"):
+    with pytest.raises(ValueError, match="card of this model does not name a known set of images"):
         Images.write(text, {"set": "mnits"}, WriteOptions(), Console(quiet=True))
     for wrong in ("4", "4x0", "axb", "4x4x2"):
         with pytest.raises(ValueError, match="cannot work"):
@@ -56,7 +56,7 @@ def test_images_continue_an_upper_half_and_survive_a_file(tmp_path: Path) -> Non
     assert torch.equal(upper, images[1, :4].flatten())
     again = write_images(model, 2, (8, 8, 1), upper=upper, seed=6)
     assert torch.equal(again[:, :4], images[1, :4].expand(2, 4, 8, 1))
-    assert torch.equal(again[0], images[1])  # the same seed goes on as the image did
+    assert torch.equal(again[0], images[1])  # the same seed continues like the image
     with pytest.raises(ValueError, match="pixels"):
         read_upper(tmp_path / "b" / "three.png", (8, 8, 1), START)
     (tmp_path / "no.png").write_bytes(b"nothing")

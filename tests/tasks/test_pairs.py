@@ -83,7 +83,7 @@ def test_pairs_once_and_for_all() -> None:
 def test_spaces_are_of_any_text_in_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes("é été\0naïve – “où”\n".encode() * 200)
-    for cut in range(4):  # within a letter too
+    for cut in range(4):  # also inside a letter of several bytes
         task = Pairs(set="spaces", text=str(path), words=2, count=100)
         found = task.source("train").pairs  # type: ignore[attr-defined]
         assert found[0] == ("éténaïve", "été naïve")

@@ -191,7 +191,7 @@ def test_transcripts_of_other_sounds_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(speech, "_load", lambda *_: Data("made up", long, long, long, ("", "A", "B", "C", "D")))
     with pytest.raises(Broken, match="made up has fewer frames of 10 ms than symbols in 9 of 9 utterances"):
         Speech().source("train")
-    one = dataclasses.replace(long, target_starts=np.array([0, 58, 59, 60]))  # one that is cut short may be there
+    one = dataclasses.replace(long, target_starts=np.array([0, 58, 59, 60]))  # one that is too short is accepted
     monkeypatch.setattr(speech, "_load", lambda *_: Data("made up", one, one, one, ("", "A", "B", "C", "D")))
     assert len(Speech().source("train")) == 3
 

@@ -43,7 +43,7 @@ def test_every_byte_of_a_split_is_counted_once_whatever_the_context(file: Path) 
 
 def test_more_context_helps_a_model_that_uses_it(file: Path) -> None:
     class Counts(torch.nn.Module):
-        """Knows how often each byte came so far: the longer it looks, the better it guesses."""
+        """Predicts from the byte counts so far: the longer its context, the better it guesses."""
 
         device = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_length_that_the_smallest_part_does_not_hold_is_named(file: Path) -> N
 
 
 def test_a_short_run_on_ones_own_file_learns_and_writes(tmp_path: Path) -> None:
-    """Whoever knows how often each letter comes pays their entropy; whoever knows the words pays less than half."""
+    """A model that knows only letter frequencies reaches their entropy; one that knows the words beats half of it."""
     drawn = np.random.default_rng(0).choice(WORDS, 8000)
     file, run = tmp_path / "my.txt", tmp_path / "run"
     file.write_text("".join(word + (".\n" if n % 9 == 8 else " ") for n, word in enumerate(drawn)))
@@ -117,4 +117,4 @@ def test_a_short_run_on_ones_own_file_learns_and_writes(tmp_path: Path) -> None:
     assert written.exit_code == 0, written.output
     words = written.output.replace(".", " ").split()
     assert len(words) > 30
-    assert sum(word in WORDS for word in words) > 0.6 * len(words)  # a third of them, were all steps warm-up
+    assert sum(word in WORDS for word in words) > 0.6 * len(words)  # about a third, if all steps were warm-up

@@ -33,7 +33,7 @@ from subquad.studies.published import TABLES
 LESSONS = {
     "softmax": "Softmax attention and its cost",
     "kernels": "Kernels: similarity as features",
-    "associativity": "(AB)C = A(BC): the order decides",
+    "associativity": "(AB)C = A(BC): the order decides the cost",
     "causal": "Causal masking is a running sum",
     "rnn": "Transformers are RNNs",
     "patterns": "Leaving pairs out: patterns and groups",
@@ -41,12 +41,12 @@ LESSONS = {
     "questions": "The questions of five lectures, answered",
 }
 Page = tuple[str, str]  # its file and its title
-DIM, HEADS = 32, 4  # of the modules that are drawn
+DIM, HEADS = 32, 4  # of the modules whose patterns are drawn
 FRAMED = 27  # the pixel whose row is shown first: near the middle, on the stroke of most digits
 
 
 def build_atlas(out: Path, runs: Sequence[Path] = (), share: Mapping[str, Any] | None = None) -> Path:
-    """Write the site into `out` and return its index. Without `runs` it shows this machine's or the shipped figures."""
+    """Write the site into `out` and return its index page. Without `runs` it shows this machine's or shipped ones."""
     found = read(runs) if runs else find()
     known = next((run.data for run in found if run.kind == "share"), None)
     return _Site(out, found, dict(share or known or block_share())).write()
@@ -126,7 +126,7 @@ class _Site:
         )
 
     def _costs(self, name: str) -> list[Json]:
-        """For each comparison that has the mechanism: its curves beside softmax, and what they show."""
+        """For each comparison with this mechanism: its curves beside those of softmax, and what they show."""
         costs = []
         for i, run in enumerate(self.runs):
             spec = charts.curves(run, {"softmax", name})
@@ -158,7 +158,7 @@ class _Site:
         )
 
     def _crossovers(self) -> list[Json]:
-        """For each comparison, the lengths from which kernels are faster than softmax."""
+        """For each comparison: the lengths from which on kernels are faster than softmax."""
         found = []
         for run in self.runs:
             won = [charts.wins(run, what) for what in ("training", "forward")]
@@ -212,7 +212,7 @@ def _with_neighbours(pages: Sequence[Page]) -> list[tuple[str, Page | None, Page
 
 
 def _where(run: Run) -> str:
-    """The device and the form, in words: what tells comparisons apart."""
+    """The device and the form of a comparison in words, which tell comparisons apart."""
     machine = run.machine
     device = str(machine.get("device") or "an unknown device")
     if device == "cpu":
@@ -222,7 +222,7 @@ def _where(run: Run) -> str:
 
 
 def _named_by_device(runs: Sequence[Run]) -> list[Run]:
-    """Comparisons named after their device where these differ: that says more to a reader than the file's name."""
+    """Name comparisons after their devices if all differ: a device tells readers more than a file name."""
     devices = [str(run.machine.get("device", "")).replace("cpu", "CPU") for run in compared(runs)]
     if len(set(devices)) < len(devices) or not all(devices):
         return list(runs)
@@ -231,7 +231,7 @@ def _named_by_device(runs: Sequence[Run]) -> list[Run]:
 
 
 def who_attends(name: str, pixels: Tensor) -> list[tuple[str, list[str]]]:
-    """`pattern` on the pixels of a digit: (direction, one picture a head) for each direction the mechanism has."""
+    """`pattern` on the pixels of a digit: (direction, one picture per head) for each direction the mechanism has."""
     cls, small = MECHANISMS[name], MECHANISMS[name].small[0]
     out = []
     for direction, causal in (("bidirectional", False), ("causal", True)):
@@ -257,7 +257,7 @@ def embed(pixels: Tensor) -> Tensor:
 
 
 def _png(weights: Tensor) -> str:
-    """Roots of weights in [0, 1] as the opacity of one colour: small ones show, on a light and on a dark page."""
+    """Square roots of weights in [0, 1] as opacity of one colour: small weights are visible on light and dark pages."""
     import matplotlib.image
     import numpy as np
 
@@ -273,7 +273,7 @@ def example(name: str) -> str:
     """A program that uses the mechanism in every way its traits allow."""
     traits = MECHANISMS[name].traits
     length = {"max_length": 100} if traits.fixed_length else {}
-    # on the class traits say what some options allow, on an instance what these do
+    # traits of the class say what some options allow, traits of an instance what its own options allow
     cross = traits.cross and build(name, dim=64, heads=4, **length).traits.cross
     return render("atlas/example.txt", name=name, traits=traits, cross=cross)
 
@@ -300,7 +300,7 @@ def _options(name: str) -> list[list[Cell]]:
 
 
 def _decoding(cost: str) -> str:
-    """The part of a Cost field that speaks of decoding."""
+    """The part of a Cost field about decoding."""
     _, decode, rest = _one_line(cost).partition("decode")
     return decode + rest or "no decoding"
 
@@ -330,6 +330,6 @@ def _one_line(text: str) -> str:
 
 
 def _short(title: str) -> str:
-    """The sentence after the name, as on the cards of the index."""
+    """The part of a title after the name, for the cards of the index."""
     _, _, rest = title.partition(": ")
     return rest[:1].upper() + rest[1:] if rest else title

@@ -1,4 +1,4 @@
-"""What the charts show, as data for page.js, and the same as PNG."""
+"""The contents of charts, as data for page.js and as PNG files."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ from subquad.report.html import Cell, spelt, template
 from subquad.report.runs import Json, Run, by_task
 from subquad.report.visible import visible
 
-FEW = 1e4  # an axis with a larger ratio of highest to lowest names decades only
-CHOSEN = ("softmax", "linear")  # shown at first, with the BEST that cost least
+FEW = 1e4  # if highest / lowest is larger, an axis labels decades only
+CHOSEN = ("softmax", "linear")  # always shown at first, together with the BEST cheapest series
 MANY, BEST = 7, 3  # a chart of more than MANY series shows only some at first
-PAIRED = (  # what every page with curves says about them
-    "Each time was measured in a pair with softmax of the same form (causal or bidirectional), within a second; a line "
-    "is drawn at the median of these ratios times what softmax usually took in this run, so it crosses that softmax "
-    "where the ratio is 1; a ring marks that point."
+PAIRED = (  # the note below curves
+    "Each time was measured within a second of softmax of the same form (causal or bidirectional), as a ratio. A line "
+    "shows the median ratio times the usual time of softmax in this run, so it crosses the line of that softmax where "
+    "the ratio is 1. A ring marks that point."
 )
 LESS = {"training": "Faster than softmax", "forward": "Faster than softmax", "memory": "Less memory than softmax"}
 MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers, key of the ratio to softmax
@@ -41,7 +41,7 @@ MEASURES = (  # key of a row, title, label of the axis, unit, key in crossovers,
     ("forward_ratio", "Forward pass against softmax", "time / time of softmax", "x", "forward", None),
 )
 FORMS = {True: "causal", False: "bidirectional", None: "causal where there is a causal form"}
-FAMILIES = {  # in the order of the lecture "week 8: XFormer", and those that it leaves out
+FAMILIES = {  # in the order of the lecture "week 8: XFormer", then the families that it does not have
     "exact": "Exact attention",
     "human patterns": "Human knowledge: fixed patterns",
     "clustering": "Clustering: only the critical parts",
@@ -65,7 +65,7 @@ class Win(NamedTuple):
     """From which length on a mechanism costs less than softmax of its own form."""
 
     length: int
-    throughout: bool  # it does so at every length measured, and `length` is the shortest of them
+    throughout: bool  # it costs less at every measured length, of which `length` is the shortest
 
     def words(self) -> str:
         return "at every T measured" if self.throughout else f"from T = {self.length:,}"
@@ -75,7 +75,7 @@ class Win(NamedTuple):
 
 
 def wins(run: Run, what: str) -> dict[str, Win]:
-    """{mechanism: Win} in `training`, `forward` or `memory`: the one rule behind rings, sentences and tables."""
+    """{mechanism: Win} in `training`, `forward` or `memory`. Rings, sentences and tables all use this rule."""
     found = {name: series(run.rows, name, RATIOS[what]) for name in names(run.rows) if name != "softmax"}
     return {
         name: Win(at, ratios[0] < 1 and at == lengths[0])
@@ -85,7 +85,7 @@ def wins(run: Run, what: str) -> dict[str, Win]:
 
 
 def in_words(won: Mapping[str, Win]) -> str:
-    """The wins as text, in the order of T: "linear, local at every T measured; rfa from T = 1,462"."""
+    """The wins as text, ordered by T: "linear, local at every T measured; rfa from T = 1,462"."""
     ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))
     always = ", ".join(name for name, win in ordered if win.throughout)
     later = [f"{name} {win.words()}" for name, win in ordered if not win.throughout]
@@ -93,10 +93,10 @@ def in_words(won: Mapping[str, Win]) -> str:
 
 
 def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
-    """Time, memory and state over length, a view each; None if nothing was measured.
+    """A view each for time, memory and state over length; None if nothing was measured.
 
-    A series has `points` as they were measured and, where costs were measured in pairs with softmax, `drawn`: its ratio
-    times what softmax usually cost in this run. So lines cross exactly where the ratio is 1, which is what `wins` says.
+    A series has `points`, the measurements. If they were measured in pairs with softmax, it also has `drawn`: the ratio
+    times the usual cost of softmax in this run. So lines cross exactly where the ratio is 1, in agreement with `wins`.
     """
     rows = run.rows
     kept = None if wanted is None else set(wanted)
@@ -111,7 +111,7 @@ def curves(run: Run, wanted: Iterable[str] | None = None) -> Json | None:
         points.update({name: [list(p) for p in line.items()] for name, line in lines.items() if name not in points})
         others = {forms[name] for name in points if name in forms and name != "softmax"}
         if kept is not None and others and forms.get("softmax") not in others:
-            points.pop("softmax", None)  # it has the other form; softmax of the same form is a series of its own
+            points.pop("softmax", None)  # it has the other form; softmax of the same form is another series
         all_series = _series(points)
         for one in all_series:
             name = one["name"]
@@ -138,7 +138,7 @@ def _chart(views: list[Json]) -> Json | None:
 def _drawn(
     rows: list[Row], points: Mapping[str, list[list[float]]], forms: Mapping[str, bool], key: str, against: str | None
 ) -> dict[str, dict[float, float]]:
-    """{series: {length: cost}} for what was measured in pairs with softmax, and for that softmax."""
+    """{series: {length: cost}} for series that were measured in pairs with softmax, and for that softmax."""
     if key.endswith("_ratio"):
         return {"softmax": {p[0]: 1.0 for p in points["softmax"]}} if "softmax" in points else {}
     usual = usual_softmax(rows, key, against) if against else {}
@@ -150,7 +150,7 @@ def _drawn(
             lines[name] = {p[0]: usual.get((int(p[0]), forms[name]), p[1]) for p in measured}
             continue
         lines[name] = dict(zip(*steady_times(rows, name, key, against), strict=True))
-        if forms[name] != forms.get("softmax"):  # the run measured softmax in the other form only
+        if forms[name] != forms.get("softmax"):  # the run measured softmax only in the other form
             beside = f"softmax, {FORMS[forms[name]]}"
             lines[beside] = {x: cost for (x, form), cost in sorted(usual.items()) if form == forms[name]}
     return lines
@@ -190,7 +190,7 @@ def loss_curves(run: Run) -> Json | None:
         points = {q.mechanism: q.curve for q in found if q.curve}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
-            # an accuracy is not what training lowers: its curves are those of the loss
+            # training lowers the loss, not the accuracy, so tasks with an accuracy show curves of the loss
             y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return _chart(views)
@@ -208,7 +208,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def _chosen(views: list[Json]) -> list[str]:
-    """The series shown at first: all of few, else softmax, linear and the lowest lines at the longest length."""
+    """The series shown at first: all if there are few; else softmax, linear and the lowest lines at the longest T."""
     every = list(dict.fromkeys(s["name"] for view in views for s in view["series"]))
     if len(every) <= MANY:
         return every
@@ -303,8 +303,8 @@ def name_lengths(axis: Any, lengths: Sequence[int]) -> None:
 
 
 def name_plainly(axis: Any, unit: str | None = None) -> None:
-    """Mark a logarithmic axis with plain numbers; bytes get kB, MB and so on. Within one decade the marks are those of
-    a linear axis, because decades would be too few."""
+    """Label a logarithmic axis with plain numbers; bytes get kB, MB and so on. An axis within one decade is labelled
+    like a linear one, because it has too few decades."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = axis.get_view_interval()

@@ -1,4 +1,4 @@
-"""Grey images in a terminal: two pixels a character, one above the other; without colours, a character's ink."""
+"""Grey images in a terminal: a character shows two pixels, one above the other; without colours, by its ink."""
 
 import functools
 
@@ -9,12 +9,12 @@ from rich.style import Style
 from torch import Tensor
 
 INK = " .:-=+*#%@"  # from light to dark
-GREYS = 24  # that a terminal of 256 colours can tell apart
+GREYS = 24  # shades of grey in a terminal of 256 colours
 GAP = 2  # columns between images
 
 
 class Drawing:
-    """Images [N, rows, columns] from 0 to 1, side by side: as many as the width has room for.
+    """Images [N, rows, columns] from 0 to 1, side by side, as many as fit the width.
 
     The tensor may change between two prints, as it does while a model writes.
     """

@@ -1,4 +1,4 @@
-"""What all pages share: the Jinja templates, tables that sort, charts as data, highlighted Python."""
+"""Parts that all pages share: the Jinja templates, tables that sort, charts as data, highlighted Python."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Cell(NamedTuple):
     """A cell of a table: what is shown, and the value it sorts by (the shown text if None)."""
 
-    shown: str  # Markup is HTML already, any other text is escaped
+    shown: str  # Markup is HTML, any other text will be escaped
     value: float | str | None = None
     css: str = ""
 
@@ -48,17 +48,17 @@ def render(name: str, /, **values: Any) -> Markup:
 
 
 def template(name: str) -> Markup:
-    """A file of templates/ as it stands, such as the style and the script."""
+    """A file of templates/ unchanged, such as the style and the script."""
     return Markup(files("subquad.report").joinpath("templates", *name.split("/")).read_text(encoding="utf-8"))
 
 
 def escape(text: str) -> Markup:
-    """Text as HTML that shows it."""
+    """Text as HTML: escape special characters."""
     return Markup.escape(visible(text))
 
 
 def number(value: float | int | None, digits: int = 3, unit: str = "") -> Cell:
-    """A figure rounded for reading; it sorts by its full value."""
+    """A figure, rounded for reading but sorted by its full value."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return Cell("", "", "n")
     shown = f"{value:,}" if isinstance(value, int) else _rounded(value, digits)
@@ -90,7 +90,7 @@ def table(
     caption: str = "",
     filtered: bool = False,
 ) -> Markup:
-    """A table that sorts by its headers; with `name` and `filtered` an input above hides rows."""
+    """A table that readers can sort by its headers; `name` and `filtered` add an input that filters its rows."""
     cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
     numeric = [any(row[i].css == "n" for row in cells) for i in range(len(columns))]
     head = list(zip(columns, numeric, strict=True))
@@ -98,7 +98,7 @@ def table(
 
 
 def facts(pairs: Mapping[str, Any]) -> Markup:
-    """A list of names and values; nested ones on one line."""
+    """A list of names and values; nested values go on one line."""
     return render("facts.html", pairs={key.replace("_", " "): _plain(value) for key, value in pairs.items()})
 
 
@@ -117,7 +117,7 @@ def _plain(value: Any) -> str:
 def chart(name: str, spec: Mapping[str, Any]) -> Markup:
     """A chart that page.js draws from its data. `name` is unique in the page."""
     data = json.dumps(spelt(spec), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return render("chart.html", name=name, data=Markup(data.replace("<", "\\u003c")))  # nothing can end the script
+    return render("chart.html", name=name, data=Markup(data.replace("<", "\\u003c")))  # no text ends the script
 
 
 def spelt(value: Any, spell: Callable[[str], str] = visible) -> Any:

@@ -1,4 +1,4 @@
-"""The arena's table: accuracy of each mechanism, the paper's beside ours, and what it cost."""
+"""The arena's tables: the accuracy of each mechanism beside the paper's, and its cost."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ from subquad.studies.published import TABLES
 from subquad.studies.results import ArenaRun, ArenaTable
 
 PAPER = TABLES["lra"]
-AT_CHANCE = 2.0  # up to so many points above the most frequent answer, nothing was learned
-FAR = 8.0  # a figure so many points from the paper's needs a note
+AT_CHANCE = 2.0  # points above always giving the most frequent answer: up to here, nothing was learned
+FAR = 8.0  # a figure this many points from the paper's needs a note
 COSTS = (  # title, field of a run, in what unit, format
     ("seconds", "seconds", 1.0, "{:,.0f}"),
     ("peak memory, GB", "peak_bytes", 1e9, "{:.2f}"),
@@ -40,7 +40,7 @@ def cells(results: ArenaTable) -> dict[tuple[str, str], list[ArenaRun]]:
 
 
 def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[float, float | None]]:
-    """mechanism -> (ours, the paper's) over these columns, where all of them are there."""
+    """mechanism -> (our average, the paper's) over these columns, for mechanisms that have all of them."""
     known = cells(results)
     averages = {}
     for mechanism in dict.fromkeys(m for m, _ in known):
@@ -62,14 +62,14 @@ def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> 
     known, notes = cells(results), notes or {}
     columns = _columns(known)
     named = {c: next(r.task for (_, column), runs in known.items() if column == c for r in runs) for c in columns}
-    real = {c: named[c] == RECIPES[c].title for c in columns}  # a stand-in is not compared with the paper's data
+    real = {c: named[c] == RECIPES[c].title for c in columns}  # figures on a stand-in are not compared with the paper's
     counted = [c for c in columns if real[c] and c != "pathx"]
     average = averages(results, counted)
     budget = budget_line(results.budget.size, [r for runs in known.values() for r in runs])
     title = f"Long Range Arena: test accuracy in %, the paper's in brackets. {budget}"
     last = [f"average of {len(counted)}"] if counted else []
     table = plain_table(title, ["mechanism", *named.values(), *last], folds=[*named.values()])
-    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # failed ones too
+    for mechanism in dict.fromkeys(r.mechanism for r in of_size(results)):  # including failed runs
         row = []
         for c in columns:
             paper = published(mechanism, c) if real[c] else None
@@ -106,7 +106,7 @@ def cost_tables(results: ArenaTable) -> list[Table]:
 
 
 def surprising(results: ArenaTable) -> dict[str, str]:
-    """Cells of the table that need a note, such as "listops linear", and what is surprising about each."""
+    """Cells of the table that need a note, such as "listops linear", and why each is surprising."""
     reasons = {}
     for (mechanism, c), runs in cells(results).items():
         ours, paper, chance = _mean(runs), published(mechanism, c), RECIPES[c].majority
@@ -121,7 +121,7 @@ def surprising(results: ArenaTable) -> dict[str, str]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Notes that a person wrote, by cell: {"listops linear": "..."}. They have their own file beside the figures."""
+    """Notes that a person wrote for cells: {"listops linear": "..."}, from their own file beside the figures."""
     if not path.is_file():
         return {}
     notes = read_json(path)
@@ -154,7 +154,7 @@ def _cell(runs: Sequence[ArenaRun], paper: str | None, noted: bool) -> str:
 
 
 def _summaries(known: Iterable[tuple[str, str]]) -> dict[str, Callable[[Sequence[float]], float]]:
-    """Summaries over all mechanisms, where there are several."""
+    """Summaries over all mechanisms, if there are several."""
     several = len({mechanism for mechanism, _ in known}) > 1
     return {"mean": statistics.fmean, "deviation": _deviation} if several else {}
 

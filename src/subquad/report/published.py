@@ -1,4 +1,4 @@
-"""The papers' tables for a page, each column followed by our figures of the same thing."""
+"""The papers' tables for a page, each column followed by our figures for it."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +13,11 @@ from subquad.studies.published import Column, Memory, Published, Quality, Speed
 from subquad.studies.results import EfficiencyRow, EfficiencyTable
 
 AnyRow = TypeVar("AnyRow", Row, EfficiencyRow)
-Place = tuple[int, Run | None]  # a column of the paper's table, or (with a run) ours beside it
+Place = tuple[int, Run | None]  # a column of the paper's table, or with a run our column beside it
 
 
 def ours(column: Column, run: Run, mechanism: str | None) -> float | None:
-    """The figure of a run that belongs beside a published one, if it has it."""
+    """The figure of a run to show beside a published one; None if the run does not have it."""
     if column.ours is None or mechanism is None:
         return None
     match column.ours:
@@ -46,7 +46,7 @@ def _letters(text: str) -> str:
 
 
 def _over_naive(results: EfficiencyTable, mechanism: str, length: int, field: str) -> float | None:
-    """As in the paper: over softmax that keeps the T x T matrix in memory."""
+    """Relative to softmax that keeps the T x T matrix in memory, as in the paper."""
     rows = (_row(results.rows, name, length) for name in (mechanism, "softmax, naive"))
     ours, theirs = (row and getattr(row, field) for row in rows)
     return ours / theirs if ours and theirs else None
@@ -57,7 +57,7 @@ def _row(rows: Sequence[AnyRow], mechanism: str, length: int) -> AnyRow | None:
 
 
 def beside(tables: Iterable[Published], runs: Iterable[Run], only_ours: bool = False) -> Markup:
-    """The tables, each column followed by ours wherever a run has the figure; `only_ours` leaves out those without."""
+    """The tables, each column followed by ours if a run has the figure; `only_ours` leaves out tables without any."""
     runs = list(runs)
     repeats = [run for run in runs if run.kind in ("reproduce", "lra", "lra-efficiency")]
     shown = (_table(paper, [*compared(runs), *repeats], repeats) for paper in tables)
@@ -65,7 +65,7 @@ def beside(tables: Iterable[Published], runs: Iterable[Run], only_ours: bool = F
 
 
 def _table(paper: Published, runs: Sequence[Run], repeats: Sequence[Run]) -> dict[str, Any]:
-    """Runs that repeat the paper's experiment also get rows for what they tried and the paper did not."""
+    """`repeats` are runs that repeat the paper's experiment: mechanisms that only they tried get their own rows."""
     known = {mechanism for _, mechanism, _ in paper.rows}
     added = list(dict.fromkeys(name for run in repeats for name in _measured(paper, run) if name not in known))
     columns: list[Place] = [
@@ -96,7 +96,7 @@ def _measured(paper: Published, run: Run) -> Iterator[str]:
 
 
 def _as_printed(paper: Published, figures: Sequence[float | str | None]) -> list[Cell]:
-    """Figures with as many decimals as the paper prints in their column."""
+    """The paper's figures, with as many decimals as it prints in each column."""
     cells = []
     for index, figure in enumerate(figures):
         decimals = _decimals([row[2][index] for row in paper.rows])
@@ -108,7 +108,7 @@ def _as_printed(paper: Published, figures: Sequence[float | str | None]) -> list
 
 
 def _decimals(figures: Sequence[float | str | None]) -> int:
-    """How many decimals the paper prints in a column; 0 where it prints significant digits instead."""
+    """How many decimals the paper prints in a column; 0 if it prints significant digits instead."""
     numbers = [f for f in figures if isinstance(f, float)]
     if not numbers or max(numbers) > 100 * min(numbers):
         return 0

@@ -34,12 +34,12 @@ class Written(NamedTuple):
 
 
 def write(runs: Sequence[Path], out: Path | None = None) -> Written:
-    """Read the runs, write `out` (by default report.html in the first run's folder), and CSV and PNG beside it."""
+    """Read the runs; write `out` (by default report.html in the first run's folder), with CSV and PNG beside it."""
     found = read(runs)
     out = out or found[0].path.parent / "report.html"
     if out.is_dir() or not out.suffix:
         out = out / "report.html"
-    for run in found:  # a damaged run is named before anything is written
+    for run in found:  # fails for a damaged run before anything is written
         with blaming(_file_of(run), ValueError):
             make([run])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Written:
 
 
 def _file_of(run: Run) -> str:
-    """The file to blame where a run cannot be shown; the other files of a training are checked when they are read."""
+    """The file to name if a run cannot be shown. The other files of a training are checked when they are read."""
     return f"RUN={str(run.path.parent / CONFIG if run.kind == 'train' else run.path)!r}"
 
 
@@ -74,7 +74,7 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
 
 
 def _comparison(run: Run, anchor: str) -> Json:
-    """What the page shows of a comparison; a section without figures is left out."""
+    """The data of a comparison for the page, without sections that have no figures."""
     against = charts.quality_against_cost(run)
     sections: Json = {
         "curves": charts.curves(run),
@@ -99,7 +99,7 @@ def _comparison(run: Run, anchor: str) -> Json:
 
 
 def _findings(run: Run) -> Json:
-    """What a reader would look for first."""
+    """The main results, which a reader looks for first."""
     timed = [row for row in run.rows if row.training_ms]
     longest = max((row.length for row in timed), default=0)
     ratios = [(row.length, row.mechanism, row.training_ratio.median) for row in timed if row.training_ratio]
@@ -118,7 +118,7 @@ def _findings(run: Run) -> Json:
         "fastest": _listed(dict(sorted(at_longest.items(), key=lambda item: item[1])[:3])),
         "wins": charts.in_words(shown),
         "more": len(wins) if len(shown) < len(wins) else 0,
-        "below": first if below and min(below) >= 1 else 0,  # not if one won at a short length and lost again
+        "below": first if below and min(below) >= 1 else 0,  # 0 if a mechanism won at a short length and lost again
         "none_wins": not wins and len({row.mechanism for row in timed}) > 1,
         "best": best,
         "missing": sum(1 for row in run.rows if row.skipped or row.error) + len(run.comparison.quality_missing),
@@ -155,7 +155,7 @@ def _figure(column: Column, value: Spread | float | None) -> Cell:
 
 
 def _crossovers(run: Run) -> list[list[Cell]]:
-    """A row for each mechanism that was measured beside softmax; nothing if none was."""
+    """A row for each mechanism that was measured beside softmax; no rows if none was."""
     won = {what: charts.wins(run, what) for what in RATIOS}
     rows = []
     for name in names(run.rows):
@@ -190,7 +190,7 @@ def _quality(run: Run) -> list[list[Cell]]:
 
 
 def _pictures(run: Run) -> list[Json]:
-    """The pictures of a run, as data; one whose file is gone has none."""
+    """The pictures of a run as data; a picture whose file is missing has no data."""
     shown = []
     for picture in run.pictures:
         file, data, ink = run.path.parent / picture.file, "", False
@@ -203,7 +203,7 @@ def _pictures(run: Run) -> list[Json]:
 
 
 def _ink_on_white(file: Path) -> bool:
-    """Whether most of a picture is white, so that a dark page shows it inverted; photographs are only dimmed."""
+    """Whether most of a picture is white. A dark page inverts such pictures and only dims the others."""
     import matplotlib.image
 
     try:
@@ -222,7 +222,7 @@ def _provenance(run: Run) -> Json:
 
 
 def _generic(run: Run) -> Json:
-    """Any other JSON: its lists of records as tables, the rest as names and values."""
+    """Any other JSON file: lists of records become tables, the rest is shown as names and values."""
     plain: Json = {}
     tables = []
     for path, value in _leaves({k: v for k, v in run.data.items() if k not in {*ABOUT_MACHINE, "settings"}}):
@@ -236,7 +236,7 @@ def _generic(run: Run) -> Json:
 
 
 def _leaves(value: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
-    """(path, value) of everything in nested objects. Several objects of plain values are one table, keys first."""
+    """(path, value) of all values in nested objects. Several objects of plain values become one table."""
     for key, inner in value.items():
         here = f"{path} / {key}" if path else str(key)
         if not isinstance(inner, Mapping) or not inner:
@@ -264,7 +264,7 @@ def _value(value: Any) -> Cell:
 
 
 def _write_csv(runs: Sequence[Run], out: Path) -> list[Path]:
-    """Full precision, one file for each kind of record; a spread becomes three columns."""
+    """Write a CSV file in full precision for each kind of record; a spread becomes three columns."""
     files: dict[str, list[Json]] = {kind: [] for kind in ("rows", "growth", "crossovers", "quality", "curves")}
     for run in compared(runs):
         for kind in ("rows", "growth", "crossovers", "quality"):

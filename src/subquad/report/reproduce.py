@@ -1,4 +1,4 @@
-"""A reproduced table: ours beside the published figures, in the terminal and as a plot."""
+"""A reproduced table: our figures beside the published ones, in the terminal and as a plot."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +19,7 @@ LABELS = {"per": "phone error rate, %"}
 
 
 def beside(results: ReproducedTable) -> Shown:
-    """Ours, theirs, and how far ours was trained."""
+    """Our figures, the published ones, and how long ours were trained."""
     shown = Shown(title=f"{results.title} ({results.source})", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("row", "data", "ours", "published", "iteration", "trained", "speed"):
         left = column in ("row", "data")
@@ -44,7 +44,7 @@ def beside(results: ReproducedTable) -> Shown:
 
 
 def _set_here(results: ReproducedTable) -> Iterator[str]:
-    """Settings that rows were trained with beside the table's own; rows with the same ones in one line."""
+    """Settings of rows that differ from the table's own; rows with the same settings share a line."""
     rows = grouped((tuple(r.settings), name) for name, r in results.results.items() if r.settings is not None)
     for settings, names in rows.items():
         whose = "" if len(rows) == 1 else f" for {', '.join(names)}"
@@ -78,13 +78,13 @@ def _cells(row: TrainedRow) -> Iterator[str]:
 
 
 def copy_to(results: ReproducedTable, path: Path) -> None:
-    """The figures as one JSON elsewhere, and the plot beside it."""
+    """Copy the figures to another JSON file, with the plot beside it."""
     save(results, path)
     draw(results, path.with_suffix(".png"))
 
 
 def draw(results: ReproducedTable, path: Path) -> None:
-    """Plot the curves of the rows, and their figures beside the published ones, if there are any yet."""
+    """Plot the rows' curves, and their figures beside the published ones, as far as there are any."""
     trained = results.results.values()
     panels: list[Callable[[Any, ReproducedTable], None]] = []
     if any(row.training_ms for row in results.rows):
@@ -155,7 +155,7 @@ def _bars(axis: Any, results: ReproducedTable) -> None:
         axis.barh(theirs, value, 0.36, color="lightgray")
         axis.annotate(f" {value:g} published", (value, theirs), va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # downwards; few bars stay slim
+    axis.set_ylim(max(len(names), 3) - 0.4, -0.6)  # first name on top; few bars stay thin
     axis.margins(x=0.6)
     axis.set_xlabel(LABELS.get(metric, metric))
 

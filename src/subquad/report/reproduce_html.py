@@ -1,4 +1,4 @@
-"""A table that `subquad reproduce` ran, for the page: ours beside the published figures, training, what differs."""
+"""A table of `subquad reproduce` for the page: our figures beside the published ones, training, what differs."""
 
 from subquad.report import charts
 from subquad.report.html import Cell, number, size
@@ -13,7 +13,7 @@ COLUMNS = (
 
 
 def shown(run: Run) -> Json:
-    """What the template shows of it; columns without figures are left out."""
+    """The data for the template, without columns that have no figures."""
     results = run.reproduced
     theirs = {n: TrainedRow(published={results.metric: v}, error="not run") for n, v in not_run(results).items()}
     rows = [_cells(label, row, results.metric) for label, row in {**results.results, **theirs}.items()]

@@ -1,4 +1,4 @@
-"""Find and read the JSON that measurements leave: `results.json` of a run, or any file of results/."""
+"""Find and read the JSON files of measurements: `results.json` of a run, or any file of results/."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -21,11 +21,11 @@ FIGURES = "what subquad compare, train, reproduce, lra or bench writes: JSON tha
 class Run:
     name: str
     path: Path
-    data: Json  # the file as it is, for what has no type
+    data: Json  # the whole file, for figures that have no type
 
     @functools.cached_property
     def figures(self) -> Figures | None:
-        """What the file holds, if its kind is one of studies/results.py."""
+        """The typed figures of the file, if its kind is one of studies/results.py."""
         return parse(self.data, self.path)
 
     @property
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def quality(self) -> list[Quality]:
-        """What was learned, where there is a figure."""
+        """The records of quality that have a figure."""
         records: list[Quality] = getattr(self.figures, "quality", [])
         return [record for record in records if record.value is not None]
 
@@ -55,13 +55,13 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """The command that wrote it; "train" only for a folder of `subquad train`, not for any file that says so."""
+        """The command that wrote it. "train" is only a folder of `subquad train`, not any file that says so."""
         kind = str(self.data.get("kind", "figures"))
         return "figures" if kind == "train" and "curves" not in self.data else kind
 
     @property
     def machine(self) -> Json:
-        """What it ran on; older files say it outside `machine`."""
+        """The machine it ran on; older files have some of this outside `machine`."""
         machine = self.data.get("machine")
         keys = ("device", "gpu", "cpu", "versions", "torch", "triton", "python", "threads")
         older = {key: self.data[key] for key in keys if key in self.data}
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """A name that tells runs apart: what ran, where."""
+        """A name that tells runs apart: what ran, and where."""
         device = self.machine.get("device") or self.machine.get("gpu") or self.machine.get("cpu")
         return f"{self.name} ({device})" if isinstance(device, str) else self.name
 
@@ -91,7 +91,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
         runs += [training_runs.load(path)] if trained else []
         if not trained or (path / "results.json").is_file():
             loaded = [_load(file) for file in _files(path)]
-            # a folder may hold other JSON too: figures name their kind, or the machine they were measured on
+            # a folder may hold other JSON files; files of figures name their kind or their machine
             figures = [
                 r for r in loaded if isinstance(r.data.get("kind"), str) or {"machine", "device"} & r.data.keys()
             ]
@@ -104,10 +104,10 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 
 def find(root: Path = Path()) -> list[Run]:
-    """The figures to show when none are named: for each kind of device and each form (causal, bidirectional, or each
-    mechanism its own) the comparison that covers most mechanisms; then other figures of results/.
+    """The figures to show if the user names none: for each kind of device and each form (causal, bidirectional, or
+    mixed), the comparison that covers most mechanisms; then other figures of results/.
 
-    This machine's comparisons come before those of results/, and these before the ones that ship.
+    This machine's comparisons are preferred to those of results/, and these to the shipped ones.
     """
     here = [_load(file) for file in sorted(cache_folder().glob("compare_*.json"))]
     kept = [_load(file) for file in sorted(root.glob("results/*.json"))]

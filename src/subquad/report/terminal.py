@@ -13,12 +13,12 @@ from subquad.mechanisms.base import Mixer, Options
 from subquad.mechanisms.card import FIELDS, card, option_meanings
 from subquad.studies.recommend import Advice
 
-NARROW = 110  # columns: in a narrower terminal the family stands under the name
+NARROW = 110  # columns: a narrower terminal shows the family below the name
 
 
 def wrapped(text: str, width: int, first: str = "", later: str | None = None) -> str:
-    """Text in lines of this width, `later` before all but the first, ready to print; a long path stays whole, to be
-    copied."""
+    """Text in lines of this width, with `later` before all but the first, ready to print. Long paths are not broken, so
+    that they can be copied."""
     later = " " * len(first) if later is None else later
     lines = textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
@@ -48,14 +48,14 @@ def mechanism_card(name: str, width: int) -> Iterator[str]:
     yield f"[bold]{name}[/bold] [dim]{cls.family}[/dim]\n{wrapped(facts.title, width)}\n"
     for field in FIELDS:
         text = getattr(facts, field.lower())
-        # only definitions have lines of their own; the rest of a line that is too long is indented below it
+        # only definitions keep their line breaks; the rest of a line that is too long is indented below it
         lines = text.splitlines() if field == "Definition" else [" ".join(text.split())]
         indent = "  " if field == "Definition" else ""
         yield "\n".join([f"[bold]{field}[/bold]", *(wrapped(line, width, later=indent) for line in lines)]) + "\n"
 
 
 def options_table(name: str) -> Table:
-    """The options of a mechanism, its own first."""
+    """The options of a mechanism; its own come first."""
     cls = mechanism(name)
     table = Table(title="Options", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("option", "default", "meaning"):
@@ -67,7 +67,7 @@ def options_table(name: str) -> Table:
 
 
 def options(cls: type[Mixer]) -> Iterator[tuple[dataclasses.Field[Any], str, bool]]:
-    """(option, its default in words, whether all mechanisms have it), those of this mechanism alone first."""
+    """(option, its default in words, whether all mechanisms have it); the mechanism's own options come first."""
     shared = {field.name for field in dataclasses.fields(Options)}
     for option in sorted(dataclasses.fields(cls.options_type), key=lambda option: option.name in shared):
         required = option.default is dataclasses.MISSING or (option.name == "max_length" and cls.traits.fixed_length)

@@ -1,4 +1,4 @@
-"""A run of `subquad train`: what it reached, and its curves."""
+"""A run of `subquad train` for the page: its result and its curves."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def is_run(folder: Path) -> bool:
 
 
 def load(folder: Path) -> Run:
-    """A run's three files as one; a run that has not ended has no result yet."""
+    """Read a run's three files as one. A run that has not ended has no result yet."""
     config, _ = read_sealed(folder / CONFIG)
     with blaming(str(folder / CONFIG)):
         training = {key: value for key, value in config.pop("training").items() if value is not None}
@@ -38,7 +38,7 @@ def load(folder: Path) -> Run:
 
 
 def shown(run: Run, anchor: str) -> Json:
-    """What the page shows of it."""
+    """The data of the run for the page."""
     data, result = run.data, run.data["result"]
     about: Json = {"anchor": anchor, "name": run.name, "task": data["task"], "curves": curves(run)}
     if result is None:
@@ -57,7 +57,7 @@ def shown(run: Run, anchor: str) -> Json:
 
 
 def curves(run: Run) -> Json | None:
-    """Values over the steps, a view for each split and metric."""
+    """Values over training steps; a view for each split and metric."""
     points = grouped(
         ((line["split"], key), [line["step"], line[key]])
         for line in run.data["curves"]

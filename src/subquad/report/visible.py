@@ -1,4 +1,4 @@
-"""Text from outside (run names, strings in files) made safe to show: control characters are spelt out."""
+"""Make text from outside (run names, strings in files) safe to show: control characters are spelt out."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def visible(text: str) -> str:
 
 
 class Terminal(Console):
-    """A console that sends no control characters but its own."""
+    """A console that sends no control characters except its own."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)

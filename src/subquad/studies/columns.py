@@ -1,6 +1,6 @@
-"""The columns of a comparison: from this one table come those of the terminal and of the report.
+"""The columns of a comparison, in one table that the terminal and the report share.
 
-A new column is a field of `measure.cost.Row` and an entry here; the CSV has every field by itself.
+To add a column, add a field to `measure.cost.Row` and an entry here. The CSV writes every field without an entry.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,11 +32,11 @@ class Column(NamedTuple):
     title: str  # in the terminal
     heading: str  # in the report
     format: Callable[[Any], str]  # in the terminal; "-" where there is no figure
-    wide: bool = False  # only where the terminal is wide
+    wide: bool = False  # shown only in a wide terminal
 
 
 def plain_table(title: str | None, columns: Sequence[str], gap: int = 2, folds: Collection[str] = ()) -> Table:
-    """A table without lines: names to the left, figures to the right; only the columns of `folds` break their lines."""
+    """A table without lines: names align left, figures align right, and only the columns in `folds` wrap."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, gap, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=column not in folds)

@@ -1,7 +1,7 @@
-"""Every mechanism beside exact softmax: time, memory, decoding, state, quality; one file of figures.
+"""Compare every mechanism with exact softmax: time, memory, decoding, state and quality, in one file of figures.
 
-The measuring runs in a process of its own (compare_worker.py). This one writes results.json after each figure, so that
-neither a crash nor Ctrl-C loses what was measured.
+Measuring runs in its own process (compare_worker.py). This process writes results.json after each figure, so neither a
+crash nor Ctrl-C loses what was measured.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from subquad.studies.results import Comparison, MissingQuality, Quality, from_js
 from subquad.studies.settings import Settings
 from subquad.tasks.tokens import load_tokens
 
-WARMERS = 8  # processes that compile at once: each takes some hundred MB of the GPU
-WIDE = 110  # columns of a terminal that has room for every column
+WARMERS = 8  # processes that compile at once: each takes a few hundred MB of GPU memory
+WIDE = 110  # width of a terminal, in characters, that has room for every column
 Work = Callable[[Settings, list[Job], list[Row]], Iterator[Event]]
 
 
@@ -42,9 +42,9 @@ def compare(
 ) -> Comparison:
     """Measure, write out/results.json after each figure, and return what it holds.
 
-    `remember`: keep a copy for `subquad recommend` if the comparison is complete: one of a few mechanisms would hide
-    better figures. `work` measures: by default a process of its own, which may die without harm. Ctrl-C ends the
-    measuring, not this function.
+    `remember`: keep a copy for `subquad recommend` if the comparison is complete. A copy with only a few mechanisms
+    would hide better figures. `work` does the measuring: by default in its own process, which may die without harm.
+    Ctrl-C stops the measuring, and this function still returns.
     """
     if settings.data is not None:
         load_tokens(Path(settings.data))  # refuse bad data before anything is measured
@@ -70,7 +70,7 @@ def compare(
 
 
 def _check_room(settings: Settings) -> None:
-    """Refuse what not even the shortest length has memory for: nothing would be measured, slowly."""
+    """Raise if not even the shortest length fits into memory, instead of failing slowly at every measurement."""
     free, shortest = free_bytes(settings.device), settings.shape(settings.lengths[0], causal=True)
     weights = 2 * 4 * settings.dim**2 * DTYPES[settings.dtype].itemsize  # of softmax, with their gradients
     if weights > free:
@@ -89,7 +89,7 @@ def whole(results: Comparison) -> bool:
 
 
 def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
-    """Compile the kernels of all mechanisms side by side, which the measuring process would do one after the other."""
+    """Compile the kernels of all mechanisms in parallel: the measuring process would compile them one by one."""
     first = [{**job, "kind": "warm"} for job in jobs if job["kind"] == "row" and job["length"] == settings.lengths[0]]
     count = max(1, min(WARMERS, (os.cpu_count() or 1) // 2, len(first)))
 
@@ -104,9 +104,9 @@ def _warm(settings: Settings, jobs: list[Job], console: Console) -> None:
 
 
 def plan(settings: Settings) -> list[Job]:
-    """Lengths from short to long, so that an early end leaves something of everybody; then quality."""
+    """The jobs: from short to long lengths, so that an early end leaves figures of every mechanism; then quality."""
     forms = {name: settings.is_causal(name) for name in settings.mechanisms}
-    order = sorted(forms, key=lambda name: not forms[name])  # those that share a yardstick one after the other
+    order = sorted(forms, key=lambda name: not forms[name])  # mechanisms with the same yardstick follow each other
     jobs: list[Job] = [
         {"kind": "row", "mechanism": name, "length": length, "causal": forms[name]}
         for length in settings.lengths
@@ -120,7 +120,7 @@ def plan(settings: Settings) -> list[Job]:
 def _run(
     settings: Settings, jobs: list[Job], results: Comparison, work: Work, out: Path, report: Callable[[Job, str], None]
 ) -> list[Job]:
-    """Do jobs until all are done or the process dies; returns those that are left."""
+    """Do jobs until all are done or the process dies; returns the remaining jobs."""
     done = 0
     try:
         for event in work(settings, jobs, results.rows):
@@ -155,7 +155,7 @@ def _row(job: Job, **why: Any) -> Row:
 
 
 def _keep_quality(results: Comparison, record: Event) -> str:
-    """Put the record of a training where it belongs; returns it in words."""
+    """Store the record of a training in the results; returns a summary of it."""
     if "value" not in record:
         results.quality_missing.append(from_json(MissingQuality, record, "quality"))
         return str(record["reason"])
@@ -170,9 +170,9 @@ def _save(results: Comparison, out: Path) -> None:
 
 
 def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator[Event]:
-    """Do the jobs in another process; Died if that ends early."""
-    # threads that spin for long while they wait lose twenty times their time to any neighbour on the machine; a short
-    # spin costs nothing where there is none
+    """Do the jobs in another process; raises Died if it ends early."""
+    # threads that spin for long while they wait can become twenty times slower when another program uses the cores; on
+    # an idle machine a short spin costs nothing
     setup, defaults = {"settings": settings.to_dict(), "rows": to_json(rows)}, {"GOMP_SPINCOUNT": "1000"}
     process = Worker("subquad.studies.compare_worker", setup, defaults)
     try:
@@ -180,7 +180,7 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
             yield {"begin": job}
             event = process.ask(job)
             yield {**event, "row": from_json(Row, event["row"], "row")} if "row" in event else event
-            if process.process is None:  # an error of the GPU ended it: the jobs that are left need another one
+            if process.process is None:  # a GPU error ended it: the remaining jobs need a new process
                 return
     finally:
         process.close(patience=0)
@@ -188,7 +188,7 @@ def _elsewhere(settings: Settings, jobs: list[Job], rows: list[Row]) -> Iterator
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[Job, str], None]]:
-    """A bar in a terminal, a line a figure elsewhere."""
+    """A progress bar in a terminal; one line per figure when the output is not a terminal."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task("starting", total=total)
@@ -215,12 +215,12 @@ def _summary(row: Row) -> str:
 
 
 def tables(results: Comparison, width: int = 120) -> list[Table]:
-    """What was measured, at the longest length of each mechanism; and why something was not."""
+    """The figures at each mechanism's longest measured length, and the reasons why others are missing."""
     settings, quality = results.settings, {record.mechanism: record for record in results.quality}
     title = (
         f"{results.machine['device']}, {settings['dtype']}, batch {settings['batch']}, width {settings['dim']}, "
-        f"{settings['heads']} heads. x: times exact softmax of the same run. "
-        "growth: training time as T to this power (documented). from T: faster than softmax beyond it"
+        f"{settings['heads']} heads. x: ratio to exact softmax in the same run. "
+        "growth: training time grows as T to this power (documented). from T: faster than softmax from this length on"
     )
     wide = width >= WIDE
     columns = [column for column in COLUMNS if wide or not column.wide]
@@ -235,7 +235,7 @@ def tables(results: Comparison, width: int = 120) -> list[Table]:
         cells = [name + ("*" if other_form else ""), f"{row.length:,}"]
         for column in columns:
             figure = getattr(row, column.field)
-            itself = name == YARDSTICK and column.format is ratio  # what was measured there is noise
+            itself = name == YARDSTICK and column.format is ratio  # the measured ratio to itself is noise
             cells.append("-" if figure is None else "1.00" if itself else column.format(figure))
         time = "-" if exponents.time is None else f"{exponents.time:.2f}"
         cells.append(f"{time} ({exponents.documented_time:g})")
@@ -245,18 +245,18 @@ def tables(results: Comparison, width: int = 120) -> list[Table]:
     if any(not row.causal for row in results.rows) and settings["causal"] is None:
         table.caption, table.caption_justify = "* bidirectional, against bidirectional softmax", "left"
     learned = plain_table(None, ("learned", f"{metric} on {results.quality[0].task}") if quality else ())
-    for name, record in quality.items() if not wide else ():  # no room beside the others
+    for name, record in quality.items() if not wide else ():  # the first table has no room for this column
         learned.add_row(name, _learned(record, metric), style="bold" if name == YARDSTICK else None)
     return [shown for shown in (table, learned, reasons(results)) if shown.row_count]
 
 
 def reasons(results: Comparison) -> Table:
-    """Why something was not measured."""
+    """The reasons for missing figures."""
     columns = ("mechanism", "T", "why")
     table = Table(*columns, title="not measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in growth.names(results.rows):
         lost = [row for row in results.rows if row.mechanism == name and (row.error or row.skipped)]
-        if lost:  # the first reason; those of longer lengths follow from it
+        if lost:  # only the first reason: those of longer lengths follow from it
             until = "" if len(lost) == 1 else f" to {lost[-1].length:,}"
             table.add_row(name, f"{lost[0].length:,}{until}", escape(lost[0].error or lost[0].skipped or ""))
     for missing in results.quality_missing:
@@ -272,7 +272,7 @@ def _longest(rows: list[Row]) -> list[Row]:
 
 
 def _learned(record: Quality | None, metric: str) -> str:
-    """The value, with its unit where that is not the column's: the two forms may learn different things."""
+    """The value, and its unit if it differs from the column's: the two forms may learn different tasks."""
     if record is None or record.value is None:
         return "-"
     return f"{record.value:.3f}" + ("" if record.metric == metric else f" {record.metric}")

@@ -1,4 +1,4 @@
-"""The process that measures, apart from the one that keeps the figures: if it dies, only one figure is lost."""
+"""The process that measures. Another process keeps the figures, so if this one dies only one figure is lost."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from subquad.studies.settings import Settings
 Job = dict[str, Any]  # "kind" (row, quality or warm) and "mechanism"; of a row and of warming up "length" and "causal"
 Event = dict[str, Any]  # {"begin": Job}, {"row": Row}, {"quality": its record} or {"warmed": name}
 SAFE = 0.8  # of the free memory: an estimate is not exact
-POISONED = ("CUDA error", "device-side assert", "illegal memory access")  # after these a process can use no GPU
+POISONED = ("CUDA error", "device-side assert", "illegal memory access")  # after these a process cannot use a GPU
 
 
 class Skip(Exception):
@@ -41,7 +41,7 @@ class Skip(Exception):
 
 
 def warm(name: str, shape: Shape) -> None:
-    """Run everything once, so that kernels are compiled; errors are left to the measuring, which reports them."""
+    """Run everything once, so that kernels are compiled. Errors are ignored here: measuring reports them later."""
     with contextlib.suppress(Exception):
         subject = Subject(name, shape)
         subject.forward()
@@ -51,7 +51,7 @@ def warm(name: str, shape: Shape) -> None:
 
 
 class Bench:
-    """Does one job after the other; keeps what earlier rows cost and the yardstick of the current shape."""
+    """Does jobs one after another; remembers the costs of earlier rows and the yardstick of the current shape."""
 
     def __init__(self, settings: Settings, rows: Sequence[Row] = ()):
         self.settings = settings
@@ -68,7 +68,7 @@ class Bench:
         return {"warmed": job["mechanism"]}
 
     def row(self, name: str, length: int, causal: bool) -> Row:
-        """The figures of one mechanism at one length, or why there are none; nothing is raised."""
+        """The figures of one mechanism at one length, or the reason why there are none. Never raises."""
         row = Row(mechanism=name, length=length, causal=causal)
         try:
             self._measure(row, self.settings.shape(length, causal))
@@ -111,7 +111,7 @@ class Bench:
             setattr(row, f"{what}_ratio", spread(ratios[what]))
 
     def _yardstick_of(self, shape: Shape) -> Yardstick | None:
-        """Exact softmax of this shape, or None where it is too slow or too large itself."""
+        """Exact softmax of this shape, or None if softmax itself is too slow or too large."""
         if shape != self.yardstick_shape:
             self.yardstick, self.yardstick_shape = None, shape
             try:
@@ -131,7 +131,7 @@ class Bench:
         length, spent = before.length, before.training_ms.low / 1000
         expected = grown(spent, length, shape.length, mechanism(name).exponent)
         if expected > limit:
-            about = f"{expected:.2g}" if expected < 99.5 else f"{expected:,.0f}"  # never a power of ten
+            about = f"{expected:.2g}" if expected < 99.5 else f"{expected:,.0f}"  # without an exponent
             raise Skip(
                 f"too slow: a training step took {spent:.2g} s at T = {length}, so about {about} s here; "
                 f"the limit is {limit:g} s"

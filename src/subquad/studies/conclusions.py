@@ -1,4 +1,4 @@
-"""What a demo showed, in three sentences that hold whatever its figures are."""
+"""Three sentences on what a demo measured. They are correct for any figures."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from subquad.measure.growth import amount
 from subquad.studies.columns import milliseconds
 from subquad.studies.results import Comparison, Quality
 
-CLOSE = 0.05  # of the time: neither faster nor slower
+CLOSE = 0.05  # times that differ by less than this share count as equal
 
 
 def conclusions(results: Comparison) -> list[str]:
@@ -57,7 +57,7 @@ def _memory(rows: Sequence[Row]) -> str:
     ours, theirs = (measured[length].state_bytes or 0 for measured in (linear, softmax))
     constant = len({row.state_bytes for row in linear.values()}) == 1 and len(linear) > 1
     text = (
-        f"Memory: to go on after {length:,} tokens linear keeps {readable(ours)}"
+        f"Memory: to continue after {length:,} tokens linear keeps {readable(ours)}"
         f"{', as at every length,' if constant else ''} and {YARDSTICK} a cache of {readable(theirs)}, "
         f"{f'{theirs / ours:,.3g} times as much' if theirs >= ours else 'which is less'}"
     )

@@ -50,14 +50,14 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "routing": {"clusters": 4, "window": 2 * digits.SIDE},
 }
 SHIPPED, IMAGES = "mnist_linear", 6  # the checkpoint that writes first, and how many images
-SEED = 8  # of its images: these are easy to read
+SEED = 8  # gives images that are easy to read
 BORDER = 2  # pixels around its images that are not drawn, so that three fit into 80 columns
 STEPS = 150  # of each mechanism in the comparison
 WRITING = 1200  # steps of the linear model that writes digits worth looking at
 TEMPERATURE = 0.8  # of the small models' sampling: their rare pixels are mostly mistakes
 BATCH = 32
 POINTS = 50  # of each loss curve
-LINE = 300  # steps between lines about a training where there is no terminal for a bar
+LINE = 300  # steps between lines of progress when the output is not a terminal
 SHAPE = (digits.SIDE, digits.SIDE, 1)
 Json = dict[str, Any]
 Draw = Callable[[Tensor], RenderableType]  # images [N, rows, columns] for the terminal
@@ -106,12 +106,12 @@ def demo(
         console.print(sentence, highlight=False, markup=False)
     console.print(f"\ndigits written by linear as an RNN: {out / written['picture']['file']}", soft_wrap=True)
     console.print(f"figures: {out / 'results.json'}", soft_wrap=True)
-    console.print(f"{time.perf_counter() - started:.0f} s in all; a later run reuses what is done (--fresh: anew)")
+    console.print(f"{time.perf_counter() - started:.0f} s in all; a later run reuses this (--fresh starts over)")
     return results
 
 
 def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | None:
-    """Something to look at first: a trained model writes digits, drawn as they come. None if it is not there."""
+    """The first stage: a shipped model writes digits, drawn as they come. None if the checkpoint is missing."""
     settings = {"checkpoint": SHIPPED, "count": IMAGES, "seed": SEED}
     path, file = out / "digits_shipped.json", "digits_shipped.png"
     stage = None if fresh else _earlier(path, settings)
@@ -121,7 +121,7 @@ def _shipped(out: Path, console: Console, draw: Draw, fresh: bool) -> Json | Non
         return stage
     try:
         folder = shipped.find(SHIPPED)
-        model = load(folder).float()  # shipped in half the bytes, which CPUs compute with slowly
+        model = load(folder).float()  # it is shipped in 16 bits, which are slow on CPUs
         assert isinstance(model, LanguageModel)
         rows, columns, _ = image_shape(model) or (0, 0, 0)
     except (ValueError, OSError) as error:
@@ -161,7 +161,7 @@ def _inner(images: Tensor) -> Tensor:
 
 
 def _digits(name: str, stage: str, out: Path, console: Console, steps: int, count: int, fresh: bool) -> Json:
-    """One mechanism: trained, tested, its digits drawn; or what an earlier run left of the same stage."""
+    """Train and test one mechanism and draw its digits, or reuse this stage of an earlier run."""
     settings = {"mechanism": name, "options": CONTENDERS[name], "steps": steps, "batch": BATCH, "count": count}
     settings["temperature"] = TEMPERATURE
     path, file = out / f"digits_{stage}.json", f"digits_{stage}.png"
@@ -169,7 +169,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
     if before is not None and "standard_error" in before["quality"] and (out / file).exists():
         console.print(f"  {name}: {before['quality']['value']:.3f} bits/dim, from an earlier run", highlight=False)
         return before
-    task = Images("digits", validation=1)  # all but one of the training images: nothing is chosen by validation
+    task = Images("digits", validation=1)  # trains on all other images: validation chooses nothing here
     every = max(1, steps // POINTS)
     training = dataclasses.replace(
         Digits.training, steps=steps, batch=BATCH, warmup=max(1, steps // 20), log_every=every
@@ -185,7 +185,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
             if not console.is_terminal and step // LINE > (step - every) // LINE and step < steps:
                 console.print(f"  {name}: {bits:.3f} bits/dim after {step:,} of {steps:,} steps", highlight=False)
 
-        # a model this small gains nothing from a second thread, and loses much beside a busy process
+        # so small a model gains nothing from a second thread, and with one it is much slower on a busy machine
         fields = {**MODEL, "mechanism": (name, CONTENDERS[name])}
         learned = run_small(0, lambda: learn(task, fields, training, watch=watch))
     model, seconds, value = learned.model.eval(), learned.seconds, learned.measures["bits/dim"]
@@ -221,7 +221,7 @@ def _digits(name: str, stage: str, out: Path, console: Console, steps: int, coun
 
 @torch.no_grad()
 def standard_error(model: LanguageModel, images: Tensor) -> float:
-    """Of the bits/dim over these images [N, 64]: how far they would vary with other images."""
+    """The standard error of bits/dim over these images [N, 64]: how much the mean varies with the choice of images."""
     inputs = nn.functional.pad(images[:, :-1], (1, 0), value=digits.SHADES)
     bits = cross_entropy(model(inputs), images, reduction="none").mean(1) / math.log(2)  # [N]
     return float(bits.std() / math.sqrt(len(bits)))
@@ -247,7 +247,7 @@ def picture(real: Tensor, generated: Tensor, path: Path, title: str, columns: in
 
 
 def _earlier(path: Path, settings: Json) -> Json | None:
-    """What an earlier run with the same settings left, if it is whole."""
+    """What an earlier run with the same settings saved; None if there is none or its file is damaged."""
     try:
         stage = read_object(path)
     except (OSError, ValueError):
@@ -288,11 +288,11 @@ def _digits_table(quality: Sequence[Quality]) -> Table:
 
 
 def _lengths_table(results: Comparison) -> Table:
-    """Who is fastest at which length; what the longest takes."""
+    """Which mechanism is fastest at each length, and what the longest length costs."""
     lengths, crossed = results.settings["lengths"], {c.mechanism: c.training for c in results.crossovers}
     ratios: dict[str, dict[int, float]] = {row.mechanism: {} for row in results.rows}
     for row in results.rows:
-        if row.training_ratio is not None:  # softmax beside itself is 1, and what it measured there is noise
+        if row.training_ratio is not None:  # softmax against itself is 1: the measured ratio is noise
             ratios[row.mechanism][row.length] = 1.0 if row.mechanism == YARDSTICK else row.training_ratio.median
     best = {n: min((at[n] for at in ratios.values() if n in at), default=None) for n in lengths}
     longest = {row.mechanism: row for row in results.rows if row.length == max(lengths)}

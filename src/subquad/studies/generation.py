@@ -1,7 +1,7 @@
 """Generation measured: images or tokens a second, latency a token, bytes of state a stream.
 
-Time is that of the whole loop, sampling included, after the step has been compiled and captured. Each mechanism runs at
-the same batch as the others, and at the largest its memory allows.
+Times are of the whole loop, sampling included, after the step was compiled and captured. All mechanisms run at the same
+batch sizes, and each also runs at the largest batch that fits into memory.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def paper_model(
 def make_loop(
     model: Any, batch: int, capacity: int, *, compile: bool = False, lanes: int = 1, unroll: int = 1, seed: int = 0
 ) -> Loop:
-    """Streams of nothing but a start token, the last of the vocabulary."""
+    """A loop whose streams hold only the start token, the last of the vocabulary."""
     device = model.device
     state = decoder_of(model).init_state(batch, capacity)
     token = torch.full((batch,), model.config.embedding.vocab - 1, device=device)
@@ -61,7 +61,7 @@ def make_loop(
 
 
 def rewind(loop: Loop, start: int, position: int = 0) -> None:
-    """Back to the first token, in the same memory; or on to a position, as if that many tokens had been read."""
+    """Reset the loop in place to the first token, or set it to a position as if that many tokens had been read."""
     if position == 0:
         fresh = loop.decoder.init_state(1, 1)
         for (_, tensor), (_, first) in zip(leaves(loop.state), leaves(fresh), strict=True):
@@ -173,7 +173,7 @@ def bench(console: Console, out: Path, options: GenerationSettings) -> Figures:
 
 
 def facts(device: str = "cpu") -> Figures:
-    """Where figures come from."""
+    """The device and the versions that figures were measured with."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),

@@ -1,7 +1,7 @@
 """Every published figure that ours are compared with: the tables of the papers, as data.
 
-A column says which of our figures is the same thing: a quality on the same task in the same metric, or a time or a
-memory as a ratio to softmax in one run, because absolute ones belong to a machine. `report/published.py` looks it up.
+A column says which of our figures to compare it with: quality on the same task in the same metric, or time or memory as
+a ratio to softmax in the same run, because absolute values depend on the machine. `report/published.py` looks it up.
 `printed` gives a row's figures to the tables that `subquad reproduce` runs.
 """
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 
 class Quality(NamedTuple):
-    """A metric on a task, both as lower-case letters and digits alone."""
+    """A metric on a task, both written with lower-case letters and digits only."""
 
     task: str
     metric: str
 
 
 class Speed(NamedTuple):
-    """Training steps a second at this length, over those of softmax; with `arena` also those of the arena's models."""
+    """Training steps a second at this length, relative to softmax; with `arena`, those of the arena's models count."""
 
     length: int
     arena: bool = True
 
 
 class Memory(NamedTuple):
-    """Peak memory at this length, over that of softmax."""
+    """Peak memory at this length, relative to softmax."""
 
     length: int
 
@@ -117,7 +117,7 @@ _TABLES = (
          ("BigBird", "bigbird", (36.05, 64.02, 59.29, 40.83, 74.87, 55.01)),
          ("Linear Trans.", "linear", (16.13, 65.90, 53.09, 42.34, 75.30, 50.55)),
          ("Performer", "performer", (18.01, 65.40, 53.82, 42.77, 77.05, 51.41))),
-        "All fail on Path-X. Guessing the most frequent answer of ListOps gives 17 %: 15 to 18 % is nothing learned.",
+        "All fail on Path-X. Always giving the most frequent answer of ListOps scores 17 %, so 15 to 18 % is chance.",
     ),
     Published(
         "lra-speed", "Long Range Arena: training steps a second, over those of the Transformer", ARENA,
@@ -127,9 +127,9 @@ _TABLES = (
          ("Reformer", "reformer", (0.5, 0.4, 0.7, 0.8)), ("Sinkhorn Trans.", "sinkhorn", (1.1, 1.6, 2.9, 3.8)),
          ("Synthesizer", "synthesizer", (1.1, 1.2, 2.9, 1.4)), ("BigBird", "bigbird", (0.9, 0.8, 1.2, 1.1)),
          ("Linear Trans.", "linear", (1.1, 1.9, 3.7, 5.6)), ("Performer", "performer", (1.2, 1.9, 3.8, 5.7))),
-        "Theirs: a model on 16 TPU v3 chips, dense softmax. Ours, of subquad lra --efficiency: a model against softmax "
-        "with the T x T matrix, so that our softmax, a flash kernel, is faster than 1; of subquad compare: one layer "
-        "against flash softmax. On the run's machine.",
+        "Theirs: whole models on 16 TPU v3 chips, against dense softmax. Ours, on the run's machine: subquad lra "
+        "--efficiency compares whole models with softmax that builds the T x T matrix, so our softmax, a flash kernel, "
+        "is above 1; subquad compare compares one layer with flash softmax.",
     ),
     Published(
         "lra-memory", "Long Range Arena: peak memory, over that of the Transformer", ARENA,
@@ -145,7 +145,7 @@ _TABLES = (
             ("BigBird", "bigbird", (0.77, 1.49, 2.18, 2.88)),
             ("Linear Trans.", "linear", (0.37, 0.57, 0.80, 1.03)),
             ("Performer", "performer", (0.37, 0.59, 0.82, 1.06)))),
-        "Theirs stores the T x T matrix for the backward pass; our softmax is a flash kernel: its memory grows with T.",
+        "Their softmax stores the T x T matrix for the backward pass. Ours is a flash kernel, whose memory grows as T.",
     ),
 )
 # fmt: on
@@ -153,9 +153,9 @@ TABLES = {table.name: table for table in _TABLES}
 
 
 def printed(table: str, label: str, *measures: str, first: int = 0, data: str | None = None) -> dict[str, float]:
-    """Figures of a row under the names of our measures, from column `first` on.
+    """The published figures of a row, keyed by the names of our measures, from column `first` on.
 
-    `data` tells rows of one label apart, by their first column.
+    If several rows have the same label, `data` selects the one with this first column.
     """
     (figures,) = (figures for name, _, figures in TABLES[table].rows if name == label and data in (None, figures[0]))
     return dict(zip(measures, figures[first:], strict=False))  # type: ignore[arg-type]

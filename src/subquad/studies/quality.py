@@ -21,7 +21,7 @@ POINTS = 50  # of a curve
 
 
 def quality(settings: Settings, name: str) -> dict[str, Any]:
-    """The record of one mechanism, or the reason why there is none; nothing is raised."""
+    """The record of one mechanism, or the reason why there is none. Never raises."""
     record: dict[str, Any] = {"mechanism": name, "task": task_name(settings)}
     causal, traits = settings.is_causal(name), mechanism(name).traits
     if not (traits.causal if causal else traits.bidirectional):
@@ -40,7 +40,7 @@ def task_name(settings: Settings) -> str:
 
 
 def make_task(settings: Settings, causal: bool) -> tuple[Task | None, int | None]:
-    """(the task, how many examples of its test part are enough) in this form; None if it has no such form."""
+    """(the task in this form, how many of its test examples are enough); no task if it has no such form."""
     if settings.data is not None:
         return Tokens(settings.data) if causal else None, 64
     if settings.task == "copy":
@@ -61,7 +61,7 @@ def _train(task: Task, examples: int | None, name: str, settings: Settings, caus
         log_every=every, precision="fp32",
     )  # fmt: skip
     learned = learn(task, fields, training, device=settings.device, examples=examples)
-    percent = isinstance(task, Classification)  # a record holds the share
+    percent = isinstance(task, Classification)  # measured in %, recorded as a fraction
     unit = math.log(2) if task.metric.startswith("bits/") else 1.0
     return {
         "metric": task.metric,

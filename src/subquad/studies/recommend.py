@@ -17,7 +17,7 @@ from subquad.studies.columns import duration
 from subquad.studies.results import Comparison, Quality, load
 
 CLEARLY = 0.9  # of softmax's cost: an approximation must be this much cheaper to be put before the exact one
-WORSE = 0.05  # relative loss of quality beyond which a mechanism comes after those without it
+WORSE = 0.05  # a mechanism whose quality is worse than softmax's by more than this share ranks last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Request:
     causal: bool = False
     decode: bool = False
     cross: bool = False
-    device: str | None = None  # None: that of the figures that are named, else the CPU
+    device: str | None = None  # None: the device of the named figures, else the CPU
 
     def __post_init__(self) -> None:
         at_least(self, length=1)
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Figures:
-    """Measurements, and in words whose they are."""
+    """Measurements, and a description of where they come from."""
 
     results: Comparison
     origin: str
@@ -49,20 +49,20 @@ class Figures:
 @dataclass(frozen=True)
 class Choice:
     mechanism: str
-    cost: float  # over softmax: training time, with decoding the geometric mean of training and decoding
+    cost: float  # relative to softmax: training time; with `decode`, the geometric mean of training and decoding
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Advice:
-    figures: str  # whose they are, where and how they were measured
+    figures: str  # which figures were used, where and how they were measured
     verdict: str  # one sentence
     choices: tuple[Choice, ...]
 
 
 def recommend(request: Request, source: Path | None = None) -> Advice:
     figures = find(request, source)
-    with blaming(f"what the {figures.origin} are read from"):
+    with blaming(f"the file of the {figures.origin}"):
         return _advise(figures, request)
 
 
@@ -93,7 +93,7 @@ def _advise(figures: Figures, request: Request) -> Advice:
     ]
     if not choices:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
-    # exactness is worth something: softmax stands where an approximation is not clearly cheaper
+    # recommend exact softmax unless an approximation is clearly cheaper
     worth = {YARDSTICK: CLEARLY}
     choices.sort(key=lambda c: (_falls_short(c.mechanism, quality), c.cost * worth.get(c.mechanism, 1.0)))
     best = tuple(choices[:3])
@@ -104,8 +104,8 @@ def _advise(figures: Figures, request: Request) -> Advice:
 
 
 def find(request: Request, source: Path | None = None) -> Figures:
-    """The named file; else of this machine's last comparison and of those that ship the one that comes nearest to the
-    length, this machine's where they are equally near."""
+    """The figures of the named file. Without one, this machine's last comparison or a shipped one, whichever comes
+    nearest to the length; this machine's if they are equally near."""
     if source is not None:
         path = source / "results.json" if source.is_dir() else source
         with blaming(str(path)):
@@ -135,7 +135,7 @@ def find(request: Request, source: Path | None = None) -> Figures:
 
 
 def _nearest(results: Comparison, request: Request) -> int:
-    """The length that is asked for, or the end of what was measured."""
+    """The requested length, limited to the range that was measured."""
     lengths = [row.length for row in _timed(results, request)]
     return min(max(request.length, min(lengths)), max(lengths))
 
@@ -153,7 +153,7 @@ def _read(path: Path) -> Comparison:
 
 
 def _serves(results: Comparison, request: Request) -> bool:
-    """Whether most of what it compares was measured in the form that is asked for."""
+    """Whether most of its mechanisms that have the requested form were measured in it."""
     compared = names(results.rows)
     possible = [name for name in compared if name in MECHANISMS and _has_form(MECHANISMS[name].traits, request)]
     return len(names(_timed(results, request))) * 2 > len(possible)
@@ -187,7 +187,7 @@ def _has_form(traits: Traits, request: Request) -> bool:
 def _weigh(
     name: str, request: Request, rows: Sequence[Row], results: Comparison, quality: Mapping[str, Quality], length: int
 ) -> Choice | None:
-    """The choice with its reasons; None where something needed was not measured."""
+    """The choice with its reasons; None if a figure that it needs was not measured."""
 
     def figure(field: str) -> float | None:
         return between(*series(rows, name, field), length)
@@ -232,7 +232,7 @@ def _weigh(
             f"after {mine.steps} steps"
         )
     if MECHANISMS[name].traits.fixed_length:
-        reasons.append("has parameters for each position: needs max_length, and takes no longer sequence")
+        reasons.append("has parameters for each position: needs max_length, and accepts no longer sequence")
     return Choice(name, cost, tuple(reasons))
 
 
@@ -245,7 +245,7 @@ def _growth_of_state(sizes: Sequence[float]) -> str:
 
 
 def _quality(sources: Sequence[Comparison], request: Request) -> dict[str, Quality]:
-    """Quality of each mechanism by the first of these figures that know it."""
+    """The quality of each mechanism, from the first comparison that has it."""
     for source in sources:
         formed = {row.mechanism for row in source.rows if row.causal == request.causal}
         known = {q.mechanism: q for q in source.quality if q.mechanism in formed and q.value is not None}
@@ -281,5 +281,5 @@ def _compared(ratio: float) -> str:
 
 
 def _times(ratio: float) -> str:
-    """Two digits, and never a power of ten."""
+    """A ratio with two digits, never with an exponent."""
     return f"{ratio:.2g} times" if ratio < 99.5 else f"{round(ratio, 1 - math.floor(math.log10(ratio))):,.0f} times"

@@ -1,7 +1,7 @@
 """Files of figures: what each kind holds, and the one place that writes and reads them.
 
-Every kind is a dataclass whose fields are the keys of its JSON. Fields that older files lack have their defaults, keys
-that this version does not know are ignored, and a value of another type is refused by name.
+Every kind is a dataclass whose fields are the keys of its JSON. Fields that older files lack get their defaults,
+unknown keys are ignored, and a value of the wrong type raises an error that names it.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Quality:
     steps: int | None = None
     seconds: float | None = None
     curve: Curve = field(default_factory=list)
-    standard_error: float | None = field(default=None, metadata=OPTIONAL)  # these four of subquad demo
+    standard_error: float | None = field(default=None, metadata=OPTIONAL)  # these four: subquad demo only
     parameters: int | None = field(default=None, metadata=OPTIONAL)
     images_per_second: float | None = field(default=None, metadata=OPTIONAL)
     state_bytes_per_image: int | None = field(default=None, metadata=OPTIONAL)
@@ -70,7 +70,7 @@ class MissingQuality:
 
 @dataclass(kw_only=True)
 class Comparison(Figures):
-    """Of `subquad compare`, and of `subquad demo`."""
+    """Written by `subquad compare` and `subquad demo`."""
 
     kind: str = "compare"
     settings: Json = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Comparison(Figures):
     quality_missing: list[MissingQuality] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     interrupted: bool = False
-    quality_measured: Json | None = field(default=None, metadata=OPTIONAL)  # where, if elsewhere
-    summary: list[str] | None = field(default=None, metadata=OPTIONAL)  # of subquad demo
+    quality_measured: Json | None = field(default=None, metadata=OPTIONAL)  # on which machine, if on another one
+    summary: list[str] | None = field(default=None, metadata=OPTIONAL)  # subquad demo only
 
 
 @dataclass(kw_only=True)
 class ScalingRow(Row):
-    """A sample of a batch that shrinks as the length grows."""
+    """The cost of one sample, from a batch that shrinks as the length grows."""
 
     label: str
     batch: int = 1
@@ -105,7 +105,7 @@ class TrainedRow:
     error: str | None = field(default=None, metadata=OPTIONAL)
     data: str | None = field(default=None, metadata=OPTIONAL)
     config: Json | None = field(default=None, metadata=OPTIONAL)
-    settings: list[str] | None = field(default=None, metadata=OPTIONAL)  # beside the table's own
+    settings: list[str] | None = field(default=None, metadata=OPTIONAL)  # in addition to the table's own
     commit: str | None = field(default=None, metadata=OPTIONAL)
     device: str | None = field(default=None, metadata=OPTIONAL)
     curve: Curve | None = field(default=None, metadata=OPTIONAL)
@@ -115,9 +115,9 @@ class TrainedRow:
     steps_wanted: int | None = field(default=None, metadata=OPTIONAL)
     cut_short_by_time: bool | None = field(default=None, metadata=OPTIONAL)
     seconds: float | None = field(default=None, metadata=OPTIONAL)
-    examples_per_second: float | None = field(default=None, metadata=OPTIONAL)  # updates alone
-    warm_up_counted: bool | None = field(default=None, metadata=OPTIONAL)  # too short a run for less
-    examples_per_second_overall: float | None = field(default=None, metadata=OPTIONAL)  # with everything
+    examples_per_second: float | None = field(default=None, metadata=OPTIONAL)  # updates only
+    warm_up_counted: bool | None = field(default=None, metadata=OPTIONAL)  # the run was too short to leave it out
+    examples_per_second_overall: float | None = field(default=None, metadata=OPTIONAL)  # all included
     peak_bytes: float | None = field(default=None, metadata=OPTIONAL)
     parameters: int | None = field(default=None, metadata=OPTIONAL)
     epochs: float | None = field(default=None, metadata=OPTIONAL)
@@ -125,10 +125,10 @@ class TrainedRow:
     iteration: Json | None = field(default=None, metadata=OPTIONAL)
     pieces: list[str] | None = field(default=None, metadata=OPTIONAL)
     images_per_second_written: float | None = field(default=None, metadata=OPTIONAL)
-    longest: int | None = field(default=None, metadata=OPTIONAL)  # of the scaling test, as the next two
+    longest: int | None = field(default=None, metadata=OPTIONAL)  # scaling test only, like the next two
     training_ms: float | None = field(default=None, metadata=OPTIONAL)
     growth: Json | None = field(default=None, metadata=OPTIONAL)
-    context: int | None = field(default=None, metadata=OPTIONAL)  # of the table of contexts
+    context: int | None = field(default=None, metadata=OPTIONAL)  # table of contexts only, like the next two
     window: int | None = field(default=None, metadata=OPTIONAL)
     bytes: int | None = field(default=None, metadata=OPTIONAL)
 
@@ -142,7 +142,7 @@ class TableBudget:
 
 @dataclass(kw_only=True)
 class ReproducedTable(Figures):
-    """Of `subquad reproduce`."""
+    """Written by `subquad reproduce`."""
 
     kind: str = "reproduce"
     table: str = ""
@@ -199,15 +199,15 @@ class ArenaBudget:
 
 @dataclass(kw_only=True)
 class ArenaTable(Figures):
-    """Of `subquad lra`."""
+    """Written by `subquad lra`."""
 
     kind: str = "lra"
     budget: ArenaBudget = field(default_factory=ArenaBudget)
     runs: list[ArenaRun] = field(default_factory=list)
     quality: list[Quality] = field(default_factory=list)
-    rows: list[Json] = field(default_factory=list)  # none
+    rows: list[Json] = field(default_factory=list)  # always empty
     left: list[str] = field(default_factory=list)
-    failed: int = 0  # runs of the last call
+    failed: int = 0  # how many runs of the last call failed
     interrupted: bool = False
 
 
@@ -224,7 +224,7 @@ class EfficiencyRow:
 
 @dataclass(kw_only=True)
 class EfficiencyTable(Figures):
-    """Of `subquad lra --efficiency`."""
+    """Written by `subquad lra --efficiency`."""
 
     kind: str = "lra-efficiency"
     settings: Json = field(default_factory=dict)
@@ -239,7 +239,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def to_json(value: Any) -> Any:
-    """Figures, or any part of them, as JSON has it."""
+    """Figures, or any part of them, as plain JSON values."""
     if is_dataclass(value):
         kept = ((f, getattr(value, f.name)) for f in fields(value))
         return {f.name: to_json(v) for f, v in kept if v is not None or not f.metadata.get("optional")}
@@ -249,7 +249,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any, name: str) -> Any:
-    """What `to_json` made of a `kind`; TypeError or ValueError with the name of what is something else."""
+    """The inverse of `to_json`; raises TypeError or ValueError that names the value that does not fit."""
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(kind)
         return kind(**{key: from_json(hints[key], value[key], key) for key in hints if key in value})
@@ -272,7 +272,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def parse(data: Json, path: Path) -> Figures | None:
-    """The figures that a JSON object holds; None of a kind that has no type here."""
+    """The figures that a JSON object holds; None if its kind has no type here."""
     for kind in (known for known in KINDS if known.kind == data.get("kind")):
         try:
             figures: Figures = from_json(kind, data, "")
@@ -283,7 +283,7 @@ def parse(data: Json, path: Path) -> Figures | None:
 
 
 def save(figures: Figures | Json, path: Path) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Write the file whole or not at all: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, f"{json.dumps(to_json(figures), indent=1, allow_nan=False)}\n".encode())
 
@@ -298,8 +298,8 @@ def load(path: Path, kind: type[F]) -> F:
 
 
 def continued(path: Path, kind: type[F]) -> F:
-    """What an earlier call of the same command saved there, or nothing; refused, so that it is not overwritten, if it
-    is something else."""
+    """What an earlier call of the same command saved there, or empty figures. Raises if the file holds something else,
+    so that it is not overwritten."""
     if not path.exists():
         return kind()
     try:

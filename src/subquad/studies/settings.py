@@ -1,4 +1,4 @@
-"""What a comparison, and `subquad bench generation`, measure: checked when it is made."""
+"""The settings of `subquad compare` and of `subquad bench generation`, checked when they are made."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,19 +25,19 @@ class Settings:
     mechanisms: tuple[str, ...] = tuple(MECHANISMS)
     dim: int = field(default=64, metadata={"help": "Width of the model."})
     heads: int = field(default=2, metadata={"help": "Heads."})
-    batch: int = field(default=1, metadata={"help": "Sequences at once."})
+    batch: int = field(default=1, metadata={"help": "Sequences in a batch."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16, float16 or float64."})
     causal: bool | None = None  # None: causal where a mechanism has a causal form, bidirectional where it has none
     repeats: int = field(default=4, metadata={"help": "At most this many pairs of samples."})
-    seconds: float = 0.3  # beyond which a mechanism at a length is not sampled further
-    # softmax may take twice as long
-    limit: float = field(default=2.5, metadata={"help": "Skip what would take more seconds for a training step."})
+    seconds: float = 0.3  # stop sampling a mechanism at a length after this time
+    # softmax may take twice as long as the limit
+    limit: float = field(default=2.5, metadata={"help": "Skip a training step that would take more seconds."})
     memory: int | None = None  # bytes that may be used; None: most of what is free
     task: str | None = field(
-        default=None, metadata={"help": "Quality as well: copy, digits or listops, learned shortly."}
+        default=None, metadata={"help": "Also measure quality: train shortly on copy, digits or listops."}
     )
-    data: str | None = None  # the same on the user's own tokens
+    data: str | None = None  # a file: also measure quality on the user's own tokens
     steps: int = field(default=200, metadata={"help": "Training steps for quality."})
     threads: int = field(default_factory=torch.get_num_threads)
 
@@ -51,7 +51,7 @@ class Settings:
             refuse("mechanisms", "", "names with commas between them, or all")
         for name in self.mechanisms:
             mechanism(name)  # an unknown name raises here
-        if YARDSTICK not in self.mechanisms:  # what everything is compared with has a row of its own
+        if YARDSTICK not in self.mechanisms:  # softmax is always measured: everything is compared with it
             object.__setattr__(self, "mechanisms", (YARDSTICK, *self.mechanisms))
         at_least(self, dim=1, heads=1, batch=1, repeats=1, steps=1, threads=1)
         one_of(self, dtype=DTYPES)
@@ -67,7 +67,7 @@ class Settings:
                 refuse("task", self.task, "None together with data: name one of the two")
         if self.causal is False and (self.data is not None or self.task == "copy"):
             what = "data" if self.data is not None else "task"
-            refuse(what, getattr(self, what), "one that can be learned both ways with causal=False: digits or listops")
+            refuse(what, getattr(self, what), "a task with a bidirectional form, with causal=False: digits or listops")
         object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:
@@ -93,8 +93,8 @@ class GenerationSettings:
 
     mechanisms: str = field(default="all", metadata={"help": "Names with commas between them, or all."})
     lengths: str = field(default="256,1024,4096", metadata={"help": "Lengths with commas between them."})
-    batches: str = field(default="1,16", metadata={"help": "Streams at once, beside the largest that fits."})
-    most: int = field(default=256, metadata={"help": "Streams at most."})
+    batches: str = field(default="1,16", metadata={"help": "Streams at once; the largest number that fits is added."})
+    most: int = field(default=256, metadata={"help": "Largest number of streams to try."})
     dim: int = field(default=256, metadata={"help": "Width of the model."})
     depth: int = field(default=4, metadata={"help": "Layers."})
     heads: int = field(default=8, metadata={"help": "Heads."})

@@ -25,8 +25,8 @@ TASKS = {task.name: task for task in ALL}
 
 
 def writer_of(model: LanguageModel, card: Mapping[str, Any], shape: str | None = None) -> type[Task]:
-    """The task that writes what this model generates: its own, by its card, if that writes anything; else images where
-    their shape is known or asked for, and text otherwise."""
+    """The task that writes what this model generates: the task on its card if that can write; else images if their
+    shape is known or was given, and text otherwise."""
     own = TASKS.get(str(card.get("task")))
     if own is not None and own.writes:
         return own

@@ -1,4 +1,4 @@
-"""A task by its name, with the user's settings, into a run folder."""
+"""Configure a task from its name and the user's settings, and train it in a run folder."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def start(
     leg: float | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train `name` with settings such as "model.depth=16". A run that is resumed has its own settings: those given
-    again must be the same."""
+    """Train `name` with settings such as "model.depth=16". A resumed run keeps its settings: any that are given again
+    must be the same."""
     again = resume or attempt() > 0
     task, config = configure(name, settings, out if again and Folder(out).begun else None)
     fields = config.model
@@ -36,7 +36,7 @@ def start(
 
 
 def configure(name: str, settings: Sequence[str] = (), begun: Path | None = None) -> tuple[Task, RunConfig]:
-    """The task, and everything it runs with: its own defaults, or those of a folder where it was begun."""
+    """The task and its whole configuration. Defaults are the task's own, or those of the run that `begun` holds."""
     if name not in TASKS:
         raise ValueError(f"there is no task {name!r}{nearest(name, TASKS)} Accepted: {', '.join(TASKS)}")
     cls = TASKS[name]

@@ -1,4 +1,4 @@
-"""The copy task of "Transformers are RNNs": write a word again after a separator, of 10 symbols and a random length.
+"""The copy task of "Transformers are RNNs": repeat a word of random length, over 10 symbols, after a separator.
 
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.1: maximum length 128, 4 layers, 8 heads, width 256, batch
           64, RAdam, lr 1e-3 and a tenth of it from step 3,000 on
@@ -19,7 +19,7 @@ from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
 from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
 
-HELD_OUT = 1280  # examples of validation and of test: the paper's 20 batches
+HELD_OUT = 1280  # examples each for validation and test: 20 batches, as in the paper
 IGNORED = -100
 PAPER_MODEL: Mapping[str, Any] = {  # of all transformers in this paper
     "mechanism": "linear",

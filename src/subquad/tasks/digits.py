@@ -18,7 +18,7 @@ MODEL = {"mechanism": "linear", "dim": 64, "depth": 3, "heads": 4, "positions": 
 
 @dataclass(frozen=True)
 class Digits(Images):
-    """Pixel by pixel, with a model that a CPU trains in a minute. Nothing to download."""
+    """Digits pixel by pixel, with a model that a CPU trains in a minute. Needs no download."""
 
     set: ClassVar[str] = "digits"  # type: ignore[misc]  # no options of its own: the set is fixed
     validation: ClassVar[int] = 150  # type: ignore[misc]
@@ -38,7 +38,7 @@ class Digits(Images):
 
 @dataclass(frozen=True)
 class DigitClasses(Classification):
-    """Which digit it is. `subquad compare` trains mechanisms on it that have no causal form."""
+    """Which digit is it? `subquad compare` uses this task for mechanisms without a causal form."""
 
     name: ClassVar[str] = "digit_classes"
     vocab: ClassVar[int] = digits.SHADES
@@ -48,6 +48,6 @@ class DigitClasses(Classification):
         return digits.SIDE**2
 
     def source(self, split: Split) -> Source:
-        """The test part serves for validation too: nothing is chosen by it here."""
+        """Validation uses the test part too, because it chooses nothing here."""
         part = digits.load()[split != "train"]
         return Labelled(part.pixels.numpy(), part.labels.numpy())

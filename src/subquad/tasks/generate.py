@@ -11,7 +11,7 @@ from subquad.training.task import WriteOptions, Written
 
 
 def generate(checkpoint: str, options: WriteOptions, console: Console, device: str = "cpu") -> Written:
-    """`checkpoint`: a run, a saved model's folder, or a shipped checkpoint's name. Options without a meaning for what
+    """`checkpoint`: a run, a saved model's folder, or a shipped checkpoint's name. Options that do not apply to what
     the model writes raise ValueError."""
     folder = shipped.find(checkpoint)
     card, kind = shipped.card(folder), read_header(folder)["model"]
@@ -20,7 +20,7 @@ def generate(checkpoint: str, options: WriteOptions, console: Console, device: s
     model = LanguageModel.load(folder, available(device))
     check_finite(model, folder)
     if device == "cpu":
-        model = model.float()  # shipped in half the bytes, which CPUs compute with slowly
+        model = model.float()  # it is shipped in 16 bits, which are slow on CPUs
     task = writer_of(model, card, options.shape)
     for name, value in vars(options).items():
         if value is not None and name not in (*task.write_options, "sampling", "seed"):

@@ -1,4 +1,4 @@
-"""Images one byte after the other, measured in bits/dim over all pixels.
+"""Images as sequences of bytes, measured in bits/dim over all pixels.
 
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.2: post-norm, ReLU, sinusoids beside the tokens, a mixture of
           ten discretised logistics, RAdam with each tensor's gradient clipped; MNIST 8 layers, CIFAR-10 16
@@ -46,7 +46,7 @@ SETS = {
 }
 COMPONENTS = 10
 
-# a column of the Sparse Transformer's Table 1 each: pre-norm, GELU, one learned vector for row, column and channel
+# models of the Sparse Transformer's Table 1: pre-norm, GELU, learned vectors for each row, column and channel
 _SPARSE: Mapping[str, Any] = {
     "positions": "grid",
     "norm_position": "pre",
@@ -83,13 +83,13 @@ class Images(Task):
 
     @property
     def data_name(self) -> str:
-        """With the number of pictures where it is not the published one."""
+        """The set's name, with the number of pictures if it is not the published one."""
         training, test = (len(part.labels) for part in load(self.set))
         whole = (training, test) in SETS[self.set].published
         return self.set if whole else f"{self.set}, only {training:,} + {test:,} pictures"
 
     def make_model(self, fields: Mapping[str, Any]) -> LanguageModel:
-        """Depth, length and head follow the set unless given; positions on a grid get its shape."""
+        """Depth, length and head follow from the set unless they are given; positions on a grid get the set's shape."""
         known = SETS[self.set]
         given: dict[str, Any] = {
             "vocab": known.values + 1,
@@ -112,22 +112,22 @@ class Images(Task):
         start = SETS[self.set].values
         pixels = batch["pixels"].long()
         outputs = model(nn.functional.pad(pixels[:, :-1], (1, 0), value=start))
-        # one logit a token, or a mixture, which has fewer numbers than there are tokens
+        # outputs are one logit per token or the parameters of a mixture, which are fewer
         nats = cross_entropy if outputs.shape[-1] == start + 1 else logistic_mixture.loss
         return Loss(nats(outputs, pixels, reduction="sum"), torch.full((), pixels.numel(), device=pixels.device))
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
-        """A sheet of images in one PNG."""
+        """Write a sheet of images as one PNG."""
         name = data.get("set")
         known = SETS.get(name) if isinstance(name, str) else None
         if "set" in data and known is None:
-            raise ValueError(f"the card of this model names no set of images that is known ({name!r}): pass its shape")
+            raise ValueError(f"the card of this model does not name a known set of images ({name!r}): pass its shape")
         return write_png(model, options, console, None if known is None else known.shape)
 
 
-@lru_cache(maxsize=1)  # evaluation asks again and again
+@lru_cache(maxsize=1)  # evaluation calls this again and again
 def load(name: str) -> tuple[Pictures, Pictures]:
-    """(training, test) of a set, whose file in data/ has its name."""
+    """(training, test) pictures of a set; the module in data/ has the set's name."""
     training, test = import_module(f"subquad.data.{name}").load()
     return training, test

@@ -1,5 +1,5 @@
-"""Which kind of model a task's fields ask for, a transformer or the LSTM beside it (`--mechanism lstm`), and how long a
-sequence it can write."""
+"""Make the kind of model that a task's fields ask for, a transformer or an LSTM (`--mechanism lstm`); the longest
+sequence that it can write."""
 
 import dataclasses
 import math
@@ -27,9 +27,9 @@ def make_kind(
     given: Mapping[str, Any],
     lstm: Mapping[str, Any],
 ) -> Model:
-    """A model of these fields and those that the data decides: `given` for a transformer, `lstm` for an LSTM.
+    """A model from these fields and those that follow from the data: `given` for a transformer, `lstm` for an LSTM.
 
-    An LSTM ignores a task's `defaults` that it does not know, such as heads=8. It refuses those that the user chose.
+    An LSTM ignores `defaults` of the task that it does not know, such as heads=8, but refuses them from the user.
     """
     if fields.get("mechanism") != "lstm":
         return transformer(**{**given, **fields})
@@ -42,7 +42,7 @@ def make_kind(
 
 
 def positions_of(model: LanguageModel) -> int | None:
-    """How many tokens a model can write at most; None if its positions are not learned."""
+    """The most tokens that a model can write; None if its positions are not learned, so that there is no limit."""
     embedding = model.config.embedding
     if embedding.positions in GRIDS and embedding.shape is not None:
         return math.prod(embedding.shape)

@@ -1,9 +1,9 @@
-"""Music token after token: chorales as notes of four voices, sound as µ-law samples. Its models write files to play.
+"""Music as tokens: chorales as notes of four voices, sound as µ-law samples. Its models write files that you can play.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.4: raw audio, strided attention
-chorales  the four voices of a sixteenth note, then of the next; training pieces are transposed anew each epoch; of the
-          others every note is measured, in parts where a piece is longer than the longest chorale
-audio     samples of a WAV file or of all in a folder, one after the other
+chorales  the four voices of a sixteenth note, then of the next. Training pieces are transposed anew in each epoch. In
+          other pieces every note is measured; pieces longer than the longest chorale are split
+audio     the samples of one WAV file, or of all files of a folder one after the other
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written
 
 SETS = ("chorales", "audio")
-START = music.VOCAB  # the token before the first note, the last of the vocabulary; sound begins with silence instead
+START = music.VOCAB  # start token of chorales, the last of the vocabulary; sound starts with silence instead
 LONGEST = 2560  # tokens of the longest chorale
 
 
@@ -71,7 +71,7 @@ class Music(Task):
         return self.length or (1024 if self.set == "chorales" else 8192)
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        """Chorales have a grid of positions by default: a sixteenth, and the voice in it."""
+        """By default chorales have a grid of positions: the sixteenth note and the voice."""
         given: dict[str, Any]
         if self.set == "chorales":
             given, columns = {"vocab": START + 1, "positions": "grid", "max_length": LONGEST}, music.VOICES
@@ -93,7 +93,7 @@ class Music(Task):
         return music.Pieces(music.in_parts(pieces, LONGEST), LONGEST)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        if self.set == "audio":  # a window starts anywhere: its first sample is given
+        if self.set == "audio":  # a window may start anywhere, so its first sample is given, not predicted
             return window_loss(model, batch)
         tokens = batch["tokens"].long()
         inputs = nn.functional.pad(tokens[:, :-1], (1, 0), value=START)
@@ -109,7 +109,7 @@ class Music(Task):
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:
-        """A file for each piece: MIDI from a model of chorales, WAV from a model of sound."""
+        """Write a file for each piece: MIDI from a model of chorales, WAV from a model of sound."""
         rate = data.get("rate", cls.rate)
         if not counts([rate]):
             raise ValueError(f"the card of this model has rate={rate!r}: accepted is an integer of at least 1")
@@ -128,7 +128,7 @@ def _grids(path: str | None) -> music.Grids:
 
 
 def write_pieces(model: LanguageModel, options: WriteOptions, rate: int = Music.rate) -> list[Path]:
-    """Four pieces or options.count, a file each: out_1.mid, out_2.mid, .. or .wav. By default a piece has 32 quarter
+    """Write options.count pieces (default 4) to out_1.mid, out_2.mid, .. or .wav. By default a piece has 32 quarter
     notes of a chorale, or a window of sound."""
     out, count = options.out or Path("generated"), 4 if options.count is None else options.count
     steps, sampling = options.steps, options.sampling
@@ -136,7 +136,7 @@ def write_pieces(model: LanguageModel, options: WriteOptions, rate: int = Music.
     vocab = model.config.embedding.vocab
     if vocab not in (START + 1, audio.LEVELS):
         accepted = f"{START + 1} (notes), {audio.LEVELS} (sound)"
-        raise ValueError(f"vocab={vocab} is no model of music: accepted are {accepted}")
+        raise ValueError(f"vocab={vocab} is not a model of music: accepted are {accepted}")
     notes = vocab == START + 1
     check_count("count", count)
     check_count("steps", 1 if steps is None else steps)
@@ -145,13 +145,13 @@ def write_pieces(model: LanguageModel, options: WriteOptions, rate: int = Music.
         refuse("out", str(out), f"the beginning of names, such as pieces, with or without {ending}")
     longest = model.config.transformer.max_length or 8192
     if steps is not None and steps > longest:
-        refuse("steps", steps, f"at most {longest:,}, the longest this model knows")
+        refuse("steps", steps, f"at most {longest:,}, the longest that this model can write")
     steps = min(512 if notes else longest, longest) if steps is None else steps
     if 16 * count * steps > free_bytes("cpu"):
         refuse("count", count, f"at most {free_bytes('cpu') // (16 * steps):,}: more do not fit into memory")
     batch = max(1, largest_batch(model, steps))
     if notes:
-        require_mido()  # before the work of generating, not after it
+        require_mido()  # fail before generating, not after
         sampling = Sampling(**{**vars(sampling), "exclude": (START,)})
     parts = []
     for begin in range(0, count, batch):

@@ -1,8 +1,8 @@
-"""Sequence to sequence on small pairs of text, byte by byte: the encoder-decoder and its cross-attention end to end.
+"""Sequence to sequence on short pairs of text, byte by byte: tests the encoder-decoder and its cross-attention.
 
-dates    made here: a date as people write it -> ISO 8601, on days that training never saw
-spaces   real text with its spaces taken out -> the same text with them
-phones   the words of AN4's dictionary -> their phones; a model can fit its few hundred words, but not generalise
+dates    generated: a date as people write it -> ISO 8601; evaluated on days that training never saw
+spaces   real text without its spaces -> the same text with spaces
+phones   words of AN4's dictionary -> their phones; a model can fit its few hundred words, but not generalise
 
 The metric is the share of pairs written without a single error, by greedy decoding.
 """
@@ -44,7 +44,7 @@ MODEL = {"mechanism": "softmax", "cross": "softmax", "dim": 128, "depth": 2, "he
 
 
 def date_pair(day: int, form: int) -> tuple[str, str]:
-    """A day since FIRST in one of the ways to write it, and as ISO 8601."""
+    """A day (counted from FIRST) in one of the ways to write it, and as ISO 8601."""
     date = FIRST + np.timedelta64(day, "D")
     y, m, d = (int(part) for part in str(date).split("-"))
     th = {1: "st", 2: "nd", 3: "rd"}.get(d % 10 if d not in (11, 12, 13) else 0, "th")
@@ -82,8 +82,8 @@ class Fixed:
 
 
 def collate(pairs: Sequence[tuple[str, str]], longest: tuple[int, int]) -> Batch:
-    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths. `longest`: the most
-    bytes of a source and of a target in any batch."""
+    """source [B, S] and target [B, T] with START and END, padded on the right, and their lengths. `longest`: the
+    largest number of bytes in a source and in a target of any batch."""
     sources = [torch.tensor(list(a.encode())) for a, _ in pairs]
     targets = [torch.tensor([START, *b.encode(), END]) for _, b in pairs]
     return {
@@ -127,7 +127,7 @@ class Pairs(Task):
     def _spaces(self, split: Split) -> list[tuple[str, str]]:
         count = self.count if split == "train" else 1000
         data = getattr(text.load(self.text), split)[: 12 * self.words * count]
-        parts = bytes(np.asarray(data)).replace(b"\0", b" ").split()[1:-1]  # the outer ones may be cut
+        parts = bytes(np.asarray(data)).replace(b"\0", b" ").split()[1:-1]  # the first and last word may be cut
         try:
             words = [part.decode("utf-8") for part in parts]
         except UnicodeDecodeError as error:
@@ -146,7 +146,7 @@ class Pairs(Task):
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         loss = self.loss(model, batch)
         target, size = batch["target"], batch["target_lengths"]
-        with torch.autocast(target.device.type, enabled=False):  # a state must not change its type between steps
+        with torch.autocast(target.device.type, enabled=False):  # else a state would change its type between steps
             written = translate(model, batch["source"], batch["source_lengths"], target.shape[1] - 1)
         there = torch.arange(target.shape[1] - 1, device=target.device) < size[:, None] - 1
         exact = ((written == target[:, 1:]) | ~there).all(1)
@@ -158,12 +158,12 @@ class Pairs(Task):
 
 
 def _part(held: int, split: Split) -> slice:
-    """The first `held` are for validation, as many for testing, and the rest for training."""
+    """The first `held` pairs are for validation, the next `held` for testing, the rest for training."""
     return {"train": slice(2 * held, None), "validation": slice(held), "test": slice(held, 2 * held)}[split]
 
 
 def translate(model: Any, source: Tensor, lengths: Tensor, steps: int) -> Tensor:
-    """The most probable byte after each, [B, steps], until every row has ended."""
+    """Greedy decoding, [B, steps]: the most probable byte at each step, until every row has ended."""
     state = model.init_state(*model.encode(source, lengths), capacity=steps + 1)
     start = torch.full((len(source), 1), START, device=source.device)
     return model.generate(start, steps, state=state, sampling=Sampling(temperature=0), stop=END)

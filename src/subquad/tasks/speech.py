@@ -3,8 +3,8 @@
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.3: Wall Street Journal, 9 layers, 6 heads, non-causal, beside
           a Bi-LSTM of 3 layers of 320 in each direction (`--mechanism lstm`)
 CTC       Graves et al. 2006: the probability of all ways to spread the phones and blanks over the frames
-Departs   the paper does not say its width (192 here, heads of 32 as in its other models) nor any augmentation; AN4 has
-          fifty minutes of speech and not 80 hours, so frames are stretched and masked anew in each epoch
+Departs   the paper gives neither its width (192 here, heads of 32 as in its other models) nor any augmentation. AN4 has
+          fifty minutes of speech instead of 80 hours, so frames are stretched and masked anew in each epoch
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from subquad.tasks.kinds import make_kind
 from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 
 SETS = ("an4", "digits", "folder")
-STRETCH = 0.1  # an utterance becomes this much faster or slower at most
-MASKS, WIDEST = 2, 0.1  # stretches of an utterance that are silenced, and their largest share of it
+STRETCH = 0.1  # at most, an utterance becomes faster or slower by this share
+MASKS, WIDEST = 2, 0.1  # how many parts of an utterance are silenced, and the largest share of one
 
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Utterances whose frames are augmented, drawn from the epoch and the index of each, and then stacked."""
+    """Utterances with augmented and then stacked frames. Augmentation is random, seeded by the epoch and the index."""
 
     source: speech.Utterances
     stack: int = 1  # neighbouring frames that are joined into one wider frame: [T, D] -> [ceil(T / stack), stack D]
@@ -61,7 +61,7 @@ class Frames:
 
 
 def _augmented(frames: Tensor, symbols: int, random: np.random.Generator) -> Tensor:
-    """[T, D] -> [T', D], never too short for its symbols with a blank between each two."""
+    """[T, D] -> [T', D], always long enough for its symbols with a blank between every two."""
     size = max(round(len(frames) * random.uniform(1 - STRETCH, 1 + STRETCH)), min(len(frames), 2 * symbols + 1))
     stretched = nn.functional.interpolate(frames.T[None], size=size, mode="linear", align_corners=False)[0].T
     changed = stretched.contiguous()
@@ -77,7 +77,7 @@ class Speech(Task):
     set: str = "an4"
     path: str | None = None  # of set="folder": WAV files and transcripts
     augment: bool = True  # in training
-    stack: int = 1  # frames that become one: 3 makes 30 ms of 10
+    stack: int = 1  # how many frames are joined into one: 3 turns frames of 10 ms into 30 ms
 
     name: ClassVar[str] = "speech"
     metric: ClassVar[str] = "per"
@@ -126,12 +126,12 @@ class Speech(Task):
 
 
 def check_fit(data: speech.Speech, stack: int) -> None:
-    """Refuse data with too few frames for CTC to place the symbols: the loss would be zero, and nobody would notice
-    that the model learns nothing. A few recordings may be cut short; a stack must not shorten more of them."""
+    """Raise if the data has too few frames for CTC to place the symbols: the loss would be zero, and nobody would
+    notice that the model learns nothing. A few recordings may be too short, but stacking must not add more."""
     parts = (data.train, data.validation, data.test)
     frames = np.concatenate([np.diff(part.starts) for part in parts])
     fewest = np.concatenate([part.fewest for part in parts])
-    widest = np.where(fewest > 1, (frames - 1) // np.maximum(fewest - 1, 1), stack)  # the stack that leaves as many
+    widest = np.where(fewest > 1, (frames - 1) // np.maximum(fewest - 1, 1), stack)  # largest stack that works
     never, lost = widest < 1, widest < stack
     if never.sum() > len(never) / 2:
         raise files.Broken(
@@ -144,13 +144,13 @@ def check_fit(data: speech.Speech, stack: int) -> None:
 
 
 def ctc(logits: Tensor, batch: Batch) -> Loss:
-    """-log P(phones) of logits [B, T, symbols], of which symbol 0 is the blank."""
+    """-log P(phones) from logits [B, T, symbols]; symbol 0 is the blank."""
     losses = ctc_loss(logits, batch["targets"], batch["lengths"], batch["target_lengths"])
     return Loss(losses.sum(), batch["target_lengths"].sum())
 
 
 def decode(logits: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The most probable symbol of each frame, without repetitions and blanks."""
+    """Greedy CTC: the most probable symbol of each frame, with repetitions and blanks removed."""
     best = logits.argmax(-1).cpu()
     rows = [torch.unique_consecutive(row[:n]) for row, n in zip(best, lengths.tolist(), strict=True)]
     return [row[row != 0].tolist() for row in rows]
@@ -161,7 +161,7 @@ def edits(ours: Sequence[int], theirs: Sequence[int]) -> int:
     row = np.arange(len(theirs) + 1)
     other = np.asarray(theirs)
     for count, symbol in enumerate(ours, start=1):
-        # first without insertions; then each place may also be reached from the left, at a cost of 1 a step
+        # first without insertions; then each place may also be reached from the left, at a cost of 1 per step
         kept = np.minimum(row[1:] + 1, row[:-1] + (other != symbol))
         best = np.concatenate(([count], kept))
         steps = np.arange(len(best))

@@ -1,4 +1,4 @@
-"""Text byte after byte, of any file: bits/byte, time for an iteration at long context, what a longer context is worth.
+"""Text of any file, byte by byte: bits/byte, time of an iteration at long context, what a longer context improves.
 
 Paper     Child et al. 2019, arXiv:1904.10509, §7.2: enwik8 at a context of 12,288; Table 3, the least context during
           evaluation, is measured by `measure_context`
@@ -33,7 +33,7 @@ COLUMNS = 128  # of a grid of positions: the paper's stride
 class Text(Task):
     set: str = "text8.first12.5MB"  # one of data.text.SETS, or the path of any file
     length: int = 1024  # bytes a window holds
-    context: int = 0  # in evaluation: the least number of bytes before a predicted one, the very first window aside
+    context: int = 0  # in evaluation: the least number of bytes before a predicted byte, except in the first window
 
     name: ClassVar[str] = "text"
     metric: ClassVar[str] = "bits/byte"
@@ -74,7 +74,7 @@ class Text(Task):
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:  # noqa: ARG003
-        """Print what a model writes as it comes: bytes as text, and other tokens as their numbers."""
+        """Print what the model writes as it comes: bytes as text, other tokens as numbers."""
         prompt, steps = options.prompt or "", 500 if options.steps is None else options.steps
         vocab = model.config.embedding.vocab or 0
         check_count("steps", steps)
@@ -93,7 +93,7 @@ class Text(Task):
 
 
 def _prompt_tokens(prompt: str, vocab: int) -> list[int]:
-    """The bytes of a prompt, or its numbers where there are fewer tokens than bytes; never empty."""
+    """The bytes of a prompt, or its numbers if the model has fewer than 256 tokens; never empty."""
     try:
         tokens = list(prompt.encode())
     except UnicodeEncodeError:
@@ -109,7 +109,7 @@ def _prompt_tokens(prompt: str, vocab: int) -> list[int]:
 
 
 def window_loss(model: nn.Module, batch: Batch) -> Loss:
-    """Of windows [B, T + 1], the loss of their tokens after the first `first`, which only give context."""
+    """The loss on windows [B, T + 1]; their first `first` tokens only give context and are not predicted."""
     tokens, first = batch["tokens"].long(), batch["first"]
     at = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     targets = tokens[:, 1:].masked_fill(at < first[:, None], IGNORED)
@@ -121,8 +121,8 @@ def window_loss(model: nn.Module, batch: Batch) -> Loss:
 def measure_context(
     model: LanguageModel, tokens: np.ndarray, length: int, context: int, batch: int, precision: torch.dtype | None
 ) -> tuple[float, int]:
-    """(bits/byte with at least `context` bytes before each, how many bytes were predicted: all after the first window,
-    whatever the context)"""
+    """(bits/byte with at least `context` bytes before each predicted byte, how many bytes were predicted). For every
+    context these are all bytes after the first window."""
     model.eval()
     windows = text.Windows(tokens, length, context)
     if len(windows) < 2:

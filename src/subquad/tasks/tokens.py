@@ -1,6 +1,6 @@
 """The user's own tokens, for `subquad compare --data`: each predicted from those before it.
 
-A file is an .npy array of integers, [N] or [N, T] with a sequence a row; of any other file the bytes are the tokens.
+An .npy file holds integers, [N] or [N, T] with one sequence per row. In any other file the tokens are its bytes.
 The last tenth is for testing.
 """
 
@@ -27,7 +27,7 @@ LEAST = 32  # tokens, or sequences
 
 @dataclass(frozen=True, eq=False)
 class RowWindows:
-    """Windows of sequences [N, T], one of each, that starts at another place in each epoch."""
+    """One window from each of the sequences [N, T]; in each epoch it starts at another place."""
 
     rows: np.ndarray
     length: int
@@ -72,7 +72,7 @@ class Tokens(Task):
         return LanguageModel(**{"vocab": int(self.tokens.max()) + 1, "max_length": self.length, **fields})
 
     def source(self, split: Split) -> Source:
-        """The test part serves for validation too: nothing is chosen by it here."""
+        """Validation uses the test part too, because it chooses nothing here."""
         training = split == "train"
         part = self.tokens[: -self.held_out] if training else self.tokens[-self.held_out :]
         return RowWindows(part, self.length) if part.ndim == 2 else Windows(part, self.length, shifted=training)
@@ -83,7 +83,7 @@ class Tokens(Task):
 
 @lru_cache(maxsize=1)
 def load_tokens(path: Path) -> np.ndarray:
-    """The tokens of a file, as int64; ValueError says what is accepted."""
+    """The tokens of a file, as int64; raises ValueError that says what is accepted."""
     data = f"data={str(path)!r}"
     if not path.is_file():
         raise ValueError(f"{data} cannot work: there is no such file")
@@ -91,7 +91,7 @@ def load_tokens(path: Path) -> np.ndarray:
         tokens = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
     else:
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)  # its header may announce more than the file holds
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # the header may claim more than the file holds
         except (ValueError, EOFError, OSError) as error:
             raise ValueError(f"{data} cannot work: accepted is an .npy array of integers") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):

@@ -1,4 +1,4 @@
-"""Images from a saved model: their shape, the generation, and the PNG file they are saved in."""
+"""Images from a saved model: find their shape, generate them, save them as PNG."""
 
 import math
 import time
@@ -29,8 +29,8 @@ Shape = tuple[int, int, int]  # rows, columns, channels
 def image_shape(model: LanguageModel, asked: str | None = None, known: tuple[int, ...] | None = None) -> Shape | None:
     """Rows, columns and channels of the images a model writes; None if it writes something else.
 
-    The first of these that is there: the shape asked for ("28x28", "32x32x3"), the model's own grid of positions, the
-    shape `known` of the data it was trained on, and for a mixture head a square of max_length bytes.
+    It is the first of these that exists: the shape `asked` for ("28x28", "32x32x3"), the model's own grid of positions,
+    the `known` shape of its training data, and with a mixture head a square of max_length bytes.
     """
     if asked is not None:
         parts = asked.lower().split("x")
@@ -57,7 +57,7 @@ def _square(pixels: int) -> Shape:
         side = math.isqrt(pixels // channels)
         if side * side * channels == pixels:
             return side, side, channels
-    raise ValueError(f"max_length={pixels} is no square image: say its shape, such as --shape 28x28")
+    raise ValueError(f"max_length={pixels} is not a square image: pass its shape, such as --shape 28x28")
 
 
 def write_images(
@@ -99,8 +99,8 @@ def read_upper(path: Path, shape: Shape, shades: int) -> Tensor:
 
     try:
         picture = torch.tensor(imread(path)).float()
-    except Exception as error:  # each format raises its own errors for a damaged file
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else "this is none, or damaged"
+    except Exception as error:  # each format has its own errors for a damaged file
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else "this is not one, or it is damaged"
         raise ValueError(f"complete={str(path)!r} cannot work: accepted is an image file, and {why}") from error
     picture = picture / 255 if float(picture.max()) > 1 else picture
     picture = picture[..., None] if picture.ndim == 2 else picture[..., :3]
@@ -136,9 +136,9 @@ def write_png(
     check_file("out", out, ENDINGS)
     shape = image_shape(model, options.shape, known)
     if shape is None:
-        raise ValueError("neither this model nor its card says what shape its images have: pass it, as --shape 28x28")
+        raise ValueError("neither this model nor its card gives the shape of its images: pass it, as in --shape 28x28")
     check_count("count", count)
-    # tokens of 8 bytes, and enlarged pixels: more images than that do not fit into memory as a sheet
+    # a sheet needs memory for tokens of 8 bytes and for the enlarged pixels
     size = 16 * math.prod(shape) * (1 + _enlargement(shape) ** 2)
     most = free_bytes("cpu") // size
     if most < 1:

@@ -34,7 +34,7 @@ SMALL = ("pathfinder.train=12", "pathfinder.held_out=4")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of data: what one test drew, the next ones read."""
+    """The data folder, shared: later tests read what an earlier test generated."""
     return tmp_path_factory.mktemp("data")
 
 
@@ -43,7 +43,7 @@ def data(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(drawn))
     monkeypatch.setattr(pathfinder, "CHUNK", 20)
     recipe = RECIPES["pathfinder"]
-    few = {**recipe.training, "batch": 8}  # all steps that are trained here are of this task
+    few = {**recipe.training, "batch": 8}  # all training in this file is on this task
     monkeypatch.setitem(RECIPES, "pathfinder", dataclasses.replace(recipe, training=few))
 
 
@@ -52,7 +52,7 @@ def quiet() -> Console:
 
 
 class Here(Worker):
-    """A worker in this process: starting another one takes longer than the few steps that most tests train."""
+    """A worker in this process: starting another process takes longer than the few steps of most tests."""
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         answers = io.StringIO()
@@ -230,12 +230,12 @@ def test_runs_are_trained_written_and_not_repeated(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=400)
     changed = lra(Arena(mechanisms=("linear",), cap=60.0, **{**given, "steps": 3}), tmp_path / "out", console)
     assert "other settings" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert changed.runs == again.runs  # what was measured stands
+    assert changed.runs == again.runs  # earlier figures are kept
 
 
 @pytest.mark.usefixtures("here")
 def test_a_run_of_before_a_setting_came_is_the_same_run(tmp_path: Path) -> None:
-    data = (*SMALL, "pathfinder.pixels=tokens")  # as it was before there was a choice
+    data = (*SMALL, "pathfinder.pixels=tokens")  # the behaviour before this setting existed
     given: dict[str, Any] = {"tasks": ("pathfinder",), "mechanisms": ("fnet",), "device": "cpu", "data": data}
     arena, out = Arena(steps=1, cap=60.0, **given), tmp_path / "out"
     (record,) = lra(arena, out, quiet()).runs
@@ -343,8 +343,8 @@ def test_the_table_sets_ours_beside_the_paper_s(results: ArenaTable) -> None:
     assert "37.00 ±1.41 (16.13)*" in row
     assert "66.00 (65.90)" in row
     assert "70.00 " in row
-    assert "53.09" not in row  # the paper's Retrieval is other data
-    assert "51.50 (41.02)" in row  # of ListOps and Text
+    assert "53.09" not in row  # the paper's Retrieval uses other data
+    assert "51.50 (41.02)" in row  # averages of ListOps and Text
     assert any(line.startswith("mean") and "27.25" in line for line in text.splitlines())
     assert any(line.startswith("deviation") and "13.79" in line for line in text.splitlines())
     title = " ".join(text.split("mechanism ")[0].split())
@@ -381,7 +381,7 @@ def test_without_a_column_of_the_paper_s_average_there_is_none(results: ArenaTab
     results.runs = [record("pathx", "linear", 50.0), record("pathx", "local", 50.0)]
     text = shown(table.accuracy_table(results))
     assert "average" not in text
-    assert text.count("50.00 (FAIL)") == 2  # as all of the paper's are
+    assert text.count("50.00 (FAIL)") == 2  # like all of the paper's
     assert next(line for line in text.splitlines() if line.startswith("mean")).split() == ["mean", "50.00"]
 
 
@@ -423,7 +423,7 @@ def test_efficiency_measures_steps_and_memory(tmp_path: Path, monkeypatch: pytes
     assert "softmax, naive" in shown(efficiency_tables(found)[0])
     for table_, key in zip(efficiency_tables(found), ("steps_per_second", "peak_bytes"), strict=True):
         lines = shown(table_).splitlines()
-        assert "256 over naive" in " ".join(" ".join(lines).split())  # the longest there is
+        assert "256 over naive" in " ".join(" ".join(lines).split())  # the longest length measured
         ratios = [getattr(rows["linear", 256], key) / getattr(rows[other, 256], key) for other in (NAIVE, "softmax")]
         row = next(line for line in lines if line.startswith("linear")).split()
         assert row[-2:] == [f"{ratio:.2f}" for ratio in ratios]

@@ -99,7 +99,7 @@ def test_rows_are_run_once_and_stand_beside_the_published_ones(
 
     monkeypatch.setattr(module, "run_all", never)
     again = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert again.results == found.results  # of both: what was done stays
+    assert again.results == found.results  # both rows: finished ones are kept
     assert "linear: done before" in console.export_text(clear=False)
     other = reproduce(
         "copy", tmp_path, console, Budget(device="cpu", settings=(*TINY, "training.lr=1e-2")), rows=("linear",)
@@ -154,7 +154,7 @@ def test_a_failed_row_says_why_and_costs_no_other(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "run_all", here)
-    three = Budget(device="cpu", settings=(*TINY, "model.heads=3"))  # of 16, which an LSTM has no use for
+    three = Budget(device="cpu", settings=(*TINY, "model.heads=3"))  # of 16; an LSTM has no heads
     found = reproduce("copy", tmp_path, console, three, rows=("lstm", "linear"))
     assert "heads" in found.results["linear"].error
     assert found.results["lstm"].value > 0
@@ -172,7 +172,7 @@ def test_what_is_measured_afterwards_costs_no_table(
     monkeypatch.setattr(module, "run_all", never)
     monkeypatch.setattr(module, "write_samples", full)
     monkeypatch.setattr(module, "measure_iterations", full)
-    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))  # nor does data that is broken by now
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))  # nor does data that is missing or damaged
     (tmp_path / "data" / "cifar-10-batches-bin").mkdir(parents=True)
     (tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_1.bin").write_bytes(b"x")
     small = Budget(device="cpu", settings=tuple(s for s in TINY if not s.startswith("data.")))
@@ -251,7 +251,7 @@ def test_a_budget_becomes_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert command.index("training.minutes=7") < command.index("training.lr=1e-4")
     assert "training.compile=true" in command
     on_cpu = command_of(table, row, Budget(minutes=7, device="cpu"), tmp_path)
-    assert "training.compile=true" not in on_cpu  # what pays on a GPU only
+    assert "training.compile=true" not in on_cpu  # it pays off on a GPU only
 
 
 def test_wrong_names_are_one_line() -> None:
@@ -353,7 +353,7 @@ def test_a_row_keeps_the_settings_that_it_was_trained_with(
     monkeypatch.setenv("SUBQUAD_COMMIT", "first")
     finished("copy", "linear", tmp_path / "copy" / "linear")
     first = reproduce("copy", tmp_path, console, BUDGET, rows=("linear",))
-    assert sorted(first.results["linear"].settings) == sorted(TINY[:6] + TINY[7:])  # log_every is free
+    assert sorted(first.results["linear"].settings) == sorted(TINY[:6] + TINY[7:])  # log_every may change
     first.results["linear"].iteration = {"iteration_ms": {"median": 3.0}}  # timed afterwards
     copy_to(first, tmp_path / "copy" / "results.json")
 
@@ -394,7 +394,7 @@ def test_older_files_have_the_settings_of_the_whole(
         (tmp_path / name).mkdir()
         old = json.loads((results / f"{name}.json").read_text())
         for row in old["results"].values():
-            row.pop("settings", None)  # which each row has now
+            row.pop("settings", None)  # each row has these today
         (tmp_path / name / "results.json").write_text(json.dumps(old))
         monkeypatch.setattr(module, "choose", lambda *_: [])  # nothing is run
         found = reproduce(name, tmp_path, console, Budget(device="cpu"))

@@ -16,7 +16,7 @@ def test_every_contender_has_a_time_and_a_memory_a_sample() -> None:
     assert all(row.training_ms.median > 0 and row.peak_bytes > 0 for row in rows)
     assert {row.mechanism for row in rows} == {"linear", "softmax", "reformer", "lstm"}
     memory = {found.mechanism: found.memory for found in growth(rows)}
-    assert 0.3 < memory["linear"] < 1.3  # a sample twice as long takes twice as much, parameters aside
+    assert 0.3 < memory["linear"] < 1.3  # a sample of twice the length needs twice the memory, without parameters
 
 
 def test_what_would_take_too_long_says_so_and_a_wrong_name_raises() -> None:
@@ -43,7 +43,7 @@ def test_iterations_stand_beside_the_first_model() -> None:
 
 
 def test_what_a_step_will_take_follows_from_a_sample() -> None:
-    # 2 samples of 512, then 1 of 1,024, then 1 of 2,048, as a batch of 1,024 tokens has them
+    # batches of 1,024 tokens: 2 samples of 512, then 1 of 1,024; then 1 of 2,048
     assert scaling._expected("softmax", 512, 2, 10.0, 1024, 1) == 40.0
     assert scaling._expected("softmax", 1024, 1, 40.0, 2048, 1) == 160.0
     assert scaling._expected("linear", 1024, 1, 40.0, 2048, 1) == 80.0

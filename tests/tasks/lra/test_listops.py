@@ -34,7 +34,7 @@ def rows(made: Expressions) -> list[np.ndarray]:
 
 
 def value_of(words: list[str]) -> int:
-    """By recursion over the text, as one would by hand."""
+    """By recursion over the text, as one would do by hand."""
     word = words.pop(0)
     if not word.startswith("["):
         return int(word)

@@ -39,7 +39,7 @@ def test_pixels_are_tokens_or_brightness() -> None:
 
 
 def release(folder: Path, count: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """A folder such as the arena's: PNG files, and lists that are text under the name of .npy."""
+    """A folder like the arena's: PNG files, and lists that are text files despite the ending .npy."""
     from matplotlib.image import imsave
 
     pictures = np.random.default_rng(0).integers(0, 256, (count, 32, 32)).astype(np.uint8)
@@ -59,7 +59,7 @@ def release(folder: Path, count: int = 12) -> tuple[np.ndarray, np.ndarray]:
 def test_the_arena_s_pictures_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path / "data"))
     pictures, labels = release(tmp_path / "curv_contour_length_14")
-    (tmp_path / "curv_contour_length_14" / "imgs" / "0" / "sample_0.png").write_bytes(b"")  # one is known to be empty
+    (tmp_path / "curv_contour_length_14" / "imgs" / "0" / "sample_0.png").write_bytes(b"")  # known to be empty
     found = read_folder(tmp_path / "curv_contour_length_14", 32)
     known = {picture.tobytes(): label for picture, label in zip(pictures[1:], labels[1:], strict=True)}
     assert {row.tobytes(): label for row, label in zip(found["tokens"], found["labels"], strict=True)} == known
@@ -68,7 +68,7 @@ def test_the_arena_s_pictures_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     release(tmp_path / "other" / "curv_contour_length_14", count=30)
     (tmp_path / "other" / "curv_contour_length_14" / "metadata" / "combined.npy").write_text("")
     other = Pathfinder(folder=str(tmp_path / "other" / "curv_contour_length_14"))
-    assert len(other.source("train")) == 24  # not those of the folder of the same name
+    assert len(other.source("train")) == 24  # not those of the other folder with the same name
 
 
 def test_splits_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Text, Retrieval, Image and the packed files, on sets of the same format in miniature."""
+"""Text, Retrieval, Image and the packed files, on tiny data sets of the same format."""
 
 from pathlib import Path
 
@@ -114,9 +114,9 @@ def test_pairs_are_balanced_and_share_no_film_between_splits() -> None:
 
 
 def test_no_single_review_tells_the_label() -> None:
-    """Films with many reviews are no likelier in one kind of pair: guessing from the right one alone is a coin."""
+    """Films with many reviews are equally likely in both kinds of pairs: the second review alone tells nothing."""
     films = np.repeat(np.arange(60), np.tile([2, 30], 30))
-    liked = (np.arange(len(films)) * 7919 % 10 < np.where(films % 3, 9, 1)).astype(int)  # most agree on a film
+    liked = (np.arange(len(films)) * 7919 % 10 < np.where(films % 3, 9, 1)).astype(int)  # most reviews of a film agree
     rows, labels = pairs(films, liked, "train", 8000)
     agree = liked[rows[:, 0]] == liked[rows[:, 1]]
     assert agree.mean() > 0.7

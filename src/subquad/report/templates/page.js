@@ -45,7 +45,7 @@
     return out;
   }
 
-  // At least three marks on every axis but one of lengths, and no more than there is room for.
+  // At least three marks on every axis (an axis of lengths may have fewer), and no more than fit.
   function ticks(axis, low, high, values, room) {
     const most = Math.max(3, Math.floor(room / 46));
     const thinned = (all) => all.filter((_, i) => (all.length - 1 - i) % Math.ceil(all.length / most) === 0);
@@ -69,7 +69,7 @@
     return out;
   }
 
-  // Values as text, with as many digits as it takes to tell them apart.
+  // Values as text, with enough digits to tell them apart.
   function named(values, unit) {
     for (let digits = 3; ; digits++) {
       const out = values.map((v) => format(v, unit, digits));
@@ -87,9 +87,9 @@
   ];
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 3"];
 
-  const height = (s, i) => s.drawn?.[i] ?? s.points[i][1]; // where a point is drawn; `drawn` makes up for a machine that changes speed
+  const height = (s, i) => s.drawn?.[i] ?? s.points[i][1]; // where a point is drawn; `drawn` corrects for a machine that changes its speed
 
-  function at(s, x) { // a curve between its measured lengths, straight on log axes
+  function at(s, x) { // the value of a curve between measured lengths, straight on log axes
     for (let i = 1; i < s.points.length; i++) {
       const x0 = s.points[i - 1][0], x1 = s.points[i][0], y0 = height(s, i - 1), y1 = height(s, i);
       if (x >= x0 && x <= x1) {
@@ -102,7 +102,7 @@
 
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = `700 12px ${getComputedStyle(document.body).fontFamily}`;
-  const wide = (text) => pen.measureText(text).width; // in the bold letters of charts, in pixels
+  const wide = (text) => pen.measureText(text).width; // in pixels, in the bold font of charts
 
   function shortened(text, room) {
     if (wide(text) <= room) return text;
@@ -122,8 +122,8 @@
 
   const AROUND = [[1, 1], [-1, -1], [1, 0], [-1, 0], [1, -1], [-1, 1], [0, -1], [0, 1]];
   const gap = ({ x, y }, [left, top, right, bottom]) => Math.hypot(Math.max(left - x, x - right, 0), Math.max(top - y, y - bottom, 0));
-  // Where one of some texts can stand near a point without lying on a line, a point or other words; null if nowhere.
-  // Words that are far get a line to their point, near ones must be nearer to it than to any other of frame.points.
+  // Find a place near a point for one of several texts, without covering a line, a point or other words; null if none.
+  // Distant words get a line to their point; near words must be nearer to it than to any other of frame.points.
   function beside(point, texts, near, frame) {
     const { x, y } = point, [left, top, right, bottom] = frame.inside;
     for (const text of texts) {
@@ -163,7 +163,7 @@
       counts[family] = (counts[family] ?? -1) + 1;
       look[name] = { family, shape: SHAPES[counts[family] % 5], dash: DASHES[counts[family] % 5] };
     }
-    // of many lines the chosen few are shown at first, of many points all
+    // if there are many lines, only the chosen few are shown at first; points are all shown
     const many = names.length > 7, lined = spec.views.some((v) => v.series.some((s) => s.points.length > 1));
     const state = { view: 0, on: new Set(spec.chosen ?? names.map((n) => n[0])), only: many && lined, hot: null };
     const head = html("div", { class: "head" });
@@ -209,7 +209,7 @@
     }
     const tip = html("div", { class: "tip", role: "status", hidden: "" });
     let places = [];
-    // [low, high] of a point, moved with it where it is drawn elsewhere than measured
+    // [low, high] of a point; if the point is not drawn where it was measured, they move with it
     const spread = (s, i) => { const p = s.points[i]; return p.length > 3 ? [p[2], p[3]].map((v) => (v * height(s, i)) / p[1]) : []; };
 
     function heat(name) {
@@ -225,7 +225,7 @@
       const width = Math.max(260, plot.clientWidth), narrow = width < 620;
       const series = view.series.filter((s) => s.points.length && (!state.only || state.on.has(s.name)));
       const lines = series.some((s) => s.points.length > 1);
-      // names stand to the right of the lines; on a phone only those chosen have room, and one line needs no name
+      // names are to the right of the lines; on a phone there is only room for chosen ones, and a single line needs no name
       const ending = series.filter((s) => series.length > 1 && lines && (!narrow || state.on.has(s.name)));
       const tall = Math.max(narrow ? 350 : 420, 74 + 15.2 * ending.length);
       const longest = Math.max(0, ...ending.map((s) => wide(s.name)));
@@ -254,7 +254,7 @@
       };
       const [x0, x1] = pad(view.x, Math.min(...xs), Math.max(...xs)), [y0, y1] = pad(view.y, Math.min(...ys), Math.max(...ys));
       const X = scale(view.x.log, x0, x1, m.left, width - m.right), Y = scale(view.y.log, y0, y1, tall - m.bottom, m.top);
-      const unitOfMark = (axis) => (["bytes", "share", "tokens"].includes(axis.unit) ? axis.unit : ""); // other units stand in the axis's label
+      const unitOfMark = (axis) => (["bytes", "share", "tokens"].includes(axis.unit) ? axis.unit : ""); // other units are in the label of the axis
       const across = ticks(view.x, x0, x1, xs, width - m.left - m.right), up = ticks(view.y, y0, y1, ys, tall);
       named(across, unitOfMark(view.x)).forEach((text, i) => {
         const x = X(across[i]);
@@ -270,7 +270,7 @@
       svg.append(node("text", { x: 4, y: 11 }, view.y.label));
       svg.append(node("line", { class: "axis", x1: m.left, x2: width - m.right, y1: tall - m.bottom, y2: tall - m.bottom }));
 
-      const labels = [], taken = [], strokes = []; // boxes and lines that words must not lie on
+      const labels = [], taken = [], strokes = []; // boxes and lines that words must not cover
       const order = [...series].sort((a, b) => state.on.has(a.name) - state.on.has(b.name));
       for (const s of order) {
         const { family, shape, dash } = look[s.name], on = state.on.has(s.name);
@@ -306,7 +306,7 @@
         ends.forEach((l, i) => { l.to = Math.max(l.y, i ? ends[i - 1].to + row : m.top); });
         for (let i = ends.length - 1, floor = tall - m.bottom + 8; i >= 0; i--) { ends[i].to = Math.min(ends[i].to, floor); floor = ends[i].to - row; }
         for (const l of ends) {
-          // only from the last of all points: from an earlier one it would look like measurements that went on
+          // only from the last point: from an earlier one it would look like more measurements
           if (l.x > end - 1) l.g.append(node("path", { class: "leader", d: `M${l.x + 5},${l.y}L${width - m.right + 14},${l.to}` }));
           l.g.append(node("text", { class: "name", x: width - m.right + 17, y: l.to + 4 }, shortened(l.name, m.right - 18)));
           taken.push([width - m.right + 15, l.to - 8, width, l.to + 8]);
@@ -328,8 +328,8 @@
       svg.onpointerleave = () => { tip.hidden = true; heat(null); };
     }
 
-    // From where on a mechanism costs less than softmax of its own form: a ring where the lines cross, a dotted line down
-    // to the length, words beside the ring where there is room, and below the plot all of it in the order of T.
+    // Show from which length on a mechanism costs less than softmax of its own form: a ring where the lines cross, a dotted
+    // line down to the length, words beside the ring if there is room, and a sentence below the plot, ordered by T.
     function crossings(view, series, frame) {
       const rings = Object.entries(view.marks ?? {}).sort((a, b) => a[1] - b[1]).flatMap(([name, length]) => {
         const own = series.find((s) => s.name === name), y = own && at(own, length);
@@ -346,7 +346,7 @@
         g.append(node("circle", { cx: r.x, cy: r.y, r: 6.5 }));
         const short = `T = ${r.length.toLocaleString("en")}`;
         const texts = frame.narrow ? [short] : [`${r.name} wins from ${short}`, short], own = r.on ? frame : { ...frame, taken: [...frame.taken] };
-        // without its words a dotted line would say nothing
+        // a dotted line without words would mean nothing
         if (write(g, "from", r, texts, 11, own)) g.append(node("line", { class: "drop", x1: r.x, x2: r.x, y1: r.y + 7, y2: frame.floor }));
         return g;
       });
@@ -379,7 +379,7 @@
 
   function sortable(table) {
     const body = table.tBodies[0], scroll = table.parentNode;
-    const below = () => scroll.classList.toggle("tall", scroll.scrollTop + scroll.clientHeight < scroll.scrollHeight - 2); // rows are left below
+    const below = () => scroll.classList.toggle("tall", scroll.scrollTop + scroll.clientHeight < scroll.scrollHeight - 2); // there are more rows below
     scroll.onscroll = below;
     new ResizeObserver(below).observe(scroll);
     $$("thead th", table).forEach((th, column) => {
@@ -397,7 +397,7 @@
         };
         const rows = Array.from(body.rows).map((row) => [key(row), row]);
         rows.sort(([a], [b]) => {
-          if (a === "" || b === "") return (a === "") - (b === ""); // what was not measured stays below
+          if (a === "" || b === "") return (a === "") - (b === ""); // rows without a figure stay at the bottom
           const c = typeof a === typeof b ? (typeof a === "number" ? a - b : a.localeCompare(b)) : typeof a === "number" ? -1 : 1;
           return down ? -c : c;
         });
@@ -411,7 +411,7 @@
     };
   }
 
-  // Who attends to whom: weights ride in the opacity of the pictures, and a row of them is laid over the digit.
+  // Who attends to whom: the opacity of the pictures holds the weights; one row of weights is drawn over the digit.
   function who(figure) {
     const pixels = JSON.parse(figure.dataset.pixels), side = Math.round(Math.sqrt(pixels.length));
     const canvas = figure.querySelector("canvas"), say = figure.querySelector(".say"), context = canvas.getContext("2d");
@@ -422,7 +422,7 @@
         const c = html("canvas", { width: image.naturalWidth, height: image.naturalHeight }), g = c.getContext("2d", { willReadFrequently: true });
         g.drawImage(image, 0, 0);
         const data = g.getImageData(0, 0, c.width, c.height).data;
-        image.weights = Array.from({ length: c.width * c.height }, (_, i) => data[4 * i + 3] / 255); // roots of weights, as the pictures show them
+        image.weights = Array.from({ length: c.width * c.height }, (_, i) => data[4 * i + 3] / 255); // square roots of weights, as in the pictures
       }
       return image.weights;
     };
@@ -456,7 +456,7 @@
     paint();
   }
 
-  // (AB)C = A(BC): what each order costs, for the N, d and d' of the sliders.
+  // (AB)C = A(BC): the cost of each order, for N, d and d' from the sliders.
   function associativity(box) {
     const [n, d, dd] = $$("input", box), big = (v) => v.toLocaleString("en");
     const update = () => {

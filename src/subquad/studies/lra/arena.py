@@ -32,8 +32,8 @@ from subquad.training.config import parse
 from subquad.training.folder import CONFIG, read_config
 
 Json = dict[str, Any]
-SLACK = 1.5  # a run may take so many times its share of the minutes: the slow ones use what the fast ones leave
-SEEDS = 1000  # at most: every run of them is planned before the first begins
+SLACK = 1.5  # a run may take this many times its share of the minutes: slow runs use the time that fast ones leave
+SEEDS = 1000  # at most: all runs are planned before the first one starts
 BUSY = "another process runs or measures the arena there"
 SHORTEST = 10.0  # seconds: with less time left no run is started
 
@@ -46,13 +46,13 @@ class Arena:
     mechanisms: tuple[str, ...]
     seeds: int = 1
     size: Size = "small"
-    minutes: float | None = None  # of this call; the next one does the rest
+    minutes: float | None = None  # of this call; the next call does the remaining runs
     steps: int | None = None  # of every run; None: as the recipes say
     cap: float | None = None  # seconds of a run; None: 1.5 times its share of the minutes
     jobs: int = 1
     device: str = "auto"
-    compile: bool = False  # by torch.compile, where a mechanism can: for runs longer than the minute it takes
-    capture: bool = True  # gradients as a CUDA graph, where a mechanism can
+    compile: bool = False  # use torch.compile if the mechanism can: worth it for runs longer than the minute it takes
+    capture: bool = True  # gradients from a CUDA graph, if the mechanism can
     data: tuple[str, ...] = ()  # "pathfinder.train=60000"
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Arena:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 refuse(name, getattr(self, name), "a positive number")
         if self.minutes is not None and 60 * self.minutes < SHORTEST:
-            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run is begun")
+            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run starts")
         for setting in self.data:
             column, _, _ = _parse(setting)
             if column not in self.tasks:
@@ -84,7 +84,7 @@ class Arena:
 
 
 def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
-    """A job for each run: seed by seed, then task by task, so that an early end leaves whole columns.
+    """A job for each run, seed by seed, then task by task, so that an early end leaves complete columns.
 
     A run that was started keeps its time budget, unless this call sets the seconds of a run.
     """
@@ -149,9 +149,9 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         console.print(budget_line(arena.size, planned), highlight=False, soft_wrap=True)
         if len(todo) < len(jobs):
             count = len(jobs) - len(todo)
-            console.print(f"{count} run{' is' if count == 1 else 's are'} done already", highlight=False)
+            console.print(f"{count} run{' is' if count == 1 else 's are'} already done", highlight=False)
         known = {job["name"]: job for job in todo}
-        results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # tried again
+        results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # failed: try again
         try:
             missing = _prepare(todo, out, console) if prepare else {}
             ready = [job for job in todo if job["name"] not in missing]
@@ -159,7 +159,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
             for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
                 run = _run_of(known[answer["name"]], answer, results.commit)
                 results.failed += run.error is not None
-                if run.error is None or run.name not in trained:  # an error replaces no figures
+                if run.error is None or run.name not in trained:  # an error does not replace figures
                     results.runs = [other for other in results.runs if other.name != run.name] + [run]
                     save(results, out / "results.json")
                 console.print(_line(run), highlight=False, markup=False, soft_wrap=True)
@@ -181,18 +181,18 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
         task = TASKS[name].from_options(data)
         try:
             sizes = [f"{len(task.source(split)):,}" for split in ("train", "validation", "test")]
-        except (OSError, ValueError) as error:  # of one data set: runs on the others go on
+        except (OSError, ValueError) as error:  # runs on the other data sets continue
             missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
         if isinstance(task, Pathfinder) and task.folder is None:
             sheet(task, out / f"{name}.png")
-            console.print(f"{name}: some of them in {out / name}.png", highlight=False, soft_wrap=True)
+            console.print(f"{name}: examples are in {out / name}.png", highlight=False, soft_wrap=True)
     return missing
 
 
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:
-    """The answers as they come, from at most `arena.jobs` workers; jobs that time is too short for have none."""
+    """Yield answers as they come, from at most `arena.jobs` workers; jobs without enough time left give no answer."""
     count = max(1, min(arena.jobs, len(todo)))
     # on a GPU one thread each is enough to issue the work
     threads = max(1, (os.cpu_count() or 1) // count) if arena.place == "cpu" else 1
@@ -232,7 +232,7 @@ def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> 
 
 
 def _same(run: ArenaRun, job: Json) -> bool:
-    """Whether a run was trained with a job's settings; those that came later had their defaults then."""
+    """Whether a run was trained with a job's settings. Settings that are newer than the run count as their defaults."""
     defaults = to_json(TASKS[job["task"]].defaults())
     return {**run.settings, "data": {**defaults, **run.settings["data"]}} == _settings(job)
 
@@ -257,12 +257,12 @@ def of_size(results: ArenaTable) -> list[ArenaRun]:
 
 
 def _place(run: ArenaRun) -> tuple[Any, ...]:
-    """In the table, whichever call made it."""
+    """Sort key: the run's place in the table, whichever call made it."""
     return [*OPTIONS, run.mechanism].index(run.mechanism), run.mechanism, [*RECIPES].index(run.column), run.seed
 
 
 def _quality(runs: Sequence[ArenaRun]) -> list[Quality]:
-    """As `subquad report` reads it: means over the seeds."""
+    """Means over the seeds, as `subquad report` reads them."""
     trained = grouped(((run.mechanism, run.task), run) for run in runs if run.accuracy is not None)
     quality = []
     for (mechanism, task), seeds in trained.items():
@@ -273,7 +273,7 @@ def _quality(runs: Sequence[ArenaRun]) -> list[Quality]:
 
 
 def budget_line(size: str, runs: Sequence[ArenaRun]) -> str:
-    """What a run of each column may take, as the runs' own settings say."""
+    """The budget of a run in each column, from the runs' own settings."""
     columns = grouped((RECIPES[run.column].title, _allowed(run)) for run in runs)
     columns = {title: list(dict.fromkeys(allowed)) for title, allowed in columns.items()}
     seeds = len({run.seed for run in runs})
@@ -295,12 +295,12 @@ def _line(run: ArenaRun) -> str:
         return f"{where}: {run.error}"
     if run.ended_by == "leg":
         return f"{where}: {run.steps:,} steps so far, the rest in the next call"
-    cut = "" if run.ended_by == "steps" else " (the time was over)"
+    cut = "" if run.ended_by == "steps" else " (cut short by time)"
     return f"{where}: {run.accuracy:.2f} % after {run.steps:,} steps{cut}, {run.seconds:.0f} s"
 
 
 def _earlier(path: Path) -> ArenaTable:
-    """What an earlier call left."""
+    """The results that an earlier call saved."""
     results = continued(path, ArenaTable)
     if all(run.column in RECIPES and {"data", "training"} <= run.settings.keys() for run in results.runs):
         return results

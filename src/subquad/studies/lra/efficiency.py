@@ -1,8 +1,8 @@
 """The arena's second table: training steps a second and peak memory on byte text, as the sequence grows.
 
-A step is forward, backward and AdamW of the small model on `batch` sequences, on a GPU as the arena trains it: with
-gradients from a CUDA graph where a mechanism can ("captured"). Exact softmax stands there twice: as a flash kernel, and
-"naive", with the T x T matrix in memory as in the paper's implementation. Peak memory is without the graph.
+A step is forward, backward and AdamW of the small model on `batch` sequences. On a GPU it runs as the arena trains it:
+with gradients from a CUDA graph if the mechanism can ("captured"). Exact softmax is measured twice: as a flash kernel,
+and "naive", with the T x T matrix in memory as in the paper's implementation. Peak memory is without the graph.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ from subquad.training.task import Batch, Loss
 NAIVE = "softmax, naive"
 LENGTHS = (1024, 2048, 3072, 4096, 8192, 16384)
 BATCH = 32
-LIMIT = {"cuda": 5.0, "cpu": 30.0}  # seconds that a step may be expected to take
+LIMIT = {"cuda": 5.0, "cpu": 30.0}  # skip a length if a step is expected to take more seconds
 SAFE = 0.8  # of the free memory
 
 
 class Step(Subject):
-    """A training step of a whole model, measured as a mechanism is."""
+    """A training step of a whole model, measured in the same way as a mechanism."""
 
     def __init__(self, name: str, shape: Shape, tokens: Tensor):
         self.name, self.shape = name, shape
@@ -86,7 +86,7 @@ class Step(Subject):
         return Loss(loss.detach(), loss.new_ones(()))
 
     def capture(self) -> bool:
-        """From now on a graph computes the gradients, unless something in the mechanism waits for the GPU."""
+        """Compute gradients by a CUDA graph from now on; False if the mechanism cannot be captured."""
         captured = Captured(self._gradients, self.model)
         try:
             captured(self.batch)
@@ -145,7 +145,7 @@ def efficiency(
 
 
 def byte_text(count: int) -> tuple[Tensor, str]:
-    """(so many bytes, where from): reviews where they are, else random letters; nothing is downloaded for this."""
+    """(`count` bytes, their source): reviews if they are on this machine, else random letters. Downloads nothing."""
     here = generated()
     if not (files.find(imdb.FOLDER) or any((here / "imdb").glob("*.npy")) or (here / f"imdb{SUFFIX}").exists()):
         generator = torch.Generator().manual_seed(0)
@@ -173,7 +173,7 @@ def _row(name: str, shape: Shape, tokens: Tensor, rows: Sequence[EfficiencyRow],
 
 
 def _too_much(name: str, shape: Shape, rows: Sequence[EfficiencyRow], limit: float) -> str | None:
-    """Why a row is skipped, by what the length before cost; None: it is measured."""
+    """Why to skip a row, judged by the cost of the length before; None if it should be measured."""
     last = next((row for row in reversed(rows) if row.mechanism == name), None)
     if last is None:
         return None
@@ -189,7 +189,7 @@ def _too_much(name: str, shape: Shape, rows: Sequence[EfficiencyRow], limit: flo
 
 
 def efficiency_tables(results: EfficiencyTable) -> list[Table]:
-    """Steps a second and memory by length, and both over those of naive and of flash softmax at the longest shared."""
+    """Steps a second and memory by length, and both relative to naive and to flash softmax at one length."""
     rows = {(row.mechanism, row.length): row for row in results.rows}
     names, lengths = list(dict.fromkeys(row.mechanism for row in results.rows)), sorted({n for _, n in rows})
     settings = results.settings

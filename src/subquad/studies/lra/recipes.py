@@ -1,4 +1,4 @@
-"""How each task is trained and each mechanism is set: literal tables, the same budget for every mechanism of a task."""
+"""How each task is trained, and the options of each mechanism. All mechanisms of a task have the same budget."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,18 +25,18 @@ class Recipe:
     original_training: Fields  # ... and how it is trained there
     data: Fields = field(default_factory=dict)  # for the small model
     original_data: Fields = field(default_factory=dict)  # for the arena's own
-    model: Fields = field(default_factory=dict)  # of the small model, where it is not as for all tasks
+    model: Fields = field(default_factory=dict)  # of the small model, where it differs from other tasks
 
 
 WARM = {"warmup": 200, "evaluate_batch": 250, "evaluate_batches": 8, "keep": 1}
 ADAM = {"betas": [0.9, 0.98], "eps": 1e-9, "keep": 1}
-SLOW = {**ADAM, "batch": 32, "schedule": "inverse_sqrt", "weight_decay": 0.1}  # of the original on text
+SLOW = {**ADAM, "batch": 32, "schedule": "inverse_sqrt", "weight_decay": 0.1}  # the original's training on text
 READER = {"depth": 4, "positions": "sinusoidal", "pooling": "cls"}
-SELDOM = 50  # steps at least between two evaluations: on a CPU one of them takes as long as so many steps
+SELDOM = 50  # at least this many steps between evaluations: on a CPU an evaluation takes as long as 50 steps
 
 
 def grid(side: int, positions: str = "grid") -> dict[str, Any]:
-    """A picture's pixels know their row and column; to learn that from single positions takes most of a short run."""
+    """Positions that give a pixel its row and column: learning them from plain positions takes most of a short run."""
     return {"positions": positions, "shape": [side, side]}
 
 
@@ -88,8 +88,8 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 NAMES = {"imdb": "text", "path-x": "pathx", "path_x": "pathx"}
 
-# Of the published table first, in its order. Sizes are those of the PyTorch re-runs (arXiv:2102.03902 and Skyformer's)
-# where they name one: rank 256, 2 rounds of hashing, 128 random features; windows and blocks near the arena's
+# Mechanisms of the published table come first, in its order. Sizes are those of PyTorch re-runs (arXiv:2102.03902 and
+# Skyformer's) if they name one: rank 256, 2 rounds of hashing, 128 features; windows and blocks are near the arena's
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "local": {"window": 64},
@@ -113,7 +113,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mixed": {"parts": [["linear", 1], ["local", 1, {"window": 64}]]},
 }
 PUBLISHED = tuple(name for _, name, _ in TABLES["lra"].rows if name is not None)
-# where a row of the picture, or a length, asks for another size
+# tasks whose picture width or length needs other sizes
 BY_TASK: dict[tuple[str, str], dict[str, Any]] = {
     ("image", "fixed"): {"block": 32, "summary": 4},
     ("pathfinder", "fixed"): {"block": 32, "summary": 4},
@@ -134,7 +134,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 
 
 def parse_mechanisms(text: str) -> tuple[str, ...]:
-    """ "linear, local", "published": the eleven of the table, or "all": these and ours."""
+    """ "linear, local"; "published", the eleven of the table; or "all", which adds ours."""
     if text.strip() in ("all", "published"):
         return tuple(OPTIONS) if text.strip() == "all" else PUBLISHED
     chosen = [part.strip() for part in text.split(",") if part.strip()]
@@ -151,12 +151,12 @@ def check_size(text: str) -> Size:
 
 
 def mixer(task: str, name: str) -> list[Any]:
-    """What a model's `mechanism` is: the name and its options."""
+    """The `mechanism` setting of a model: the name and its options."""
     return [name, {**OPTIONS.get(name, {}), **BY_TASK.get((task, name), {})}]
 
 
 def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
-    """Keywords of the model, beside the task's own small ones."""
+    """Model arguments that override the task's defaults, which are those of the small model."""
     given = RECIPES[task].original if size == "original" else RECIPES[task].model
     named, options = mixer(task, name)
     if "parts" in options:  # each the same share of the heads

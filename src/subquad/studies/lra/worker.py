@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 def run(job: Json, device: str) -> Json:
-    """The figures of one run, or the error that ended it; only interruptions are raised."""
+    """The figures of one run, or the error that ended it. Raises only interruptions."""
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     cuda = torch.device(device).type == "cuda"
@@ -42,7 +42,7 @@ def run(job: Json, device: str) -> Json:
 
 
 def _ways(job: Json, cuda: bool) -> Iterator[tuple[bool, bool]]:
-    """(compile, capture), the fastest first: the next is tried where a mechanism cannot do one."""
+    """(compile, capture) pairs, the fastest first: the next one is tried if a mechanism does not support this one."""
     capture = cuda and job["capture"]
     if job["compile"]:
         yield True, capture
@@ -77,7 +77,7 @@ def begin(setup: Json) -> Callable[[Json], Json]:
 
     def answer(job: Json) -> Json:
         reply = {"name": job["name"], **run(job, setup["device"])}
-        # the peak memory of a CPU process never falls again, and after an error of the GPU a process is of no use
+        # peak memory on a CPU never falls, and a CUDA error breaks the process: both need a new one for the next run
         return {**reply, "last": setup["device"] == "cpu" or "CUDA error" in reply.get("error", "")}
 
     return answer

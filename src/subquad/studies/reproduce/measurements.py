@@ -1,4 +1,4 @@
-"""The figures of a table that no training run gives: cost over length, iterations, contexts, and what models write."""
+"""Figures that do not come from a training run: cost over length, iterations, contexts, and what models write."""
 
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ SCORED = 131_072  # bytes of the test part that each context is evaluated on
 
 
 def measure_scaling(run: Reproduction) -> None:
-    """Every contender at every length that an earlier call has not measured. Its settings must be the same."""
+    """Measure every contender at every length that an earlier call did not. The settings must be those of that call."""
     cuda = run.budget.place.startswith("cuda")
     usual: Json = {"device": run.budget.place, "dtype": "bfloat16" if cuda else "float32"}
     usual |= {} if cuda else {"tokens": 8192, "samples": 3}
@@ -67,14 +67,14 @@ def measure_scaling(run: Reproduction) -> None:
 
 
 def _scaling_settings(settings: tuple[str, ...]) -> Json:
-    """Settings of the scaling test, which trains nothing and so has none of `subquad train`."""
+    """Settings of the scaling test. It trains nothing, so it does not accept those of `subquad train`."""
     known = ("tokens", "limit", "samples", "dim", "heads", "dtype", "lengths")
     options: Json = {}
     for setting in settings:
         (key, *rest), value = parse(setting)
         if key not in known or rest:
             raise ValueError(
-                f"--set {setting} is none of the scaling test's: accepted are {', '.join(known)}, as KEY=VALUE"
+                f"--set {setting} is not a setting of the scaling test: accepted are {', '.join(known)}, as KEY=VALUE"
             )
         if key == "lengths":
             value = parse_lengths(setting.partition("=")[2].strip().strip("[]"))
@@ -94,9 +94,9 @@ def _scaling_settings(settings: tuple[str, ...]) -> Json:
 
 
 def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> None:
-    """bits/byte of a finished run of the task text at each least context, in proportion to its window.
+    """bits/byte of a finished run of the task text, at each least context, scaled to the window of that run.
 
-    settings  what that run was begun with beside its table's own
+    settings  those of that run in addition to its table's own
     """
     from subquad.data import text
     from subquad.models import LanguageModel
@@ -121,11 +121,11 @@ def measure_contexts(run: Reproduction, trained: Path, settings: list[str]) -> N
 
 
 def measure_iterations(run: Reproduction) -> None:
-    """Time for an iteration of whole models: those of the chosen rows beside the first that the table names."""
+    """Time an iteration of whole models: those of the chosen rows, relative to the first one that the table names."""
     first, *others = run.table.iterations
     chosen = {row.name: row for row in run.rows if row.name in run.table.iterations}
     if len(chosen) < 2 or first not in chosen:
-        why = f"--rows must name {first}, which the others stand beside, and one of {', '.join(others)}"
+        why = f"--rows must name {first}, which the others are compared with, and one of {', '.join(others)}"
         run.say("iterations", f"not timed: {why}")
         return
     makers = {name: partial(_iteration, run, row) for name, row in {first: chosen[first], **chosen}.items()}
@@ -140,7 +140,7 @@ def measure_iterations(run: Reproduction) -> None:
 
 
 def _iteration(run: Reproduction, row: Row) -> scaling.Iteration:
-    """An iteration of a row's own task and settings, on a batch of its training data."""
+    """An iteration with a row's own task and settings, on a batch of its training data."""
     task, config = configure(run.table.task, settings_of(run.table, row, run.budget))
     training, place = config.training, run.budget.place
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def _iteration(run: Reproduction, row: Row) -> scaling.Iteration:
 
 
 def write_samples(run: Reproduction, count: int) -> None:
-    """What trained models write to files: a sheet of images, or pieces of music."""
+    """Let the trained models write files: a sheet of images, or pieces of music."""
     from subquad.models import LanguageModel
     from subquad.models.shipped import card
     from subquad.tasks import TASKS

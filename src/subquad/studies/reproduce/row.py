@@ -1,4 +1,4 @@
-"""One row of a table: the settings of its run, whether it was done before, and what its run left."""
+"""One row of a table: the settings of its run, whether it was done before, and the figures in its run folder."""
 
 import contextlib
 import json
@@ -28,13 +28,13 @@ Draw = Callable[[ReproducedTable, Path], None]  # makes a picture of the results
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the user allows: minutes of training a row, how much of them now, rows side by side."""
+    """What the user allows: minutes of training per row, how many of them now (`leg`), rows in parallel (`jobs`)."""
 
     minutes: float | None = None
     leg: float | None = None
     jobs: int = 1
     device: str = "auto"
-    settings: tuple[str, ...] = ()  # beside the table's own, for every row
+    settings: tuple[str, ...] = ()  # for every row, in addition to the table's own
 
     def __post_init__(self) -> None:
         at_least(self, jobs=1)
@@ -54,13 +54,13 @@ class Budget:
 
     @property
     def written(self) -> TableBudget:
-        """As results.json has it."""
+        """The budget as results.json stores it."""
         return TableBudget(minutes_a_row=self.minutes, rows_side_by_side=self.jobs, settings=list(self.settings))
 
 
 @dataclass
 class Reproduction:
-    """A table while it is run: what is chosen of it, where it goes, what is known so far."""
+    """A table that is being run: the chosen rows, the output folder, and the results so far."""
 
     table: Table
     rows: list[Row]
@@ -71,7 +71,7 @@ class Reproduction:
     draw: Draw | None = None
 
     def measured_now(self) -> None:
-        """Something was trained or measured: the file says where, when and with what that was last."""
+        """Call this after training or measuring: it updates machine, date and versions in the results."""
         for name, value in origin(self.budget.place).items():
             setattr(self.results, name, value)
         self.results.budget = self.budget.written
@@ -87,7 +87,7 @@ class Reproduction:
 
 def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
     """Everything that is set for a row's run, as --set takes it; what comes later wins."""
-    # a table's warm-up does not follow the steps, so that runs begun before can go on
+    # a table's warm-up does not depend on its steps, so that earlier runs can resume
     training = {"warmup": TASKS[table.task].training.warmup, **table.training, **row.training}
     if not budget.place.startswith("cuda"):
         training = {key: value for key, value in training.items() if key not in ("compile", "capture")}
@@ -125,7 +125,7 @@ def command_of(table: Table, row: Row, budget: Budget, run: Path) -> list[str]:
 
 
 def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, str]:
-    """Whether a row's run is "done", "changed" since it was begun (and how), or to be "run"."""
+    """The state of a row's run: "done", "run" if it still has to run, or "changed" with the settings that changed."""
     if not (run / CONFIG).is_file():
         return "run", ""
     task, config = configure(table.task, settings_of(table, row, budget))
@@ -137,13 +137,13 @@ def state_of(table: Table, row: Row, budget: Budget, run: Path) -> tuple[str, st
 
 
 def gather(table: Table, row: Row, run: Path) -> TrainedRow:
-    """A row's figures from its run folder: of a finished run the test, of another how far it came."""
+    """A row's figures from its run folder: the test results if it is finished, otherwise how far it got."""
     task, _ = configure(table.task, (), run)
     begun, lines = read_sealed(run / CONFIG)[0], logged(run)
     figures = heading(table, row)
     try:
         figures.data = getattr(task, "data_name", task.name)
-    except (OSError, ValueError):  # of a run whose data went away or broke
+    except (OSError, ValueError):  # the data is now missing or damaged
         figures.data = getattr(task, "set", task.name)
     figures.config = {key: begun[key] for key in ("data", "model", "training")}
     figures.settings = settings_in(table, row, run)
@@ -181,7 +181,7 @@ def heading(table: Table, row: Row, **figures: Any) -> TrainedRow:
 
 
 def quality_of(row: TrainedRow) -> list[Quality]:
-    """As `subquad report` reads it. The Sparse Transformer's image models are counted in bits/byte there."""
+    """The quality records for `subquad report`, which counts the Sparse Transformer's image models in bits/byte."""
     if row.value is None or row.data is None:
         return []
     return [

@@ -1,7 +1,7 @@
-"""`subquad reproduce TABLE`: run the rows of a published table, resume where it stopped, set ours beside theirs.
+"""`subquad reproduce TABLE`: run the rows of a published table, resume where it stopped, compare with the paper.
 
-A row is a run of `subquad train` in a process of its own, so that small ones can share a GPU and a failure costs one
-row. results.json is written after each; what a time budget cut short says so.
+Each row is a run of `subquad train` in its own process, so small rows can share a GPU and a failure costs only one row.
+results.json is written after each row and says which rows the time budget cut short.
 """
 
 import signal
@@ -35,7 +35,7 @@ from subquad.studies.results import ReproducedTable, TrainedRow, continued
 from subquad.tasks.configure import configure
 from subquad.training.folder import CONFIG, RESULT, Folder, read_config
 
-# what a row keeps of an earlier call: measured after its training; the last two need its data, which may be gone
+# figures that a row keeps from an earlier call: measured after training, the last two with data that may be gone
 AFTERWARDS = ("iteration", "pieces", "images_per_second_written", "epochs", "seconds_per_epoch")
 
 
@@ -50,11 +50,11 @@ def reproduce(
     samples: int = 0,
     draw: Draw | None = None,
 ) -> ReproducedTable:
-    """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds, in which
-    "failed" names what was asked for and is not there, with the reason.
+    """Run the rows of a table (all, or those named) into out/TABLE and return what its results.json holds. "failed"
+    lists what was requested but is missing, with the reasons.
 
-    timing   whether iterations of whole models are timed too; None: on a GPU
-    samples  images or pieces of music that each trained model then writes
+    timing   whether to time iterations of whole models too; None: only on a GPU
+    samples  how many images or pieces of music each trained model writes afterwards
     draw     makes a picture of the results after each row
     """
     if name not in TABLES:
@@ -93,7 +93,7 @@ def reproduce(
 
 
 def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> None:
-    """Measure something more; an error is kept, and costs nothing that was trained."""
+    """Measure something more after training. An error is recorded, and the training results are kept."""
     try:
         measure()
     except Exception as error:
@@ -103,7 +103,7 @@ def _afterwards(run: Reproduction, what: str, measure: Callable[[], None]) -> No
 
 
 def choose(table: Table, names: Sequence[str]) -> list[Row]:
-    """The rows of these names, in which commas may be left out, or all."""
+    """The rows with these names, or all rows. Commas in a name may be left out."""
     known = {row.name.replace(",", ""): row for row in table.rows}  # users write commas between names
     wanted = {name.replace(",", ""): name for name in names}
     for name in (given for plain, given in wanted.items() if plain not in known):
@@ -135,7 +135,7 @@ def _train(run: Reproduction) -> None:
 
 
 def _contexts(run: Reproduction, out: Path) -> None:
-    """Of the row `fixed` of the table enwik8, which is trained first where it was not."""
+    """Measure the row `fixed` of the table enwik8, and train it first if it is not trained yet."""
     table, trained = TABLES["enwik8"], out / "enwik8" / "fixed"
     (row,) = choose(table, ["fixed"])
     if (trained / RESULT).is_file():
@@ -146,7 +146,7 @@ def _contexts(run: Reproduction, out: Path) -> None:
         run.results.interrupted, run.results.failed = model.interrupted, model.failed
         if not (trained / RESULT).is_file():
             if not model.failed:
-                run.say(run.table.name, "the model is not finished yet: the same command goes on with it")
+                run.say(run.table.name, "the model is not finished yet: run the same command again to continue")
             return
     measure_contexts(run, trained, settings_in(table, row, trained))
 
@@ -157,7 +157,7 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
     try:
         with blaming(str(place)):
             figures = gather(run.table, row, place) if (place / CONFIG).is_file() else heading(run.table, row)
-    except ValueError as unreadable:  # costs no other row
+    except ValueError as unreadable:  # does not affect the other rows
         figures, error = heading(run.table, row), error or str(unreadable)
         run.say(row.name, error)
     if error is not None:
@@ -174,13 +174,13 @@ def _collect(run: Reproduction, row: Row, error: str | None = None) -> None:
 
 
 def _begin(table: Table, budget: Budget, folder: Path) -> ReproducedTable:
-    """What is known before the first row: rows of an earlier call stand until they are run again, and so do device,
-    versions and date until something is trained or measured."""
+    """The results before the first row runs. Rows of an earlier call stay until they are run again; device, versions
+    and date stay until something is trained or measured."""
     results = continued(folder / "results.json", ReproducedTable)
     if not results.date:
         results = ReproducedTable(**origin(budget.place), budget=budget.written)
     for row in results.results.values():
-        if row.error is None and row.settings is None:  # older files have the settings of the whole alone
+        if row.error is None and row.settings is None:  # older files have settings for the whole table only
             row.settings = results.budget.settings
     published = {row.name: row.published[table.metric] for row in table.rows if table.metric in row.published}
     return replace(

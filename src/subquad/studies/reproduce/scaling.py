@@ -1,4 +1,4 @@
-"""What length costs: a layer's time and memory a sample at N = 2^9 .. 2^16, and an iteration of whole models.
+"""Cost over length: a layer's time and memory per sample at N = 2^9 .. 2^16, and the time of whole models.
 
 Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.1.2: attention forward and backward on made-up input, the
           batch inversely proportional to N, time and peak memory divided by the batch
@@ -32,14 +32,14 @@ CONTENDERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 class Recurrent(nn.LSTM):
-    """One LSTM layer where the others have a mixer."""
+    """One LSTM layer in place of a mixer."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
 
 
 class Contender(Subject):
-    """What is timed and weighed as `subquad compare` does it, with this paper's options."""
+    """A layer with this paper's options, whose time and memory are measured as in `subquad compare`."""
 
     def __init__(self, label: str, shape: Shape):
         super().__init__("linear", shape)  # for the input and the gradient
@@ -65,8 +65,8 @@ def layers(
 ) -> Iterator[ScalingRow]:
     """A row for each contender and length, forward + backward: time and peak memory a sample, or why there is none.
 
-    tokens  in a batch, so that it holds tokens / N samples
-    limit   seconds that one training step may be expected to take
+    tokens  per batch: a batch holds tokens / N samples
+    limit   skip a length if one training step is expected to take more seconds
     """
     for label in contenders:
         if label not in CONTENDERS:
@@ -85,14 +85,14 @@ def layers(
                     before = length, batch, row.training_ms.median if row.training_ms else 0.0
                 except (torch.OutOfMemoryError, MemoryError):
                     row.skipped = "out of memory"
-                except RuntimeError as error:  # of one length: the others stand
+                except RuntimeError as error:  # does not affect the other lengths
                     row.error = first_line(error)
             yield row
             release(device)
 
 
 def _measure(row: ScalingRow, shape: Shape, samples: int) -> None:
-    """For one sequence of the batch: times and share of the peak memory."""
+    """Measure time and peak memory, both divided by the number of sequences in the batch."""
     subject = Contender(row.label, shape)
     row.peak_bytes = peak_bytes(subject) // shape.batch
     how = calibrate(subject.training, shape.device)
@@ -100,9 +100,9 @@ def _measure(row: ScalingRow, shape: Shape, samples: int) -> None:
 
 
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
-    """ms of a training step, by what a sample took at the length before."""
+    """The expected ms of a training step, from the time of a sample at the length before."""
     name, _ = CONTENDERS[label]
-    if name == "lstm":  # whose steps wait for each other, however many samples make them
+    if name == "lstm":  # its steps run one after another, however many samples there are
         return grown(ms * samples, before, length, 1.0)
     return grown(ms, before, length, mechanism(name).exponent) * batch
 
@@ -122,7 +122,7 @@ def growth(rows: Sequence[ScalingRow]) -> list[Growth]:
 class Iteration:
     """Forward, backward and update of a task's model on one batch, as in training.
 
-    compile  by torch.compile; capture  gradients as a CUDA graph, as training.capture has it
+    compile  use torch.compile; capture  gradients from a CUDA graph, like training.capture
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def iterations(
 ) -> dict[str, Json]:
     """Milliseconds an iteration of each model, and its ratio to the first one's of the same round.
 
-    Each is warmed up first; then they take turns, so that a clock that drifts meets all of them.
+    All are warmed up first; then they take turns, so that a drifting GPU clock affects all of them equally.
     """
     runs: dict[str, Iteration] = {}
     for name, make in makers.items():

@@ -1,6 +1,6 @@
-"""The published tables that `subquad reproduce` runs: a row is a mechanism, how it is trained here, what was printed.
+"""The published tables that `subquad reproduce` runs. A row has a mechanism, its training, and the paper's figures.
 
-Settings are the papers' where a budget of minutes on one GPU allows it; `differs` says where it does not.
+Settings are those of the papers if a budget of minutes on one GPU allows it; `differs` lists the exceptions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def plain(self) -> str:
-        """The mechanism's name, as reports know it."""
+        """The name of the mechanism, without its options."""
         return self.mechanism if isinstance(self.mechanism, str) else str(self.mechanism[0])
 
 
@@ -43,7 +43,7 @@ class Table:
     data: Settings = field(default_factory=dict)
     model: Settings = field(default_factory=dict)
     training: Settings = field(default_factory=dict)
-    iterations: Sequence[str] = ()  # rows whose iterations are timed beside the first of them
+    iterations: Sequence[str] = ()  # rows whose iterations are timed, relative to the first one
     differs: Sequence[str] = ()
 
 
@@ -51,17 +51,17 @@ def lsh(rounds: int, chunk: int) -> tuple[str, dict[str, Any]]:
     return "reformer", {"rounds": rounds, "chunk": chunk, "buckets": 64}
 
 
-# post-norm at ten times the paper's lr and batch: warmed up, then down to nothing when the time is over. AdamW with a
-# warm-up, which RAdam has built in: torch has it as one kernel for all parameters
+# post-norm with ten times the paper's lr and batch: warm up, then decay to zero at the end of the time. AdamW with a
+# warm-up replaces RAdam, which has a warm-up built in, because torch runs AdamW as one kernel for all parameters
 ADAMW: Settings = {"optimiser": "adamw", "schedule": "cosine", "weight_decay": 0.01}
 SHORT: Settings = {**ADAMW, "batch": 128, "lr": 1e-3, "betas": [0.9, 0.98], "warmup": 1000, "compile": True}
 SPARSE_TRAINING: Settings = {**ADAMW, "betas": [0.9, 0.95], "clip_by": "norm", "warmup": 500, "lr": 3.5e-4}
-GRAPH: Settings = {"capture": True}  # on a GPU a step waits for its launches otherwise
-# the same size as it would be built today: pre-norm, positions that know rows, columns and channels, a convolution over
-# a few neighbours before each attention (`taps`), and a logit for each value: gradients of a mixture grow with
-# 1 / scale, which at ten times the paper's lr leaves it behind
+GRAPH: Settings = {"capture": True}  # without a graph, a step on a GPU waits for kernel launches
+# a model of the same size, built as one would today: pre-norm, positions of rows, columns and channels, a convolution
+# over a few neighbours before each attention (`taps`), and a logit for each value instead of a mixture, which learns
+# worse at ten times the paper's lr because its gradients grow with 1 / scale
 TODAY: Settings = {"positions": "waves", "norm_position": "pre", "activation": "gelu", "mixture": None}
-FULL: Settings = {"precision": "fp32"}  # cuDNN's LSTM under autocast is float16, which gradients of sums overflow
+FULL: Settings = {"precision": "fp32"}  # under autocast cuDNN's LSTM uses float16, where gradients of sums overflow
 NO_DROPOUT: Settings = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0}
 STRIDED_TEXT, FIXED_TEXT = ("strided", {"stride": 128}), ("fixed", {"block": 128, "summary": 32})
 SPARSE_152M, MUSIC = "Sparse Transformer 152M (strided)", "Classical music, 5 s at 12 kHz"
@@ -106,11 +106,11 @@ _TABLES = (
         differs=(
             "batch 128, AdamW at 1e-3 with warm-up and cosine decay to the end of the time budget; theirs: batch 10, "
             "RAdam at 1e-4 for 250 epochs",
-            "half the dropout, of what the layers add alone, for some tens of epochs",
-            "linear-taps: the same size built as today, pre-norm, GELU, positions of rows and columns, a convolution "
-            "over seven neighbours, left and above, before each attention, 256 logits instead of a mixture",
+            "half the dropout, only on the layers' outputs, because training lasts only some tens of epochs",
+            "linear-taps: the same size, built as one would today: pre-norm, GELU, positions of rows and columns, a "
+            "convolution over seven neighbours (left and above) before each attention, 256 logits, no mixture",
             "the first pixel is predicted too, from a start token",
-            "reformer is strictly causal in its buckets; theirs let the future decide who meets whom",
+            "reformer: our buckets depend on past tokens only; theirs also depend on future ones",
         ),
     ),
     Table(
@@ -140,13 +140,13 @@ _TABLES = (
         iterations=("sparse-dense", "sparse-fixed", "sparse-strided"),
         differs=(
             "time: theirs one GPU week (a P40), the sparse ones 120 epochs on eight V100",
-            "no dropout, which a few epochs have no use for",
+            "no dropout: a few epochs do not need it",
             "sparse: queries and keys of full width, 67.6 million parameters; theirs of half, 59 million",
             "batch 64, AdamW at 5e-4 (linear-taps: 32 at 2e-3) with warm-up and cosine decay to the end of the time "
             "budget; theirs RAdam at 1e-4",
-            "linear-taps: the same size built as today, pre-norm, GELU, positions of rows, columns and channels, a "
-            "convolution over seven neighbours, left and above, before each attention, 256 logits instead of a mixture",
-            "2,000 training images choose the checkpoint",
+            "linear-taps: the same size, built as one would today: pre-norm, GELU, positions of rows, columns and "
+            "channels, a convolution over seven neighbours (left and above) before each attention, 256 logits",
+            "2,000 training images are held out to choose the checkpoint",
         ),
     ),
     Table(
@@ -162,7 +162,7 @@ _TABLES = (
             Row("lstm", "lstm", training=FULL),
         ),
         differs=(
-            "the paper prints curves, not figures: linear reaches softmax's loss, below LSH's",
+            "the paper prints curves, not figures: linear reaches the loss of softmax, LSH does not",
             "an LSTM of the same width and depth is added",
         ),
     ),
@@ -221,7 +221,7 @@ _TABLES = (
             Row(f"{n:,}", FIXED_TEXT, {**printed("sparse-context", f"{n:,} tokens", "bits/byte"), "context": n})
             for n in (6144, 9216, 10752, 11904, 12096, 12160)
         ),
-        differs=("the model is the row `fixed` of the table enwik8, as far as that was trained",),
+        differs=("the model is the row `fixed` of the table enwik8, trained as far as it was there",),
     ),
     Table(
         name="imagenet64",
@@ -257,7 +257,7 @@ _TABLES = (
         ),
         differs=(
             "theirs: five seconds of classical piano at 12 kHz, 65,536 samples, 152 million weights",
-            "ours: four-part chorales on a grid, and spoken digits at 8 kHz, for want of their recordings",
+            "ours: four-part chorales on a grid, and spoken digits at 8 kHz, because we lack their recordings",
         ),
     ),
     Table(
@@ -280,9 +280,9 @@ _TABLES = (
             Row("linear", "linear", printed("speech", "Linear", "per", "epoch_s"), training=GRAPH),
         ),
         differs=(
-            "AN4, 948 utterances of three seconds, validation among them, not 80 hours of the Wall Street Journal; 13 "
+            "AN4, 948 utterances of three seconds including validation, not 80 hours of the Wall Street Journal; 13 "
             "mel cepstra, not 40 filters; utterances are stretched and masked",
-            "pre-norm; 5e-4 with warm-up and cosine decay, the LSTM 1e-3; theirs halve 1e-4 where it stops to help",
+            "pre-norm; lr 5e-4 (LSTM 1e-3) with warm-up and cosine decay; theirs is 1e-4, halved when progress stops",
             "seconds an epoch are of rows that may share a GPU (rows_side_by_side); on one, softmax and linear are "
             "captured as CUDA graphs, reformer-4 and the LSTM are not",
         ),

@@ -1,4 +1,4 @@
-"""Image: which of ten things is on a grey CIFAR-10 photograph, read as 1,024 bytes row by row."""
+"""Image: classify grey CIFAR-10 photographs into ten classes, read as 1,024 bytes row by row."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ SIZES = (45_000, 5_000, 10_000)  # photographs for training, validation and test
 
 
 def grey() -> Arrays:
-    """All 60,000 photographs, those of the test last."""
+    """All 60,000 photographs; the test photographs come last."""
     parts = [cifar10.grey(images) for images in cifar10.load()]
     tokens, labels = (np.concatenate([getattr(p, name).numpy() for p in parts]) for name in ("pixels", "labels"))
     return {"tokens": tokens.astype(np.uint8), "labels": labels.astype(np.uint8)}

@@ -29,22 +29,22 @@ CHUNK = 16_384  # trees drawn at once, of which about one in twelve has an accep
 
 
 class Level(NamedTuple):
-    """The nodes of one depth of many trees, in order: the children of a node stand together, and so do siblings."""
+    """The nodes of many trees at one depth, in order: the children of a node are next to each other."""
 
-    tree: np.ndarray  # which tree a node is of
-    arguments: np.ndarray  # of an operator; 0 for a digit
-    symbol: np.ndarray  # 0 .. 9 of a digit, 0 .. 3 of an operator
+    tree: np.ndarray  # the tree that each node belongs to
+    arguments: np.ndarray  # how many an operator has; 0 for a digit
+    symbol: np.ndarray  # 0 .. 9 for a digit, 0 .. 3 for an operator
 
 
 class Expressions(NamedTuple):
     tokens: np.ndarray  # uint8, one expression after the other
     lengths: np.ndarray  # int16
     values: np.ndarray  # uint8
-    drawn: int  # trees that these were chosen from
+    drawn: int  # how many trees were drawn to get these
 
 
 def draw(seed: int, number: int, trees: int = CHUNK, lengths: tuple[int, int] = LENGTHS) -> Expressions:
-    """The expressions of accepted lengths among so many random trees; the same for the same seed and number."""
+    """Draw this many random trees and keep those of an accepted length; the same for the same seed and number."""
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
     levels, accepted = _grow(random, trees, lengths)
     renumbered = np.cumsum(accepted) - 1

@@ -1,4 +1,4 @@
-"""The real data in two small files, to be carried to a machine without a network; the rest is made there."""
+"""Pack the real data into two small files for a machine without a network; all other data is generated there."""
 
 import io
 import lzma
@@ -10,7 +10,7 @@ from subquad.data import files
 from subquad.data.generated import Arrays, generated
 
 SUFFIX = ".npz.xz"
-FORMAT = 2  # of these files; the first kept the differences between neighbouring pixels
+FORMAT = 2  # of these files; format 1 stored the differences between neighbouring pixels
 
 
 def pack(folder: Path, longest: int = 1024) -> list[Path]:
@@ -25,7 +25,7 @@ def pack(folder: Path, longest: int = 1024) -> list[Path]:
     for name, arrays in (("imdb", reviews(longest)), ("image", grey())):
         path = folder / "lra" / f"{name}{SUFFIX}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # indices of text need 64 bits nowhere
+        # 32 bits are enough for the indices
         small = {key: array.astype(np.int32) if array.dtype == np.int64 else array for key, array in arrays.items()}
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, format=FORMAT, **small)
@@ -36,14 +36,14 @@ def pack(folder: Path, longest: int = 1024) -> list[Path]:
 
 
 def packed(name: str) -> Arrays | None:
-    """What `pack` wrote, if it is here."""
+    """What `pack` wrote; None if it is not on this machine."""
     path = generated() / f"{name}{SUFFIX}"
     if not path.exists():
         return None
     try:
         arrays = files.arrays(path, files.unpacked(path, "xz"))
         if int(arrays.pop("format")) != FORMAT:
-            raise ValueError("its format is another one")
+            raise ValueError("it has another format")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged or of an older version: delete it, or pack it again") from error
     return arrays

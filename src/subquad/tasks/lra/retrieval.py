@@ -1,8 +1,8 @@
-"""Retrieval: do two texts belong together, each read by the same encoder without a look at the other.
+"""Retrieval: do two texts belong together? The same encoder reads each text without seeing the other.
 
-Data      the arena's pairs of ACL Anthology papers, where data.folder names the folder of its new_aan_pairs.*.tsv
-          (147,086 / 18,090 / 17,437 pairs, 4,000 bytes each); else a stand-in, "IMDb same-movie pairs": two reviews
-          of the same film, or of two films, half and half. Films of validation and test are in no training pair
+Data      the arena's pairs of ACL Anthology papers, if data.folder is the folder with its new_aan_pairs.*.tsv files
+          (147,086 / 18,090 / 17,437 pairs, 4,000 bytes each). Otherwise a stand-in, "IMDb same-movie pairs": half are
+          two reviews of the same film, half are reviews of two films. Training has no films of validation or test
 """
 
 import ast
@@ -33,10 +33,10 @@ SHARES: dict[Split, tuple[float, float]] = {"train": (0, 0.8), "validation": (0.
 def pairs(
     films: np.ndarray, liked: np.ndarray, split: Split, count: int, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(pairs of reviews [count, 2], labels [count]): 1 for two reviews of a film, 0 for reviews of two films.
+    """(pairs of reviews [count, 2], labels [count]): label 1 for reviews of the same film, 0 for two different films.
 
-    Both kinds draw their reviews alike, from films with at least two, so that no single review tells the label; and
-    both agree equally often whether the film was liked, which two reviews of one film mostly do.
+    A model must not guess the label without comparing the texts. So both kinds of pairs draw reviews in the same way,
+    from films with at least two reviews, and the two reviews agree on liking the film equally often in both kinds.
     """
     names, numbers, sizes = np.unique(films, return_inverse=True, return_counts=True)
     low, high = (int(share * len(names)) for share in SHARES[split])
@@ -45,15 +45,15 @@ def pairs(
     if len(chosen) < 2:
         raise files.Broken(f"{len(names)} films are too few for pairs: {split} has {len(chosen)} with two reviews")
     order = np.argsort(numbers, kind="stable")
-    first = np.cumsum(sizes) - sizes  # of a film's reviews, in `order`
+    first = np.cumsum(sizes) - sizes  # where each film's reviews begin in `order`
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, low, count])))
     reviews = np.concatenate([order[first[film] : first[film] + sizes[film]] for film in chosen])
     for value in np.unique(liked[reviews]):
         if len(np.unique(numbers[reviews[liked[reviews] == value]])) < 2:
-            raise files.Broken(f"{split} has one film alone whose reviews are labelled {value}: too few for pairs")
+            raise files.Broken(f"{split} has only one film with reviews labelled {value}: pairs need two")
     left = reviews[(random.random(count) * len(reviews)).astype(np.int64)]
     film = numbers[left]
-    step = 1 + (random.random(count) * (sizes[film] - 1)).astype(np.int64)  # another of the same film
+    step = 1 + (random.random(count) * (sizes[film] - 1)).astype(np.int64)  # to another review of the same film
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     same = order[first[film] + (place[left] - first[film] + step) % sizes[film]]
@@ -65,7 +65,7 @@ def pairs(
 
 
 def read_tsv(path: Path) -> Arrays:
-    """label, id, id, text, text a line; texts one after the other, two a pair."""
+    """Read lines of label, id, id, text, text. The result holds all texts joined, two for each pair."""
     pieces, labels = [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -86,7 +86,7 @@ def read_tsv(path: Path) -> Arrays:
 
 
 def _bytes(text: bytes) -> bytes:
-    """The release holds Python's way to write bytes, b'...' or b"...", in which all but plain letters are escaped."""
+    """The bytes of a text. The arena's files write them as Python literals, b'...' or b"...", with escapes."""
     if text[:2] in (b"b'", b'b"') and text[-1:] == text[1:2]:
         with contextlib.suppress(ValueError, SyntaxError):
             found = ast.literal_eval(text.decode("ascii"))
@@ -97,10 +97,10 @@ def _bytes(text: bytes) -> bytes:
 @dataclass(frozen=True)
 class Retrieval(Classification):
     length: int = 1000  # bytes of each text; 4,000 in the paper
-    train: int = 96_000  # pairs of the stand-in
-    held_out: int = 8_000  # of validation and of test each
+    train: int = 96_000  # training pairs of the stand-in
+    held_out: int = 8_000  # pairs each for validation and test
     seed: int = 0
-    folder: str | None = None  # of the arena's tsv files
+    folder: str | None = None  # the folder of the arena's tsv files; None: the stand-in
 
     name: ClassVar[str] = "retrieval"
     classes: ClassVar[int] = 2

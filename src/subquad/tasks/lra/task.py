@@ -48,7 +48,7 @@ class Labelled:
 
 
 def cut(arrays: Arrays, split: Split, *sizes: int) -> Labelled:
-    """The examples of a split, of arrays that hold training, validation and test one after the other."""
+    """The examples of a split, from arrays that hold training, validation and test one after the other."""
     at = SPLITS.index(split)
     rows = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
     return Labelled(**{name: array[rows] for name, array in arrays.items()})
@@ -98,7 +98,7 @@ class Classification(Task):
 class Picture(Classification):
     """Pixels row by row, as tokens or as brightness."""
 
-    # "tokens", as in the arena: a vector for each of 256 values; "values": brightness, one number times a vector
+    # "tokens": one learned vector for each of 256 values, as in the arena; "values": brightness times one vector
     pixels: Literal["tokens", "values"] = "tokens"
 
     def __post_init__(self) -> None:

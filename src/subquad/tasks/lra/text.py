@@ -1,7 +1,7 @@
-"""Text: is an IMDb review favourable, read as bytes. Called "Text" in the arena and `imdb` here.
+"""Text: is an IMDb review, read as bytes, positive? Called "Text" in the arena and `imdb` here.
 
 Sizes     22,500 for training, 2,500 for validation, 25,000 for test; the first `length` bytes, 1,000 to 4,000
-Departs   validation is held out of the training part; the arena validates on the test part itself
+Departs   validation is a held-out part of the training data; the arena validates on the test data
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ HELD_OUT = 2_500
 
 
 def reviews(longest: int = LONGEST) -> Arrays:
-    """All 50,000, those of the test last: text, one after the other; starts [N + 1], labels [N], films [N]."""
+    """All 50,000 reviews, the test reviews last: joined text, starts [N + 1], labels [N], films [N]."""
     parts = imdb.load()
     pieces = [part["text"][start:end][:longest] for part in parts for start, end in pairwise(part["starts"])]
     labels, films = (np.concatenate([part[name] for part in parts]) for name in ("labels", "films"))
@@ -42,7 +42,7 @@ class Texts:
     """Labelled texts, or pairs of texts, by index: {"tokens": .., "lengths": ..} or {"a": .., "a_lengths": .., ..}."""
 
     texts: Arrays
-    columns: Mapping[str, np.ndarray]  # name -> which text it is, [N]
+    columns: Mapping[str, np.ndarray]  # name -> the index of its text for each example, [N]
     labels: np.ndarray  # [N]
     length: int  # bytes of each text that are read
 
