@@ -7,7 +7,7 @@ from subquad.ops.linear.spec import RuleInputs
 
 CHUNK = 64
 
-Outputs = tuple[Tensor, Tensor, None]  # o, the last state, and what is kept for the gradients: nothing
+Outputs = tuple[Tensor, Tensor, Tensor | None]  # o, the last state, the inverse T of each chunk for a delta rule
 
 
 def unsupported(x: RuleInputs) -> str | None:
@@ -21,24 +21,26 @@ def unsupported(x: RuleInputs) -> str | None:
     return None
 
 
-def outputs(x: RuleInputs, wide: bool, save: bool) -> Outputs:  # noqa: ARG001
+def outputs(x: RuleInputs, wide: bool, save: bool) -> Outputs:  # noqa: ARG001 (W and U are made of the inverses)
     """What `forward` fills; in a pack, tokens after the last sequence belong to nobody and stay zero."""
     make = x.v.new_empty if x.cu_seqlens is None else x.v.new_zeros
     o = make(x.v.shape, dtype=torch.float32 if wide else x.v.dtype)
     shape = x.sequences, x.v.shape[2], x.k.shape[3], x.v.shape[3]
-    return o, x.v.new_empty(shape, dtype=torch.float32), None
+    dtype = torch.bfloat16 if x.q.dtype is torch.bfloat16 else torch.float32
+    inverse = None if x.beta is None else x.q.new_empty((*x.q.shape[:3], CHUNK), dtype=dtype)
+    return o, x.v.new_empty(shape, dtype=torch.float32), inverse
 
 
 def forward(x: RuleInputs, wide: bool, save: bool) -> Outputs:
     from subquad.ops.linear import rule_launches_triton
 
-    o, s, _ = outputs(x, wide, save)
-    rule_launches_triton.forward(x, o, s)
-    return o, s, None
+    o, s, inverse = outputs(x, wide, save)
+    rule_launches_triton.forward(x, o, s, inverse)
+    return o, s, inverse if save else None
 
 
-def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, done: Outputs) -> tuple[Tensor | None, ...]:  # noqa: ARG001
+def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, done: Outputs) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, log_gate, beta and s0."""
     from subquad.ops.linear import rule_launches_triton
 
-    return rule_launches_triton.backward(do, ds, x)
+    return rule_launches_triton.backward(do, ds, x, None if x.beta is None else done[2])

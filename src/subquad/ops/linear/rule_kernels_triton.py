@@ -11,7 +11,8 @@ a chunk turns the state S before it into the one after it like this (without β,
 Only V' and S need the chunk before, so only `walk` goes through the chunks in order; the others take all at once.
 
     decay       e^{G_C - G} k, eᴳ q and e^{G_C}, where each channel has its gate     forward and backward
-    solve       W, U and, for the gradients, T                                       forward and backward
+    invert      T, which is kept for the gradients                                   forward
+    solve       W and U                                                              forward and backward
     walk        V' and the state before each chunk                                   forward and backward
     read        o                                                                    forward
     read_back   the part of dV' that comes from o in the same chunk                  backward
@@ -162,33 +163,29 @@ def decay(
 
 
 @triton.jit
-def _product(a, x, xx):
-    """Two 16 x 16 tiles in float32, added to xx."""
-    return xx + tl.dot(a, x, input_precision="ieee", out_dtype=tl.float32)
+def _small(a, b, EXACT: tl.constexpr):
+    """The product of two 16 x 16 tiles in float32."""
+    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32", out_dtype=tl.float32)
 
 
 @triton.jit
-def _scaled(ki, kj, beta, gi, gj, DOT: tl.constexpr, PREC: tl.constexpr):
+def _tile(ki, kj, beta, gi, gj, DOT: tl.constexpr, PREC: tl.constexpr):
     """A tile of A: β k·k, decayed from key to query."""
     a = _dot(ki, tl.trans(kj), DOT, PREC)
     return a * beta[:, None] * tl.exp(tl.minimum(gi[:, None] - gj[None, :], 0.0))
 
 
 @triton.jit
-def _unit_inverses(a, b, c, d):
-    """(I + A)⁻¹ of four strictly lower triangular tiles, row by row."""
+def _unit_inverse(a, EXACT: tl.constexpr):
+    """(I + A)⁻¹ of a tile whose strictly lower part is A: of its blocks of 2, then of 4, 8 and 16."""
     i = tl.arange(0, 16)
-    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    x, y, z, w = eye, eye, eye, eye
-    a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
-    for r in range(1, 16):
-        row = (i == r)[None, :]
-        here = (i == r)[:, None]
-        x -= tl.where(here, tl.sum(tl.sum(tl.where(row, a, 0.0), 1)[:, None] * x, 0)[None, :], 0.0)
-        y -= tl.where(here, tl.sum(tl.sum(tl.where(row, b, 0.0), 1)[:, None] * y, 0)[None, :], 0.0)
-        z -= tl.where(here, tl.sum(tl.sum(tl.where(row, c, 0.0), 1)[:, None] * z, 0)[None, :], 0.0)
-        w -= tl.where(here, tl.sum(tl.sum(tl.where(row, d, 0.0), 1)[:, None] * w, 0)[None, :], 0.0)
-    return x, y, z, w
+    row = i[:, None]
+    col = i[None, :]
+    x = tl.where(row == col, 1.0, 0.0) - tl.where((row // 2 == col // 2) & (row > col), a, 0.0)
+    for b in tl.static_range(1, 4):
+        below = (row >> (b + 1) == col >> (b + 1)) & (row >> b > col >> b)
+        x -= _small(_small(x, tl.where(below, a, 0.0), EXACT), x, EXACT)
+    return x
 
 
 @triton.jit
@@ -199,15 +196,14 @@ def _store_tile(ptr, x, row, col, size, H: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def solve(
-    k, v, g, beta, w, u, inverse, cu, owner, lengths,
-    T, L, NS, kb, kh, vb, vh, gb, gt, gh, bb, bt, bh,
-    KT: tl.constexpr, VT: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, KEEP: tl.constexpr,
+def invert(
+    k, g, beta, inverse, cu, owner, lengths,
+    T, L, NS, kb, kh, gb, gt, gh, bb, bt, bh,
+    KT: tl.constexpr, K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """W and U of a chunk of 64 tokens, in tiles of 16; KEEP: T as well."""
+    """T of a chunk of 64 tokens, in tiles of 16."""
     pid = tl.program_id(0)
     slot = pid // H
     h = pid % H
@@ -215,16 +211,11 @@ def solve(
     if j >= segments:
         return
     k += head_of(n, h, first, kb, KT, kh, PACKED)
-    v += head_of(n, h, first, vb, VT, vh, PACKED)
     g += head_of(n, h, first, gb, gt, gh, PACKED)
     beta += head_of(n, h, first, bb, bt, bh, PACKED)
-    w += (first * H + h) * K
-    u += (first * H + h) * V
     inverse += (first * H + h) * C
     t = j * C
     left = real - t
-    i = tl.arange(0, 16)
-    low = i[:, None] > i[None, :]
 
     b0 = load_column(beta, t, left, bt, 16, tl.float32, 0.0)
     b1 = load_column(beta, t + 16, left - 16, bt, 16, tl.float32, 0.0)
@@ -241,79 +232,82 @@ def solve(
         g1 = tl.cumsum(r1, 0) + tl.sum(r0, 0)
         g2 = tl.cumsum(r2, 0) + tl.sum(r0, 0) + tl.sum(r1, 0)
         g3 = tl.cumsum(r3, 0) + tl.sum(r0, 0) + tl.sum(r1, 0) + tl.sum(r2, 0)
-
     k0 = load_rows(k, t, left, KT, 0, K, 16, BK, False)
     k1 = load_rows(k, t + 16, left - 16, KT, 0, K, 16, BK, False)
     k2 = load_rows(k, t + 32, left - 32, KT, 0, K, 16, BK, False)
     k3 = load_rows(k, t + 48, left - 48, KT, 0, K, 16, BK, False)
-    a10 = _scaled(k1, k0, b1, g1, g0, DOT, PREC)
-    a20 = _scaled(k2, k0, b2, g2, g0, DOT, PREC)
-    a21 = _scaled(k2, k1, b2, g2, g1, DOT, PREC)
-    a30 = _scaled(k3, k0, b3, g3, g0, DOT, PREC)
-    a31 = _scaled(k3, k1, b3, g3, g1, DOT, PREC)
-    a32 = _scaled(k3, k2, b3, g3, g2, DOT, PREC)
-    t00, t11, t22, t33 = _unit_inverses(
-        tl.where(low, _scaled(k0, k0, b0, g0, g0, DOT, PREC), 0.0),
-        tl.where(low, _scaled(k1, k1, b1, g1, g1, DOT, PREC), 0.0),
-        tl.where(low, _scaled(k2, k2, b2, g2, g2, DOT, PREC), 0.0),
-        tl.where(low, _scaled(k3, k3, b3, g3, g3, DOT, PREC), 0.0),
-    )
+
     none = tl.zeros([16, 16], tl.float32)
-    t10 = -_product(t11, _product(a10, t00, none), none)
-    t21 = -_product(t22, _product(a21, t11, none), none)
-    t32 = -_product(t33, _product(a32, t22, none), none)
-    t20 = -_product(t22, _product(a21, t10, _product(a20, t00, none)), none)
-    t31 = -_product(t33, _product(a32, t21, _product(a31, t11, none)), none)
-    t30 = -_product(t33, _product(a32, t20, _product(a31, t10, _product(a30, t00, none))), none)
+    t00 = _unit_inverse(_tile(k0, k0, b0, g0, g0, DOT, PREC), EXACT)
+    _store_tile(inverse, t00, t, 0, size, H, C)
+    _store_tile(inverse, none, t, 16, size, H, C)
+    _store_tile(inverse, none, t, 32, size, H, C)
+    _store_tile(inverse, none, t, 48, size, H, C)
 
-    if KEEP:
-        _store_tile(inverse, t00, t, 0, size, H, C)
-        _store_tile(inverse, none, t, 16, size, H, C)
-        _store_tile(inverse, none, t, 32, size, H, C)
-        _store_tile(inverse, none, t, 48, size, H, C)
-        _store_tile(inverse, t10, t + 16, 0, size, H, C)
-        _store_tile(inverse, t11, t + 16, 16, size, H, C)
-        _store_tile(inverse, none, t + 16, 32, size, H, C)
-        _store_tile(inverse, none, t + 16, 48, size, H, C)
-        _store_tile(inverse, t20, t + 32, 0, size, H, C)
-        _store_tile(inverse, t21, t + 32, 16, size, H, C)
-        _store_tile(inverse, t22, t + 32, 32, size, H, C)
-        _store_tile(inverse, none, t + 32, 48, size, H, C)
-        _store_tile(inverse, t30, t + 48, 0, size, H, C)
-        _store_tile(inverse, t31, t + 48, 16, size, H, C)
-        _store_tile(inverse, t32, t + 48, 32, size, H, C)
-        _store_tile(inverse, t33, t + 48, 48, size, H, C)
+    t11 = _unit_inverse(_tile(k1, k1, b1, g1, g1, DOT, PREC), EXACT)
+    t10 = -_small(t11, _small(_tile(k1, k0, b1, g1, g0, DOT, PREC), t00, EXACT), EXACT)
+    _store_tile(inverse, t10, t + 16, 0, size, H, C)
+    _store_tile(inverse, t11, t + 16, 16, size, H, C)
+    _store_tile(inverse, none, t + 16, 32, size, H, C)
+    _store_tile(inverse, none, t + 16, 48, size, H, C)
 
-    t00, t10, t20, t30 = t00 * b0[None, :], t10 * b0[None, :], t20 * b0[None, :], t30 * b0[None, :]
-    t11, t21, t31 = t11 * b1[None, :], t21 * b1[None, :], t31 * b1[None, :]
-    t22, t32, t33 = t22 * b2[None, :], t32 * b2[None, :], t33 * b3[None, :]
+    t22 = _unit_inverse(_tile(k2, k2, b2, g2, g2, DOT, PREC), EXACT)
+    a20 = _tile(k2, k0, b2, g2, g0, DOT, PREC)
+    a21 = _tile(k2, k1, b2, g2, g1, DOT, PREC)
+    t20 = -_small(t22, _small(a20, t00, EXACT) + _small(a21, t10, EXACT), EXACT)
+    t21 = -_small(t22, _small(a21, t11, EXACT), EXACT)
+    _store_tile(inverse, t20, t + 32, 0, size, H, C)
+    _store_tile(inverse, t21, t + 32, 16, size, H, C)
+    _store_tile(inverse, t22, t + 32, 32, size, H, C)
+    _store_tile(inverse, none, t + 32, 48, size, H, C)
+
+    t33 = _unit_inverse(_tile(k3, k3, b3, g3, g3, DOT, PREC), EXACT)
+    a30 = _tile(k3, k0, b3, g3, g0, DOT, PREC)
+    a31 = _tile(k3, k1, b3, g3, g1, DOT, PREC)
+    a32 = _tile(k3, k2, b3, g3, g2, DOT, PREC)
+    t30 = _small(a30, t00, EXACT) + _small(a31, t10, EXACT) + _small(a32, t20, EXACT)
+    t31 = _small(a31, t11, EXACT) + _small(a32, t21, EXACT)
+    _store_tile(inverse, -_small(t33, t30, EXACT), t + 48, 0, size, H, C)
+    _store_tile(inverse, -_small(t33, t31, EXACT), t + 48, 16, size, H, C)
+    _store_tile(inverse, -_small(t33, _small(a32, t22, EXACT), EXACT), t + 48, 32, size, H, C)
+    _store_tile(inverse, t33, t + 48, 48, size, H, C)
+
+
+@triton.jit
+def solve(
+    k, v, g, beta, inverse, w, u, cu, owner, lengths,
+    T, L, NS, kb, kh, vb, vh, gb, gt, gh, bb, bt, bh,
+    KT: tl.constexpr, VT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """W and U of a chunk, from T."""
+    pid = tl.program_id(0)
+    slot = pid // H
+    h = pid % H
+    n, j, first, size, real, segments = locate(slot, cu, owner, lengths, T, L, NS, PACKED, LENGTHS)
+    if j >= segments:
+        return
+    k += head_of(n, h, first, kb, KT, kh, PACKED)
+    v += head_of(n, h, first, vb, VT, vh, PACKED)
+    w += (first * H + h) * K
+    u += (first * H + h) * V
+    t = j * C
+    left = real - t
+    rate = load_column(beta + head_of(n, h, first, bb, bt, bh, PACKED), t, left, bt, C, tl.float32, 0.0)
+    x = load_rows(inverse + (first * H + h) * C, t, left, H * C, 0, C, C, C, EVEN) * rate[None, :]
     for v0 in range(0, V, BV):
         v0 = tl.multiple_of(v0, BV)
-        x0 = load_rows(v, t, left, VT, v0, V, 16, BV, False)
-        x1 = load_rows(v, t + 16, left - 16, VT, v0, V, 16, BV, False)
-        x2 = load_rows(v, t + 32, left - 32, VT, v0, V, 16, BV, False)
-        x3 = load_rows(v, t + 48, left - 48, VT, v0, V, 16, BV, False)
-        y0 = _dot(t00, x0, DOT, PREC)
-        y1 = _dot(t10, x0, DOT, PREC) + _dot(t11, x1, DOT, PREC)
-        y2 = _dot(t20, x0, DOT, PREC) + _dot(t21, x1, DOT, PREC) + _dot(t22, x2, DOT, PREC)
-        y3 = _dot(t30, x0, DOT, PREC) + _dot(t31, x1, DOT, PREC) + _dot(t32, x2, DOT, PREC) + _dot(t33, x3, DOT, PREC)
-        store_rows(u, y0, t, size - t, H * V, v0, V, 16, BV, False)
-        store_rows(u, y1, t + 16, size - t - 16, H * V, v0, V, 16, BV, False)
-        store_rows(u, y2, t + 32, size - t - 32, H * V, v0, V, 16, BV, False)
-        store_rows(u, y3, t + 48, size - t - 48, H * V, v0, V, 16, BV, False)
+        y = _dot(x, load_rows(v, t, left, VT, v0, V, C, BV, EVEN), DOT, PREC)
+        store_rows(u, y, t, size - t, H * V, v0, V, C, BV, EVEN)
     if GATE == 1:
-        e0, e1, e2, e3 = tl.exp(g0)[None, :], tl.exp(g1)[None, :], tl.exp(g2)[None, :], tl.exp(g3)[None, :]
-        t00, t10, t20, t30 = t00 * e0, t10 * e0, t20 * e0, t30 * e0
-        t11, t21, t31 = t11 * e1, t21 * e1, t31 * e1
-        t22, t32, t33 = t22 * e2, t32 * e2, t33 * e3
-    y0 = _dot(t00, k0, DOT, PREC)
-    y1 = _dot(t10, k0, DOT, PREC) + _dot(t11, k1, DOT, PREC)
-    y2 = _dot(t20, k0, DOT, PREC) + _dot(t21, k1, DOT, PREC) + _dot(t22, k2, DOT, PREC)
-    y3 = _dot(t30, k0, DOT, PREC) + _dot(t31, k1, DOT, PREC) + _dot(t32, k2, DOT, PREC) + _dot(t33, k3, DOT, PREC)
-    store_rows(w, y0, t, size - t, H * K, 0, K, 16, BK, False)
-    store_rows(w, y1, t + 16, size - t - 16, H * K, 0, K, 16, BK, False)
-    store_rows(w, y2, t + 32, size - t - 32, H * K, 0, K, 16, BK, False)
-    store_rows(w, y3, t + 48, size - t - 48, H * K, 0, K, 16, BK, False)
+        age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, tl.float32), 0)
+        x = x * tl.exp(age)[None, :]
+    for k0 in range(0, K, BK):
+        k0 = tl.multiple_of(k0, BK)
+        y = _dot(x, load_rows(k, t, left, KT, k0, K, C, BK, EVEN), DOT, PREC)
+        store_rows(w, y, t, size - t, H * K, k0, K, C, BK, EVEN)
 
 
 @triton.jit

@@ -26,8 +26,10 @@ def config(kernel: str, width_k: int, width_v: int, half: bool) -> Config:
     k, v = tile_of(width_k), tile_of(width_v)
     if kernel == "decay":
         return Config(min(k, kernels.BLOCK.value), 4)
+    if kernel == "invert":
+        return Config(16, 1 if half and k <= 64 else 4)
     if kernel == "solve":
-        return Config(min(v, 64 if half else 32), 4)
+        return Config(64 if half else 32, 4)
     if kernel in ("walk", "walk_back"):
         small = half and k <= 128
         return Config(min(v, 32 if small else 16), 4, 2 if small else 1)
@@ -73,7 +75,11 @@ class Call:
     def blocks(self, kernel: str) -> int:
         """How many programs share a chunk and head, or a sequence and head, each with some columns."""
         width = self.width_k if kernel in ("decay", "gradients") else self.width_v
-        return 1 if kernel == "solve" else blocks_of(width, config(kernel, self.width_k, self.width_v, self.half).block)
+        return (
+            1
+            if kernel in ("invert", "solve")
+            else blocks_of(width, config(kernel, self.width_k, self.width_v, self.half).block)
+        )
 
     def start(self, name: str, tensors: tuple[Tensor | None, ...], strided: str, **own: bool) -> None:
         """Start a kernel on its tensors; q stands for those that are not there, and is not read then.
@@ -84,8 +90,8 @@ class Call:
         x, kernel = self.x, getattr(kernels, name)
         cfg = config(name, self.width_k, self.width_v, self.half)
         over_k = name in ("decay", "gradients")
-        block_k = cfg.block if over_k else tile_of(self.width_k)
-        block_v = min(tile_of(self.width_v), 64 if self.half else 32) if over_k else cfg.block
+        block_k = min(cfg.block, tile_of(self.width_k)) if over_k or name == "solve" else tile_of(self.width_k)
+        block_v = min(tile_of(self.width_v), (64 if self.half else 32) if over_k else cfg.block)
         numbers = [self.length, CHUNK, self.segments]
         constants: dict[str, Any] = {}
         if name == "gradients":
@@ -104,7 +110,8 @@ class Call:
             "K": self.width_k, "V": self.width_v, "H": self.heads, "C": CHUNK, "BK": block_k, "BV": block_v,
             "EVEN": whole and x.lengths is None and x.cu_seqlens is None,
             "PACKED": x.cu_seqlens is not None, "LENGTHS": x.lengths is not None, "GATE": self.kind,
-            "DELTA": x.beta is not None, "DOT": tl.bfloat16 if self.half and not INTERPRETED else tl.float32,
+            "DELTA": x.beta is not None, "EXACT": not self.half,
+            "DOT": tl.bfloat16 if self.half and not INTERPRETED else tl.float32,
             "PREC": "tf32" if tf32 else "ieee", **own,
         }  # fmt: skip
         wanted = {name: constants[name] for name in kernel.fn.__annotations__}  # the constants
@@ -121,15 +128,14 @@ class Walked(NamedTuple):
     fade: Tensor | None  # the decay of each chunk, likewise
     worst: Tensor | None  # and the steepest of some channels, which decides how `read` and `gradients` go
     w: Tensor | None
-    inverse: Tensor | None
     new: Tensor  # V', or v
     rows: Tensor  # the state before each chunk
 
 
-def walk(call: Call, final: Tensor, backward: bool) -> Walked:
-    """Everything up to V' and the states; the last state goes to `final`."""
+def walk(call: Call, final: Tensor, inverse: Tensor | None, backward: bool) -> Walked:
+    """Everything up to V' and the states; the last state goes to `final`, and T to `inverse` in the forward pass."""
     q, k, v, gate, beta, x = call.q, call.k, call.v, call.gate, call.beta, call.x
-    fade = worst = w = inverse = None
+    fade = worst = w = None
     new: Tensor = v
     qd, kd = q, k
     if call.kind == 2:
@@ -139,28 +145,29 @@ def walk(call: Call, final: Tensor, backward: bool) -> Walked:
         call.start("decay", (q, k, gate, qd, kd, fade, worst), "Q0K1G2", QUERIES=backward)
     if beta is not None:
         w, new = call.tokens(call.width_k), call.tokens(call.width_v)
-        inverse = call.tokens(CHUNK) if backward else None
-        call.start("solve", (k, v, gate, beta, w, new, inverse), "K0V1G2B3", KEEP=backward)
+        if not backward:
+            call.start("invert", (k, gate, beta, inverse), "K0G1B2")
+        call.start("solve", (k, v, gate, beta, inverse, w, new), "K0V1G2B3")
     rows = call.states()
     call.start("walk", (kd, new, w, gate, fade, rows, new, x.s0, final), "K0U1G3", INIT=x.s0 is not None)
-    return Walked(qd, kd, fade, worst, w, inverse, new, rows)
+    return Walked(qd, kd, fade, worst, w, new, rows)
 
 
-def forward(x: RuleInputs, o: Tensor, s: Tensor) -> None:
-    """Fill o and the last state s."""
+def forward(x: RuleInputs, o: Tensor, s: Tensor, inverse: Tensor | None) -> None:
+    """Fill o, the last state s and, for a delta rule, the inverses T [B, T, H, CHUNK]."""
     call = Call(x)
-    done = walk(call, s, backward=False)
+    done = walk(call, s, inverse, backward=False)
     for steep in call.steep:
         tensors = call.q, call.k, done.new, call.gate, done.worst, done.rows, o
         call.start("read", tensors, "Q0K1U2G3", BACK=False, STEEP=steep)
 
 
-def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, log_gate, beta and s0. The forward pass is done again: it kept nothing."""
+def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, inverse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, log_gate, beta and s0. The walk is done again: only the inverses were kept."""
     call = Call(x, do)
     q, k, v, gate, beta = call.q, call.k, call.v, call.gate, call.beta
     final = q.new_empty((x.sequences, call.heads, call.width_k, call.width_v), dtype=torch.float32)
-    done = walk(call, final, backward=True)
+    done = walk(call, final, inverse, backward=True)
     dnew, drows, ds0 = call.tokens(call.width_v), call.states(), torch.empty_like(final)
     for steep in call.steep:
         call.start("read", (q, k, call.do, gate, done.worst, None, dnew), "Q0K1U2G3", BACK=True, STEEP=steep)
@@ -174,7 +181,7 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs) -> tuple[Tensor | Non
     parts = call.blocks("gradients"), *q.shape[:3]
     dgate = None if gate is None else make(final, gate.shape if call.kind == 2 else parts)
     dbeta = None if beta is None else make(final, parts)
-    kept = done.inverse, done.rows, done.new, drows, dnew
+    kept = inverse, done.rows, done.new, drows, dnew
     for steep in call.steep:
         tensors = q, k, v, gate, done.worst, beta, call.do, *kept, dq, dk, dv, dgate, dbeta
         call.start("gradients", tensors, "Q0K1V2O6G3B5N9", STEEP=steep)
