@@ -8,12 +8,16 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / (φ(qₜ)ᵀzₜ + ε),  Sₜ = Σₛ φ(k�
             feature_map="taylor"     φ(q)·φ(k) = 1 + x + x²/2, x = q·k/√features, as in Based (arXiv:2402.18668)
 Cost        train O(T·K·V) time, O(T·(K + V)) memory; decode O(K·V) a token; state H·K·(V + 1), with 2K in place of K
             for cosformer and hedgehog, and (f + 1)(f + 2)/2 for taylor with f = features
-Departures  rotary positions turn q and k before φ, so the denominator stays positive. cosformer: the authors divide by
-            max(T, S), so all outputs change with T; here the length is fixed, longer sequences are refused, on a GPU
-            those of a state unchecked, and cross-attention has no common axis of positions. hedgehog: without the
-            authors' floor of 1e-12 for features; W is the identity at first. taylor: equal pairs of x⊗x are one
-            feature; Based's normalisation is ours, its window and convolution are not here
-Verified    tests/mechanisms/test_linear.py: closed forms of the lecture notes, the recurrence of the paper's eq. 16-20
+Departures  rotary positions turn q and k before φ, so the denominator stays positive. cosformer: the authors' length is
+            that of the longer sequence, so earlier outputs change when T grows; here it is an option, and longer
+            sequences are refused (a state on a GPU, or in a compiled program, is not looked at). There is no
+            cross-attention, since positions of x and of a context are not on one axis, and no rotary. hedgehog: the
+            paper's e^±Wx, normalised along the features as its authors do, without their floor of 1e-12; W is the
+            identity at first. taylor: xᵢxⱼ and xⱼxᵢ are one feature; Based's window and convolution are not here
+Verified    tests/mechanisms/test_linear.py: closed forms of the lecture notes, the recurrence of the paper's eq. 16-20.
+            With copied weights in float64, 1e-15: cosFormer's release (8e12da1, with its angles in float64) and the
+            map of Hedgehog's authors in LoLCATs (375df84), both causal and bidirectional; for taylor Based's release
+            (32c1bd4) and fla-core 0.6.0, causal
 """
 
 from collections.abc import Callable
@@ -59,10 +63,11 @@ class Options(base.KernelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_eps(self.eps)
-        if self.features is not None and self.feature_map != "taylor":
-            refuse("features", self.features, 'None, unless feature_map="taylor"')
-        if self.rotary and self.width % 2:
-            refuse("features", self.features, "an even number with rotary=True, which turns pairs")
+        if self.features is not None:
+            if self.feature_map != "taylor":
+                refuse("features", self.features, 'None, unless feature_map="taylor"')
+            if self.rotary and self.features % 2:
+                refuse("features", self.features, "an even number with rotary=True, which turns pairs")
         if self.feature_map != "cosformer":
             if self.length is not None:
                 refuse("length", self.length, 'None, unless feature_map="cosformer"')
@@ -72,8 +77,8 @@ class Options(base.KernelOptions):
             refuse("rotary", True, 'False with feature_map="cosformer", whose weights know the position')
 
     @property
-    def width(self) -> int:
-        """Of q and k in each head."""
+    def key_width(self) -> int:
+        """The width of q and k in each head."""
         return (self.features or 16) if self.feature_map == "taylor" else self.dim // self.heads
 
 
@@ -89,19 +94,19 @@ class Linear(Kernelised):
     options: Options
 
     def __init__(self, options: Options):
-        super().__init__(options, width=options.width)
+        super().__init__(options, width=options.key_width)
         kind = OWN.get(options.feature_map, Given) if isinstance(options.feature_map, str) else Given
-        self.prepare = kind(options.feature_map, options.heads, options.width, options.length)
+        self.prepare = kind(options.feature_map, options.heads, options.key_width, options.length)
         self.map = feature_map(self.prepare.map, others=OWN)
         self.equivariant = not self.prepare.positions
         self.traits = self.traits._replace(cross=self.traits.cross and not self.prepare.positions)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        self.prepare.check(q.shape[1], lambda: None)
+        self.prepare.check(q.shape[1])
         return self._sum(self._prepared(q, k, v), lengths, key_lengths)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: Any) -> Features:
-        self.prepare.check(x.shape[1], lambda: self._advance(state.position, x, lengths))
+        self.prepare.check(x.shape[1], lengths, state.position)
         return self._prepared(*self._project(x, position=state.position), state.position)
 
     def _prepared(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor | None = None) -> Features:
@@ -119,7 +124,7 @@ class Linear(Kernelised):
         return {"feature_map": self.prepare.map, "eps": self.options.eps, "impl": self.options.impl}
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
-        q = self._zeros(1, 1, self.options.heads, self.options.width)
+        q = self._zeros(1, 1, self.options.heads, self.options.key_width)
         return State(*self._empty(batch, self.map.apply(self.prepare.queries(q)).shape[-1]))
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:

@@ -1,7 +1,8 @@
 """The feature maps of `linear`, as it computes with them: what it does to q and k before `ops` applies a map.
 
-Most do nothing: `ops` has the map. Two need more than a vector x, the position or parameters, so they prepare q and k
-and leave a fused map to `ops`. None is chosen by its name outside the table OWN.
+Most do nothing: `ops` has the map. cosformer needs the position and hedgehog has parameters, so they prepare q and k,
+twice as wide, and leave relu to `ops`. The kernels take up to 256 features of any map, and apply elu+1, relu, exp and
+identity themselves. Steps are deferred (ops/linear/deferred.py) for these four only.
 """
 
 import math
@@ -33,8 +34,8 @@ class Given(nn.Module):
     def keys(self, k: Tensor, position: Tensor | None = None) -> Tensor:
         return k
 
-    def check(self, length: int, last: Callable[[], Tensor | None]) -> None:
-        """Refuse tokens [B, length] that end at the positions `last()`, if they are too far."""
+    def check(self, length: int, lengths: Tensor | None = None, position: Tensor | None = None) -> None:
+        """Refuse prompts of `length` tokens, or `lengths` [B] of them, behind `position` [B] that go too far."""
 
     def products(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q)·φ(k) by the definition, [B, H, T, S]."""
@@ -72,12 +73,12 @@ class Cosformer(Given):
     def keys(self, k: Tensor, position: Tensor | None = None) -> Tensor:
         return self.queries(k, position)
 
-    def check(self, length: int, last: Callable[[], Tensor | None]) -> None:
+    def check(self, length: int, lengths: Tensor | None = None, position: Tensor | None = None) -> None:
         if symbolic(length):
             return
-        reached, ends = length, last()
-        if ends is not None and readable(ends):
-            reached = max(reached, int(ends.max()))
+        reached = length
+        if position is not None and readable(position):
+            reached = max(reached, int((position + (length if lengths is None else lengths)).max()))
         if reached > self.length:
             raise ValueError(f"x ends at position {reached}: this module was built with length={self.length}")
 
