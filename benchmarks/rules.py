@@ -20,6 +20,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -204,7 +205,8 @@ def attempt(case: Case) -> Case:
     try:
         return check(case)
     except Exception as error:
-        return {"case": case, "ok": False, "failed": f"{type(error).__name__}: {str(error)[-600:]}"}
+        where = traceback.format_exception(error)[-4:]
+        return {"case": case, "ok": False, "failed": f"{type(error).__name__}: {str(error)[:100]}", "where": where}
 
 
 def check_all(count: int, seed: int) -> list[Case]:
@@ -213,7 +215,8 @@ def check_all(count: int, seed: int) -> list[Case]:
     cases = [draw_case(rng, number) for number in range(count)]
     results: list[Case] = []
     workers = min(count, max(1, (os.cpu_count() or 1) - 3))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    # a process for each case: after an illegal access to memory a process can do nothing more on the GPU
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         for result in pool.map(attempt, cases):
             results.append(result)
             if not result["ok"]:

@@ -16,7 +16,12 @@ WIDTHS = (3, 5, 8, 12, 12, 20, 40)  # of a head; most are no power of two
 VALUES: dict[str, dict[str, tuple[Any, ...] | Callable[[random.Random, int], Any]]] = {
     "softmax": {"projections": (True, True, False), "scale": (None, None, 0.3)},
     "additive": {"hidden": (None, 1, 5)},
-    "linear": {"feature_map": ("elu+1", "relu", "exp"), "eps": (1e-6, 1e-2)},
+    "linear": {
+        "feature_map": ("elu+1", "relu", "exp", "cosformer", "cosformer", "hedgehog", "taylor"),
+        "eps": (1e-6, 1e-2),
+        "features": (None, None, None, 2, 5),
+        "length": (None, None, None, 60, 90),
+    },
     "efficient": {"normalize": ("softmax", "scaling")},
     "rfa": {
         "features": (7, 24, 40),

@@ -173,7 +173,7 @@ def test_8_inference_mode_works(case: Case) -> None:
     laws.inference_mode_works(case)
 
 
-@over((name, case) for name, case in laws.cases(bidirectional=True) if case.cls.equivariant)
+@over((name, case) for name, case in laws.cases(bidirectional=True) if case.build().equivariant)
 def test_9_permutation_equivariant(case: Case) -> None:
     laws.permutation_equivariant(case)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.mechanisms import MECHANISMS, nystrom, routing
+from subquad.mechanisms import MECHANISMS, linear_maps, nystrom, routing
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
@@ -416,6 +416,26 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         ),
         limit("linear"),
         laws.limit_is_torch_attention,
+    ),
+    "cosformer counts from 0 behind a state": (
+        (Slip(linear_maps.Cosformer.queries, "position[:, None] + at", "at"),),
+        few("linear", True, feature_map="cosformer", length=60),
+        in_pieces,
+    ),
+    "cosformer counts the keys of a batch from its first row": (
+        (Slip(linear_maps.Cosformer.queries, "position[:, None] + at", "position[:1, None] + at"),),
+        few("linear", True, feature_map="cosformer", length=60),
+        in_pieces,
+    ),
+    "hedgehog with one matrix": (
+        (Slip(linear_maps.Hedgehog.keys, "self.key", "self.query"),),
+        few("linear", True, feature_map="hedgehog"),
+        laws.forward_equals_reference,
+    ),
+    "taylor counts a square as a pair": (
+        (Slip(feature_maps._taylor, " * math.sqrt(0.5)", ""),),
+        few("linear", True, feature_map="taylor", features=3),
+        laws.forward_equals_reference,
     ),
     "denominator without a floor": (
         (Slip(RFA._how, "self.options.eps /", "1e-9 *"),),

@@ -14,6 +14,7 @@ def test_named_maps_are_their_formulas() -> None:
         "exp": x.exp(),
         "identity": x,
         "quadratic": torch.cat((x, x**2), -1),
+        "taylor": torch.cat((torch.ones_like(x), x, x**2 / 2**0.5), -1),
     }
     assert set(wanted) == set(FEATURE_MAPS)
     for name, want in wanted.items():
@@ -26,6 +27,29 @@ def test_positive_maps_are_positive_and_the_others_signed() -> None:
         y = found.apply(x)
         negative = bool(((y @ y.T) < 0).any())
         assert negative == found.signed, name
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 16])
+def test_taylor_is_the_second_order_of_the_exponential(width: int) -> None:
+    q, k = torch.randn(2, 30, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    phi = feature_map("taylor").apply
+    s = (q @ k.T) / width**0.5
+    assert phi(q).shape == (30, 1 + width + width * (width + 1) // 2)
+    torch.testing.assert_close(phi(q) @ phi(k).T, 1 + s + s**2 / 2, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "most"),  # |q||k|/√K; twice the largest error that was found
+    [(torch.bfloat16, 10.0, 0.5), (torch.float16, 10.0, 0.08), (torch.float32, 1e3, 0.4)],
+)
+def test_taylor_stays_positive_in_its_range(dtype: torch.dtype, size: float, most: float) -> None:
+    for width in (4, 16, 64):
+        x = torch.randn(2, 600, width, generator=torch.Generator().manual_seed(0))
+        q, k = (F.normalize(x, dim=-1) * (size * width**0.5) ** 0.5).to(dtype)
+        weights = feature_map("taylor").apply(q).double() @ feature_map("taylor").apply(k).double().T
+        s = (q.double() @ k.double().T) / width**0.5
+        assert weights.min() > 0
+        assert (weights - (1 + s + s**2 / 2)).abs().max() < most
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -68,6 +92,11 @@ def test_a_callable_is_taken_as_signed() -> None:
     assert found.apply is F.softplus
     assert found.signed
     assert not found.fused
+
+
+def test_an_error_names_the_maps_that_a_caller_has_besides() -> None:
+    with pytest.raises(ValueError, match=r"taylor, cosformer, or any callable; did you mean 'cosformer'\?$"):
+        feature_map("cosforme", others=("cosformer",))
 
 
 @pytest.mark.parametrize(

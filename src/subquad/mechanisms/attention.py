@@ -19,28 +19,32 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class Heads(nn.Module):
     """x -> q, k, v for each head, and back."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, dim: int, heads: int, width: int | None = None):
+        """`width`: of q and k in each head, if not dim/heads."""
         super().__init__()
         self.dim, self.heads = dim, heads
-        self.qkv = nn.Linear(dim, 3 * dim)  # one product instead of three
+        self.all_keys = dim if width is None else heads * width  # the width of the keys of all heads
+        self.qkv = nn.Linear(dim, 2 * self.all_keys + dim)  # one product instead of three
         self.out = nn.Linear(dim, dim)
 
     def split(self, x: Tensor, context: Tensor | None = None) -> QKV:
-        """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, D/H]."""
+        """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, ·]."""
         if context is not None:
             return self.queries(x), *self.keys(context)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).split((self.all_keys, self.all_keys, self.dim), -1)
+        )
         return q, k, v
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> q [B, T, H, D/H]"""
-        q = F.linear(x, self.qkv.weight[: self.dim], self.qkv.bias[: self.dim])
+        """[B, T, D] -> q [B, T, H, K]"""
+        q = F.linear(x, self.qkv.weight[: self.all_keys], self.qkv.bias[: self.all_keys])
         return q.unflatten(-1, (self.heads, -1))
 
     def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D] -> k and v [B, S, H, D/H]"""
-        both = F.linear(context, self.qkv.weight[self.dim :], self.qkv.bias[self.dim :])
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.chunk(2, dim=-1))
+        """[B, S, D] -> k [B, S, H, K] and v [B, S, H, D/H]"""
+        both = F.linear(context, self.qkv.weight[self.all_keys :], self.qkv.bias[self.all_keys :])
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.split((self.all_keys, self.dim), -1))
         return k, v
 
     def merge(self, o: Tensor) -> Tensor:
@@ -53,12 +57,12 @@ class Attention(Mixer):
 
     approximates: ClassVar[bool] = False  # whether W V approximates softmax(q·k/√K) v, with q, k, v from `_project`
 
-    def __init__(self, options: Options, heads: bool = True):
-        """`heads`: make the usual projections of queries, keys, values and outputs."""
+    def __init__(self, options: Options, heads: bool = True, width: int | None = None):
+        """`heads`: make the usual projections of queries, keys, values and outputs; `width`: see `Heads`."""
         super().__init__(options)
         self.width = options.dim // options.heads
         if heads:
-            self.heads = Heads(options.dim, options.heads)
+            self.heads = Heads(options.dim, options.heads, width)
 
     # What a mechanism writes
 

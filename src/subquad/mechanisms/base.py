@@ -93,7 +93,7 @@ class Mixer(nn.Module):
     family: ClassVar[str]  # as in the lecture notes
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
-    equivariant: ClassVar[bool] = False  # bidirectional, without positions: permuting the tokens permutes the output
+    equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
