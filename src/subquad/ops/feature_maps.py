@@ -13,15 +13,10 @@ for s = q·k/√K, which is at least 1/2. Where q and k are long and nearly orth
 the range, rounding can make a weight negative. Mind the width: K = 16 gives 153 features, K = 64 gives 2,145.
 
 A positive map divides by d + eps. A signed one, and any callable, may see d near or below zero and divides by
-<<<<<<< HEAD
-sign(d)·max(|d|, eps); its gradient grows as 1/d², so with eps = 1e-6 it may be too large for float16.
-A map of single numbers can be fused: the kernels apply it themselves. Any other map is applied before the kernels.
-=======
 sign(d)·max(|d|, eps); its gradient grows as 1/d², and float16 does not hold what eps = 1e-6 allows.
 A map of single numbers (elu+1, relu, exp, identity) is fused: the kernels apply it themselves. Any other map is applied
 before the kernels, which then take its features as they are, up to 256 of them. Maps that learn or know the position
 are not here: they stand in mechanisms/linear_maps.py.
->>>>>>> rmaps
 """
 
 import difflib
@@ -121,13 +116,8 @@ def feature_map(name: str | Callable[[Tensor], Tensor], others: Iterable[str] = 
         return FeatureMap(name)
     if name in FEATURE_MAPS:
         return FEATURE_MAPS[name]
-<<<<<<< HEAD
-    near = [known for known in FEATURE_MAPS if known.startswith(str(name))]  # elu means elu+1, not relu
-    near = near or difflib.get_close_matches(str(name), FEATURE_MAPS, n=1, cutoff=0.3)
-=======
     names = (*FEATURE_MAPS, *others)
     near = [known for known in names if known.startswith(str(name))]  # elu is meant for elu+1, not for relu
     near = near or difflib.get_close_matches(str(name), names, n=1, cutoff=0.3)
->>>>>>> rmaps
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"feature_map={name!r}: accepted are {', '.join(names)}, or any callable{hint}")
