@@ -49,7 +49,7 @@ def plain(
 ) -> tuple[Tensor, Tensor]:
     """The chunked expression in torch: products in the input's type, sums and states in at least float32."""
     dtype, acc = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    (b, t, h, width), chunk = q.shape, 16
+    (b, t, h, width), chunk = q.shape, 32
     pad = -t % chunk
     s = q.new_zeros(b, h, width, v.shape[-1], dtype=acc) if s0 is None else s0.to(acc)
     g = torch.zeros_like(k, dtype=acc) if gate is None else gate.to(acc)

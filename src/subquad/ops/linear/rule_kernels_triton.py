@@ -99,28 +99,43 @@ def _scores(q, k, gate, STEEP: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
 
 @triton.jit
 def _scores_back(da, q, k, gate, STEEP: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """Gradients of q and k from da, that of `_scores`."""
+    """Gradients of q, k and the summed gates from da, that of `_scores`.
+
+    The gate's is q·dq - k·dk, two sums over the same pairs of tokens. Both take the operands that the products took, as
+    they were rounded for them, so that what should cancel does.
+    """
     i = tl.arange(0, C)
     if STEEP:
         own = tl.sum(tl.where(i[:, None] == i[None, :], da, 0.0), 1)[:, None]
         dq = own * k
         dk = own * q
+        dage = tl.zeros_like(dq)
         b = 1
         while b < C:
             decay, sees = _halves(gate, b, C)
-            part = tl.where(sees, da, 0.0)
-            dq += _dot(part, k * decay, DOT, PREC) * decay
-            dk += _dot(tl.trans(part), q * decay, DOT, PREC) * decay
+            part = tl.where(sees, da, 0.0).to(DOT)
+            qx = (q * decay).to(DOT)
+            kx = (k * decay).to(DOT)
+            gq = _dot(part, kx, DOT, PREC)
+            gk = _dot(tl.trans(part), qx, DOT, PREC)
+            dage += qx.to(tl.float32) * gq - kx.to(tl.float32) * gk
+            dq += gq * decay
+            dk += gk * decay
             b *= 2
     else:
         age = tl.cumsum(gate, 0)
         middle = _row(age, C // 2, C)
         up = tl.exp(age - middle[None, :])
         down = tl.exp(middle[None, :] - age)
-        da = tl.where(i[:, None] >= i[None, :], da, 0.0)
-        dq = _dot(da, k * down, DOT, PREC) * up
-        dk = _dot(tl.trans(da), q * up, DOT, PREC) * down
-    return dq, dk
+        part = tl.where(i[:, None] >= i[None, :], da, 0.0).to(DOT)
+        qx = (q * up).to(DOT)
+        kx = (k * down).to(DOT)
+        dq = _dot(part, kx, DOT, PREC)
+        dk = _dot(tl.trans(part), qx, DOT, PREC)
+        dage = qx.to(tl.float32) * dq - kx.to(tl.float32) * dk
+        dq = dq * up
+        dk = dk * down
+    return dq, dk, dage
 
 
 @triton.jit
@@ -579,11 +594,12 @@ def gradients(
         gate = tl.maximum(gate, -110.0)
         age = tl.cumsum(gate, 0)
         whole = tl.sum(gate, 0)
-        gq, gk = _scores_back(da, qf, kf, gate, STEEP, C, DOT, PREC)
-        gq += from_s * tl.exp(age)
+        gq, gk, push = _scores_back(da, qf, kf, gate, STEEP, C, DOT, PREC)
+        from_s = from_s * tl.exp(age)
         to_s = to_s * tl.exp(tl.minimum(whole[None, :] - age, 0.0))
+        gq += from_s
         gk += to_s
-        push = qf * gq - kf * gk
+        push += qf * from_s - kf * to_s
         last = ends * tl.exp(whole) + tl.sum(kf * to_s, 0)
         here = tl.where(closed, 0.0, tl.cumsum(push, 0, reverse=True) + last[None, :])
         p = dg + (first * H + h) * K + tl.cast(t + i, tl.int64)[:, None] * (H * K) + ck[None, :]

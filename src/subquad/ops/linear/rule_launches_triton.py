@@ -11,6 +11,10 @@ from subquad.ops.linear import rule_kernels_triton as kernels
 from subquad.ops.linear.rule_fused import CHUNK
 from subquad.ops.linear.spec import RuleInputs
 
+# Columns of the tiles in bfloat16, narrower states are padded. With tiles of 64 and of 32 columns in one kernel, ptxas
+# 12.8 reads a uniform register that it never wrote: the matrix units then read from a wrong place.
+WIDTH = 64
+
 
 class Config(NamedTuple):
     block: int  # columns of V in one program, or in one turn of its loop; of K in decay and gradients
@@ -23,19 +27,16 @@ def config(kernel: str, width_k: int, width_v: int, half: bool) -> Config:
 
     half: operands in bfloat16. In float32 they take twice the space, and exact products are not the matrix units' work.
     """
-    k, v = tile_of(width_k), tile_of(width_v)
+    wide = max(width_k, width_v) > 128
     if kernel == "decay":
-        return Config(min(k, kernels.BLOCK.value), 4)
+        return Config(min(tile_of(width_k), kernels.BLOCK.value), 4)
     if kernel == "invert":
-        return Config(16, 1 if half and k <= 64 else 4)
-    if kernel == "solve":
-        return Config(64 if half else 32, 4)
+        return Config(16, 1 if half and width_k <= 64 else 4)
     if kernel in ("walk", "walk_back"):
-        small = half and k <= 128
-        return Config(min(v, 32 if small else 16), 4, 2 if small else 1)
+        return Config(min(tile_of(width_v), 32 if half and not wide else 16), 4, 3 if half and not wide else 1)
     if kernel == "gradients":
-        return Config(min(k, 64 if half else 32), 8)
-    return Config(min(v, 64 if half else 32), 4 if k <= 64 else 8)
+        return Config(WIDTH if half else 32, 8)
+    return Config(WIDTH if half else 32, 4 if kernel == "solve" or width_k <= 64 else 8)
 
 
 class Call:
@@ -90,8 +91,11 @@ class Call:
         x, kernel = self.x, getattr(kernels, name)
         cfg = config(name, self.width_k, self.width_v, self.half)
         over_k = name in ("decay", "gradients")
-        block_k = min(cfg.block, tile_of(self.width_k)) if over_k or name == "solve" else tile_of(self.width_k)
-        block_v = min(tile_of(self.width_v), (64 if self.half else 32) if over_k else cfg.block)
+        whole_k = tile_of(self.width_k)
+        if name == "read" and self.half:
+            whole_k = max(whole_k, WIDTH)
+        block_k = cfg.block if over_k or name == "solve" else whole_k
+        block_v = (WIDTH if self.half else 32) if over_k else cfg.block
         numbers = [self.length, CHUNK, self.segments]
         constants: dict[str, Any] = {}
         if name == "gradients":
@@ -105,14 +109,14 @@ class Call:
                 numbers += strides[::2]
                 constants[f"{letter}T"] = strides[1]
         whole = self.length % CHUNK == 0 and self.width_k % block_k == 0 and self.width_v % block_v == 0
-        tf32 = self.q.dtype is torch.float16 or torch.backends.cuda.matmul.allow_tf32  # which has float16's digits
+        exact = "tf32x3" if self.q.dtype is torch.float16 else "ieee"
         constants |= {
             "K": self.width_k, "V": self.width_v, "H": self.heads, "C": CHUNK, "BK": block_k, "BV": block_v,
             "EVEN": whole and x.lengths is None and x.cu_seqlens is None,
             "PACKED": x.cu_seqlens is not None, "LENGTHS": x.lengths is not None, "GATE": self.kind,
             "DELTA": x.beta is not None, "EXACT": not self.half,
             "DOT": tl.bfloat16 if self.half and not INTERPRETED else tl.float32,
-            "PREC": "tf32" if tf32 else "ieee", **own,
+            "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else exact, **own,
         }  # fmt: skip
         wanted = {name: constants[name] for name in kernel.fn.__annotations__}  # the constants
         programs = (x.sequences if name.startswith("walk") else self.slots) * self.heads * self.blocks(name)
