@@ -350,8 +350,8 @@ def special(name: str) -> Case:
                 s0=s.double(),
                 z0=z.double(),
             )
-            o1, s1, z1 = fused_step(q, k, v, g, s, z, spec, inplace=False)
-            o2, s2, z2 = fused_step(q, k, v, g, s, z, spec, inplace=True)
+            o1, s1, z1 = fused_step(q, k, v, g, None, s, z, spec, inplace=False)
+            o2, s2, z2 = fused_step(q, k, v, g, None, s, z, spec, inplace=True)
             assert torch.equal(o1, o2), name
             assert torch.equal(s1, s), name
             assert torch.equal(z1, z), name
@@ -586,7 +586,7 @@ def step_bandwidth(batch: int, width: int = 64) -> tuple[float, float]:
     z = torch.rand(batch, HEADS, width, device="cuda") + 1
     spec = Spec(feature_map="elu+1", signed=False, normalize=True, eps=1e-6)
     with torch.no_grad():
-        ms = median(lambda: fused_step(q, k, v, None, s, z, spec, inplace=True))
+        ms = median(lambda: fused_step(q, k, v, None, None, s, z, spec, inplace=True))
     return ms, 2 * (s.numel() + z.numel()) * 4 / ms * 1e3
 
 

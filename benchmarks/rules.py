@@ -61,8 +61,8 @@ def plain(
 
     def products(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         decay = (age[..., :, None, :] - age[..., None, :, :]).masked_fill(~mask[..., None], -torch.inf).exp()
-        return torch.einsum("btc,bsc,btsc->bts", x.to(acc).flatten(0, 2), y.to(acc).flatten(0, 2),
-                            decay.flatten(0, 2)).unflatten(0, x.shape[:3])  # fmt: skip
+        seen = (y[..., None, :, :] * decay).to(dtype)  # [B, N, H, C, C, K]
+        return (seen @ x[..., None])[..., 0].to(acc)
 
     scores = products(q, k, low)
     if rate is not None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.ops.linear import fused, linear_attention
+from subquad.ops.linear import LinearState, fused, linear_attention, linear_attention_step
 from subquad.ops.linear.operators import attend, fused_step
 from subquad.ops.linear.spec import Inputs, Spec
 from tests.ops.own_process import compiled, interpreted, outside
@@ -280,13 +280,15 @@ def test_step_continues_the_sequence(gated: bool) -> None:
         args = (q[:, t], k[:, t], v[:, t])
         gate = None if g is None else g[:, t]
         kept = s.clone()
-        o, s1, z1 = fused_step(*args, gate, s, z, spec, inplace=False)
+        o, s1, z1 = fused_step(*args, gate, None, s, z, spec, inplace=False)
         assert torch.equal(s, kept), "step is pure unless asked"
         leaves = [x.clone().requires_grad_() for x in args]
-        o2, s2, _ = fused_step(leaves[0], leaves[1], leaves[2], gate, s, z, spec, inplace=False)
+        o2, (s2, _) = linear_attention_step(
+            leaves[0], leaves[1], leaves[2], LinearState(s, z), log_gate=gate, impl="triton"
+        )
         assert o2.grad_fn is not None
         torch.testing.assert_close((o2, s2), (o, s1))
-        o3, s3, z3 = fused_step(*args, gate, s, z, spec, inplace=True)
+        o3, s3, z3 = fused_step(*args, gate, None, s, z, spec, inplace=True)
         assert s3 is s
         assert z3 is z
         torch.testing.assert_close((o3, s, z), (o, s1, z1))
@@ -302,7 +304,7 @@ def test_the_operators_are_well_formed() -> None:
     ops = torch.ops.subquad
     torch.library.opcheck(ops.linear_attention.default, (q, k, v, g, None, None, s0, z0, True, *last))
     torch.library.opcheck(ops.linear_attention.default, (q, k, v, None, None, None, None, None, False, *last))
-    row = [None if x is None else x.detach()[:, 0] for x in (q, k, v, g)]
+    row = [None if x is None else x.detach()[:, 0] for x in (q, k, v, g, None)]
     state = [x.detach() for x in (s0, z0) if x is not None]
     torch.library.opcheck(ops.linear_attention_step.default, (*row, *state, True, *options))
     torch.library.opcheck(ops.linear_attention_step_.default, (*row, *state, True, *options))
@@ -364,7 +366,8 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
     constants = {
         "K": 64, "V": 64, "C": cfg.chunk, "BK": 64, "BV": 64, "MAP": "elu+1", "CAUSAL": True, "SIGNED": False,
         "NORM": True, "GATED": gated, "PACKED": gated, "LENGTHS": False, "INIT": True, "SPLIT": True, "SAVE": True,
-        "FINAL": True, "START": False, "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
+        "FINAL": True, "START": False, "GATE": 1, "DELTA": gated,
+        "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
         "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "DK": True, "DV": True,
         "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
     }  # fmt: skip

@@ -124,25 +124,31 @@ def _follow_rule(
     cu_seqlens: Tensor | None, initial_state: LinearState | None, phi: FeatureMap, normalize: bool, eps: float,
     impl: Impl, return_state: bool,
 ) -> Tensor | tuple[Tensor, LinearState]:  # fmt: skip
-    """linear_attention by a rule that multiplies the state by a matrix. z is a column of s, for values of one."""
-    shape, dtype = q.shape, v.dtype
+    """linear_attention by a rule that multiplies the state by a matrix."""
+    shape = q.shape
     q, k = phi.apply(q), phi.apply(k)
     _check_features(q, k, v, shape)
     _check_rule_inputs(log_gate, beta, q, "[B, T, H]")
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s, z = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
-    if normalize:
-        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
-        s = None if s is None or z is None else torch.cat((s, z[..., None]), -1)
     x = RuleInputs(q, k, v, log_gate, beta, lengths, cu_seqlens, s)
-    o, s = recur(x, normalize, choose(impl, "linear_attention", q, rule_fused.unsupported(x)))
-    if normalize:
-        d = chunked.divisor_of(o[..., -1:], phi.signed, eps)
-        o = chunked.saturate(o[..., :-1] / d, dtype).to(dtype)
-        s, z = s[..., :-1], s[..., -1]
-    if not return_state:
-        return o
-    return o, LinearState(s, s.new_zeros(s.shape[:-1]) if z is None else z)
+    impl = choose(impl, "linear_attention", q, rule_fused.unsupported(x))
+    o, s, z = _recur(x, z, normalize, phi.signed, eps, impl)
+    return (o, LinearState(s, z)) if return_state else o
+
+
+def _recur(
+    x: RuleInputs, z: Tensor | None, normalize: bool, signed: bool, eps: float, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, s and z after checks. Where outputs are divided, z is one more column of s, for values of one."""
+    if not normalize:
+        o, s = recur(x, False, impl)
+        return o, s, s.new_zeros(s.shape[:-1]) if z is None else z
+    s0 = None if x.s0 is None or z is None else torch.cat((x.s0, z[..., None]), -1)
+    x = x._replace(v=torch.cat((x.v, torch.ones_like(x.v[..., :1])), -1), s0=s0)
+    o, s = recur(x, True, impl)
+    o = o[..., :-1] / chunked.divisor_of(o[..., -1:], signed, eps)
+    return chunked.saturate(o, x.v.dtype).to(x.v.dtype), s[..., :-1], s[..., -1]
 
 
 @checked
@@ -183,12 +189,26 @@ def linear_attention_step(
         _check_features(q_t, k_t, v_t, shape)
     _check_rule_inputs(log_gate, beta, q_t, "[B, H]")
     s, z = _check_state("state", state, q_t.shape[0], q_t, v_t)
-    if follows:
-        o, s, z = rule_chunked.step(q_t, k_t, v_t, log_gate, beta, s, z, normalize, phi.signed, eps, inplace)
-        return o, LinearState(s, z)
     spec = Spec(True, _name_of(phi, feature_map), phi.signed, normalize, eps)
-    triton = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t)) == "triton"
-    o, s, z = (fused_step if triton else chunked.step)(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
+    if follows:
+        spec = spec._replace(feature_map="identity")
+    impl = choose(impl, "linear_attention_step", q_t, _unsupported(q_t, v_t))
+    tensors = q_t, k_t, v_t, log_gate, beta
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, s, z))
+    if impl == "triton" and wanted and not inplace:  # the kernel has no gradients: take a sequence of one token
+        q, k, v, gate, rate = (None if t is None else t[:, None] for t in tensors)
+        if follows:
+            x = RuleInputs(q, k, v, gate, rate, s0=s)  # type: ignore[arg-type]
+            o, s, z = _recur(x, z, normalize, phi.signed, eps, impl)
+        else:
+            o, s, z = attend(Inputs(q, k, v, gate, s0=s, z0=z), spec, impl)  # type: ignore[arg-type]
+        return o[:, 0], LinearState(s, z)
+    if impl == "torch" and follows:
+        o, s, z = rule_chunked.step(*tensors, s, z, normalize, phi.signed, eps, inplace)
+    elif impl == "torch":
+        o, s, z = chunked.step(q_t, k_t, v_t, log_gate, s, z, spec, inplace)
+    else:
+        o, s, z = fused_step(*tensors, s, z, spec, inplace)
     return o, LinearState(s, z)
 
 

@@ -22,13 +22,15 @@ def state_type(q: Tensor) -> torch.dtype:
 def segment_of(q: Tensor, k: Tensor, log_gate: Tensor | None, causal: bool) -> int:
     """Tokens per segment: the shortest power of two that leaves no more programs than keep the chip busy.
 
-    The gradient of a gate is a sum to the end of its segment, and the shorter that is, the less rounding adds up.
+    The gradient of a gate is a sum to the end of its segment: in a longer one more rounding adds up.
     """
     b, h = q.shape[0], q.shape[2]
     longest = max(q.shape[1], k.shape[1])
+    if log_gate is not None:
+        return 2 * MIN_SEGMENT
     length = MIN_SEGMENT
     programs = WALKS if causal and b * h >= WALKS else PROGRAMS if causal else 2 * PROGRAMS
-    while log_gate is None and length < longest and b * h * longest > length * programs:
+    while length < longest and b * h * longest > length * programs:
         length *= 2
     return length
 

@@ -608,13 +608,16 @@ def backward_kv(
 
 @triton.jit
 def step(
-    q, k, v, g, s, z, o, snew, znew,
-    eps, H, qb, qh, kb, kh, vb, vh, gb, gh, sb, sh, zb, zh,
+    q, k, v, g, beta, s, z, o, snew, znew,
+    eps, H, qb, qh, kb, kh, vb, vh, gb, gh, bb, bh, sb, sh, zb, zh,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MAP: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, INPLACE: tl.constexpr,
-    ACC: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    INPLACE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of one head: S ← e^g S + φ(k)vᵀ, z ← e^g z + φ(k), o = φ(q)S / φ(q)z."""
+    """One token of one head by any rule: S ← e^g S + φ(k)vᵀ or, with β, + βφ(k)(v - Sᵀφ(k))ᵀ; z likewise with v = 1.
+
+    GATE: 0 none, 1 a number, 2 one for each channel. For what it is not needed, z stays as it is where DELTA or GATE 2.
+    """
     pid = tl.program_id(0)
     b = (pid // H).to(tl.int64)
     h = (pid % H).to(tl.int64)
@@ -623,10 +626,19 @@ def step(
     qf = tl.where(some, phi(tl.load(q + b * qb + h * qh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
     kf = tl.where(some, phi(tl.load(k + b * kb + h * kh + dk, mask=some, other=0.0).to(ACC), MAP), 0.0)
     zx = tl.load(z + b * zb + h * zh + dk, mask=some, other=0.0).to(ACC)
-    if GATED:
-        fade = tl.exp(tl.load(g + b * gb + h * gh).to(ACC))
-        zx = zx * fade
-    zx += kf
+    if GATE == 1:
+        fade = tl.exp(tl.load(g + b * gb + h * gh).to(ACC)) + tl.zeros([BK], ACC)
+    elif GATE == 2:
+        fade = tl.exp(tl.load(g + b * gb + h * gh + dk, mask=some, other=0.0).to(ACC))
+    if DELTA:
+        rate = tl.load(beta + b * bb + h * bh).to(ACC)
+    if NORM or (GATE != 2 and not DELTA):
+        if GATE != 0:
+            zx = zx * fade
+        if DELTA:
+            zx += kf * rate * (1.0 - tl.sum(kf * zx, 0))
+        else:
+            zx += kf
     d = tl.sum(qf * zx, 0)
     if NORM:
         if SIGNED:
@@ -649,8 +661,10 @@ def step(
         else:
             x = tl.load(s + tile, mask=some[:, None] & (dv < V)[None, :], other=0.0).to(ACC)
         vx = tl.load(v + b * vb + h * vh + dv, mask=dv < V, other=0.0).to(ACC)
-        if GATED:
-            x = x * fade
+        if GATE != 0:
+            x = x * fade[:, None]
+        if DELTA:
+            vx = rate * (vx - tl.sum(kf[:, None] * x, 0))
         x += kf[:, None] * vx[None, :]
         if K % BK == 0 and V % BV == 0:
             tl.store(snew + tile, x)
@@ -659,4 +673,6 @@ def step(
         y = tl.sum(qf[:, None] * x, 0)
         if NORM:
             y = y / d
+        if o.dtype.element_ty == tl.float16:
+            y = tl.minimum(tl.maximum(y, -65504.0), 65504.0)
         tl.store(o + (b * H + h) * V + dv, y.to(o.dtype.element_ty), mask=dv < V)

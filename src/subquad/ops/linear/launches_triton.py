@@ -267,21 +267,23 @@ def backward(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, snew: Tensor, znew: Tensor,
-    spec: Spec,
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, s: Tensor, z: Tensor, snew: Tensor,
+    znew: Tensor, spec: Spec,
 ) -> Tensor:  # fmt: skip
     """o of one token for every row and head; snew and znew, which may be s and z themselves, are filled."""
     b, h, width_k = q.shape
     width_v = v.shape[2]
     block_k = tile_of(width_k)
     block_v = min(tile_of(width_v), max(16, 4096 // block_k))
-    g, o = q if log_gate is None else log_gate, q.new_empty(v.shape)
+    o = q.new_empty(v.shape, dtype=v.dtype)
+    g, rate = q if log_gate is None else log_gate, q if beta is None else beta
     constants = {
         "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "MAP": spec.feature_map, "SIGNED": spec.signed,
-        "NORM": spec.normalize, "GATED": log_gate is not None, "INPLACE": snew is s,
-        "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
+        "NORM": spec.normalize, "GATE": 0 if log_gate is None else log_gate.dim() - 1, "DELTA": beta is not None,
+        "INPLACE": snew is s, "ACC": tl.float64 if s.dtype is torch.float64 else tl.float32,
     }  # fmt: skip
-    strides = tuple(d for x in (q, k, v, g, s, z) for d in x.stride()[:2])
+    strides = tuple(d for x in (q, k, v, g, rate, s, z) for d in x.stride()[:2])
     warps = min(4, max(1, block_k * block_v // 512))
-    launch(kernels.step, (q, k, v, g, s, z, o, snew, znew), Plan((b * h,), (spec.eps, h, *strides), constants, warps))
+    plan = Plan((b * h,), (spec.eps, h, *strides), constants, warps)
+    launch(kernels.step, (q, k, v, g, rate, s, z, o, snew, znew), plan)
     return o

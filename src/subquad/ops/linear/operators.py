@@ -138,34 +138,38 @@ def _eager(x: Tensor) -> bool:
 
 
 def fused_step(
-    q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, spec: Spec, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One token by the Triton kernel; the arguments are those of `chunked.step`."""
+    q_t: Tensor, k_t: Tensor, v_t: Tensor, log_gate: Tensor | None, beta: Tensor | None, s: Tensor, z: Tensor,
+    spec: Spec, inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One token by the Triton kernel, by any rule and without gradients; the arguments are those of `chunked.step`."""
     q_t, k_t, v_t = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_t, k_t, v_t))
+    if log_gate is not None and log_gate.dim() == 3 and log_gate.stride(-1) != 1:
+        log_gate = log_gate.contiguous()
     if inplace:
         if not (s[0, 0].is_contiguous() and z.stride(-1) == 1):
             raise ValueError(f"inplace=True with strides {s.stride()} of s: K and V of the state must be contiguous")
-        return torch.ops.subquad.linear_attention_step_(q_t, k_t, v_t, log_gate, s, z, *spec), s, z
-    tensors = (q_t, k_t, v_t, log_gate, s, z)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        gate = None if log_gate is None else log_gate[:, None]
-        o, s, z = attend(Inputs(q_t[:, None], k_t[:, None], v_t[:, None], gate, s0=s, z0=z), spec, "triton")
-        return o[:, 0], s, z
-    o, s, z = torch.ops.subquad.linear_attention_step(q_t, k_t, v_t, log_gate, s.contiguous(), z.contiguous(), *spec)
+        return torch.ops.subquad.linear_attention_step_(q_t, k_t, v_t, log_gate, beta, s, z, *spec), s, z
+    o, s, z = torch.ops.subquad.linear_attention_step(
+        q_t, k_t, v_t, log_gate, beta, s.contiguous(), z.contiguous(), *spec
+    )
     return o, s, z
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, *spec: Any) -> Any:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, s: Tensor, z: Tensor, *spec: Any
+) -> Any:  # fmt: skip
     from subquad.ops.linear import launches_triton
 
     snew, znew = s.new_empty(s.shape), z.new_empty(z.shape)
-    return launches_triton.step(q, k, v, log_gate, s, z, snew, znew, Spec(*spec)), snew, znew
+    return launches_triton.step(q, k, v, log_gate, beta, s, z, snew, znew, Spec(*spec)), snew, znew
 
 
-def _step_inplace(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, s: Tensor, z: Tensor, *spec: Any) -> Tensor:
+def _step_inplace(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, s: Tensor, z: Tensor, *spec: Any
+) -> Tensor:  # fmt: skip
     from subquad.ops.linear import launches_triton
 
-    return launches_triton.step(q, k, v, log_gate, s, z, s, z, Spec(*spec))
+    return launches_triton.step(q, k, v, log_gate, beta, s, z, s, z, Spec(*spec))
 
 
 def _step_deferred(*args: Any) -> Tensor:
@@ -174,7 +178,7 @@ def _step_deferred(*args: Any) -> Tensor:
     return deferred_triton.step(args[:-_M], Spec(*args[-_M:]))
 
 
-def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _gate: Tensor | None, s: Tensor, z: Tensor, *_spec: Any) -> Any:
+def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _g: Any, _beta: Any, s: Tensor, z: Tensor, *_spec: Any) -> Any:
     return q.new_empty(v.shape), s.new_empty(s.shape), z.new_empty(z.shape)
 
 
@@ -182,9 +186,9 @@ def _output_shape(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
-_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor s, Tensor z"
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? beta, Tensor s, Tensor z"
 operator("linear_attention_step", f"{_STEP}, {SPEC}", 3, _step, _step_shapes)
-_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor(a!) s, Tensor(b!) z"
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? beta, Tensor(a!) s, Tensor(b!) z"
 operator("linear_attention_step_", f"{_STEP}, {SPEC}", 1, _step_inplace, _output_shape)
 _QUEUE = "Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position"
 _STEP = f"Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, {_QUEUE}"

@@ -44,6 +44,12 @@ def _gates(ptr, t, left, stride: tl.constexpr, d0, D: tl.constexpr, C: tl.conste
 
 
 @triton.jit
+def _rest(gate):
+    """The sum of the log gates after each token: a sum from the end keeps the digits of the last ones."""
+    return tl.minimum(tl.cumsum(gate, 0, reverse=True) - gate, 0.0)
+
+
+@triton.jit
 def _row(x, r, C: tl.constexpr):
     """Row r of a tile [C, D]."""
     return tl.sum(tl.where((tl.arange(0, C) == r)[:, None], x, 0.0), 0)
@@ -167,7 +173,7 @@ def decay(
     age = tl.cumsum(gate, 0)
     total = tl.sum(gate, 0)
     x = load_rows(k, t, left, KT, k0, K, C, BK, False).to(tl.float32)
-    store_rows(kd + at, x * tl.exp(tl.minimum(total[None, :] - age, 0.0)), t, size - t, H * K, k0, K, C, BK, False)
+    store_rows(kd + at, x * tl.exp(_rest(gate)), t, size - t, H * K, k0, K, C, BK, False)
     c = k0 + tl.arange(0, BK)
     tl.store(fade + (slot.to(tl.int64) * H + h) * K + c, tl.exp(total), mask=c < K)
     tl.store(worst + pid, tl.min(total, 0))
@@ -373,7 +379,7 @@ def walk(
         if GATE == 1:
             gate = load_gate(g, t, left, gt, C, tl.float32)
             whole = tl.sum(gate, 0)
-            x = x.to(tl.float32) * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
+            x = x.to(tl.float32) * tl.exp(_rest(gate))[:, None]
             s = s * tl.exp(whole)
         if GATE == 2:
             s = s * tl.load(fade + at * K + dk, mask=dk < K, other=0.0)[:, None]
@@ -495,7 +501,7 @@ def walk_back(
             gate = load_gate(g, t, left, gt, C, tl.float32)
             whole = tl.sum(gate, 0)
             age = tl.cumsum(gate, 0)
-            x = x * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+            x = x * tl.exp(_rest(gate))[:, None]
             dox = dox.to(tl.float32) * tl.exp(age)[:, None]
             ds = ds * tl.exp(whole)
         if GATE == 2:
@@ -596,7 +602,7 @@ def gradients(
         whole = tl.sum(gate, 0)
         gq, gk, push = _scores_back(da, qf, kf, gate, STEEP, C, DOT, PREC)
         from_s = from_s * tl.exp(age)
-        to_s = to_s * tl.exp(tl.minimum(whole[None, :] - age, 0.0))
+        to_s = to_s * tl.exp(_rest(gate))
         gq += from_s
         gk += to_s
         push += qf * from_s - kf * to_s
@@ -616,7 +622,7 @@ def gradients(
             reach = tl.exp(age)[:, None]
             da = da * fade
             from_s = from_s * reach
-            to_s = to_s * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+            to_s = to_s * tl.exp(_rest(gate))[:, None]
         gq = from_s + _dot(da, kx, DOT, PREC)
         gk = to_s + _dot(tl.trans(da), qx, DOT, PREC)
         if GATE == 1:

@@ -35,8 +35,19 @@ def config(kernel: str, width_k: int, width_v: int, half: bool) -> Config:
     if kernel in ("walk", "walk_back"):
         return Config(min(tile_of(width_v), 32 if half and not wide else 16), 4, 3 if half and not wide else 1)
     if kernel == "gradients":
-        return Config(WIDTH if half else 32, 8)
+        return Config(WIDTH if half else 32, 4 if half else 8)
     return Config(WIDTH if half else 32, 4 if kernel == "solve" or width_k <= 64 else 8)
+
+
+def blocks(kernel: str, width_k: int, width_v: int, half: bool) -> tuple[int, int]:
+    """Columns of K and of V in the tiles of a kernel."""
+    block, least = config(kernel, width_k, width_v, half).block, WIDTH if half else 32
+    if kernel in ("decay", "gradients"):
+        return block, least
+    if kernel == "solve":
+        return block, block
+    whole = tile_of(width_k)
+    return max(whole, least) if kernel == "read" else whole, block
 
 
 class Call:
@@ -73,14 +84,12 @@ class Call:
         """Scratch for the state of every chunk."""
         return self.q.new_empty((self.slots, self.heads, self.width_k, self.width_v), dtype=self.buffer)
 
-    def blocks(self, kernel: str) -> int:
+    def share(self, kernel: str) -> int:
         """How many programs share a chunk and head, or a sequence and head, each with some columns."""
-        width = self.width_k if kernel in ("decay", "gradients") else self.width_v
-        return (
-            1
-            if kernel in ("invert", "solve")
-            else blocks_of(width, config(kernel, self.width_k, self.width_v, self.half).block)
-        )
+        block_k, block_v = blocks(kernel, self.width_k, self.width_v, self.half)
+        if kernel in ("decay", "gradients"):
+            return blocks_of(self.width_k, block_k)
+        return 1 if kernel in ("invert", "solve") else blocks_of(self.width_v, block_v)
 
     def start(self, name: str, tensors: tuple[Tensor | None, ...], strided: str, **own: bool) -> None:
         """Start a kernel on its tensors; q stands for those that are not there, and is not read then.
@@ -90,12 +99,7 @@ class Call:
         """
         x, kernel = self.x, getattr(kernels, name)
         cfg = config(name, self.width_k, self.width_v, self.half)
-        over_k = name in ("decay", "gradients")
-        whole_k = tile_of(self.width_k)
-        if name == "read" and self.half:
-            whole_k = max(whole_k, WIDTH)
-        block_k = cfg.block if over_k or name == "solve" else whole_k
-        block_v = (WIDTH if self.half else 32) if over_k else cfg.block
+        block_k, block_v = blocks(name, self.width_k, self.width_v, self.half)
         numbers = [self.length, CHUNK, self.segments]
         constants: dict[str, Any] = {}
         if name == "gradients":
@@ -119,7 +123,7 @@ class Call:
             "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else exact, **own,
         }  # fmt: skip
         wanted = {name: constants[name] for name in kernel.fn.__annotations__}  # the constants
-        programs = (x.sequences if name.startswith("walk") else self.slots) * self.heads * self.blocks(name)
+        programs = (x.sequences if name.startswith("walk") else self.slots) * self.heads * self.share(name)
         plan = Plan((programs,), tuple(numbers), wanted, cfg.warps, cfg.stages)
         launch(kernel, (*(self.q if t is None else t for t in tensors), *self.where), plan)
 
@@ -145,7 +149,7 @@ def walk(call: Call, final: Tensor, inverse: Tensor | None, backward: bool) -> W
     if call.kind == 2:
         kd, qd = call.tokens(call.width_k), call.tokens(call.width_k) if backward else q
         fade = kd.new_empty((call.slots, call.heads, call.width_k), dtype=torch.float32)
-        worst = fade.new_empty((call.slots, call.heads, call.blocks("decay")))
+        worst = fade.new_empty((call.slots, call.heads, call.share("decay")))
         call.start("decay", (q, k, gate, qd, kd, fade, worst), "Q0K1G2", QUERIES=backward)
     if beta is not None:
         w, new = call.tokens(call.width_k), call.tokens(call.width_v)
@@ -182,7 +186,7 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, inverse: Tensor | Non
     )  # fmt: skip
     make = torch.Tensor.new_empty if x.cu_seqlens is None else torch.Tensor.new_zeros  # tokens after a pack
     dq, dk, dv = (make(t, t.shape) for t in (q, k, v))
-    parts = call.blocks("gradients"), *q.shape[:3]
+    parts = call.share("gradients"), *q.shape[:3]
     dgate = None if gate is None else make(final, gate.shape if call.kind == 2 else parts)
     dbeta = None if beta is None else make(final, parts)
     kept = inverse, done.rows, done.new, drows, dnew
