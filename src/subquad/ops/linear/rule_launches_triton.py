@@ -91,11 +91,13 @@ class Call:
             return blocks_of(self.width_k, block_k)
         return 1 if kernel in ("invert", "solve") else blocks_of(self.width_v, block_v)
 
-    def start(self, name: str, tensors: tuple[Tensor | None, ...], strided: str, **own: bool) -> None:
+    def start(
+        self, name: str, tensors: tuple[Tensor | None, ...], strided: dict[str, Tensor | None], **own: bool
+    ) -> None:  # fmt: skip
         """Start a kernel on its tensors; q stands for those that are not there, and is not read then.
 
-        `strided` are the letters and places of the tensors whose strides it takes: Q, K, V, U and O from token to token
-        as constants, G and B, which are gate and beta, as numbers.
+        The kernel also takes the strides of `strided`, in this order: from row to row and from head to head as numbers,
+        and from token to token as a constant, or as a number for a gate (G) or a rate (B) of each head.
         """
         x, kernel = self.x, getattr(kernels, name)
         cfg = config(name, self.width_k, self.width_v, self.half)
@@ -104,8 +106,7 @@ class Call:
         constants: dict[str, Any] = {}
         if name == "gradients":
             numbers.append(x.q.shape[0] * self.length)
-        for letter, place in zip(strided[::2], strided[1::2], strict=True):
-            t = tensors[int(place, 16)]
+        for letter, t in strided.items():
             strides = (0, 0, 0) if t is None else t.stride()[:3]
             if letter in "GB" and name != "decay":
                 numbers += strides
@@ -150,14 +151,16 @@ def walk(call: Call, final: Tensor, inverse: Tensor | None, backward: bool) -> W
         kd, qd = call.tokens(call.width_k), call.tokens(call.width_k) if backward else q
         fade = kd.new_empty((call.slots, call.heads, call.width_k), dtype=torch.float32)
         worst = fade.new_empty((call.slots, call.heads, call.share("decay")))
-        call.start("decay", (q, k, gate, qd, kd, fade, worst), "Q0K1G2", QUERIES=backward)
+        call.start("decay", (q, k, gate, qd, kd, fade, worst), {"Q": q, "K": k, "G": gate}, QUERIES=backward)
     if beta is not None:
         w, new = call.tokens(call.width_k), call.tokens(call.width_v)
         if not backward:
-            call.start("invert", (k, gate, beta, inverse), "K0G1B2")
-        call.start("solve", (k, v, gate, beta, inverse, w, new), "K0V1G2B3")
+            call.start("invert", (k, gate, beta, inverse), {"K": k, "G": gate, "B": beta})
+        call.start("solve", (k, v, gate, beta, inverse, w, new), {"K": k, "V": v, "G": gate, "B": beta})
     rows = call.states()
-    call.start("walk", (kd, new, w, gate, fade, rows, new, x.s0, final), "K0U1G3", INIT=x.s0 is not None)
+    call.start(
+        "walk", (kd, new, w, gate, fade, rows, new, x.s0, final), {"K": kd, "U": new, "G": gate}, INIT=x.s0 is not None
+    )
     return Walked(qd, kd, fade, worst, w, new, rows)
 
 
@@ -167,7 +170,8 @@ def forward(x: RuleInputs, o: Tensor, s: Tensor, inverse: Tensor | None) -> None
     done = walk(call, s, inverse, backward=False)
     for steep in call.steep:
         tensors = call.q, call.k, done.new, call.gate, done.worst, done.rows, o
-        call.start("read", tensors, "Q0K1U2G3", BACK=False, STEEP=steep)
+        strided = {"Q": call.q, "K": call.k, "U": done.new, "G": call.gate}
+        call.start("read", tensors, strided, BACK=False, STEEP=steep)
 
 
 def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, inverse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -178,12 +182,12 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, inverse: Tensor | Non
     done = walk(call, final, inverse, backward=True)
     dnew, drows, ds0 = call.tokens(call.width_v), call.states(), torch.empty_like(final)
     for steep in call.steep:
-        call.start("read", (q, k, call.do, gate, done.worst, None, dnew), "Q0K1U2G3", BACK=True, STEEP=steep)
+        strided = {"Q": q, "K": k, "U": call.do, "G": gate}
+        call.start("read", (q, k, call.do, gate, done.worst, None, dnew), strided, BACK=True, STEEP=steep)
     end = None if ds is None else ds.contiguous()
-    call.start(
-        "walk_back", (done.q, done.k, done.w, gate, done.fade, call.do, dnew, drows, end, ds0), "Q0K1O5G3",
-        END=end is not None,
-    )  # fmt: skip
+    tensors = done.q, done.k, done.w, gate, done.fade, call.do, dnew, drows, end, ds0
+    strided = {"Q": done.q, "K": done.k, "O": call.do, "G": gate}
+    call.start("walk_back", tensors, strided, END=end is not None)
     make = torch.Tensor.new_empty if x.cu_seqlens is None else torch.Tensor.new_zeros  # tokens after a pack
     dq, dk, dv = (make(t, t.shape) for t in (q, k, v))
     parts = call.share("gradients"), *q.shape[:3]
@@ -191,8 +195,9 @@ def backward(do: Tensor, ds: Tensor | None, x: RuleInputs, inverse: Tensor | Non
     dbeta = None if beta is None else make(final, parts)
     kept = inverse, done.rows, done.new, drows, dnew
     for steep in call.steep:
-        tensors = q, k, v, gate, done.worst, beta, call.do, *kept, dq, dk, dv, dgate, dbeta
-        call.start("gradients", tensors, "Q0K1V2O6G3B5N9", STEEP=steep)
+        inputs = q, k, v, gate, done.worst, beta, call.do
+        strided = {"Q": q, "K": k, "V": v, "O": call.do, "G": gate, "B": beta, "N": done.new}
+        call.start("gradients", (*inputs, *kept, dq, dk, dv, dgate, dbeta), strided, STEEP=steep)
     if beta is None:
         dv.copy_(dnew)
     if gate is not None and dgate is not None:

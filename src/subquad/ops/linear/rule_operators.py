@@ -19,6 +19,7 @@ def recur(x: RuleInputs, wide: bool, impl: str) -> tuple[Tensor, Tensor]:
 
     The arguments have been checked.
     """
+    x = x if x.s0 is None else x._replace(s0=x.s0.contiguous())
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     o, s, *_ = torch.ops.subquad.linear_attention_rule(*x, wide, impl, save or impl == "torch")
     return o, s
