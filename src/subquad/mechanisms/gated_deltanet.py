@@ -7,8 +7,9 @@ Definition  S' = aₜSₜ₋₁,  Sₜ = S' + βₜkₜ(vₜ - S'ᵀkₜ)ᵀ,  o
             y = (RMSNorm(o) ⊙ silu(x W_g)) W_out, a norm for each head;  K = D/H,  V = expand_v·K
 Cost        train O(T·K·V) time, O(T·(K + V)) memory; decode O(K·V) a token; state H·K·V and the 3 last inputs
 Departures  q is divided by √K, as in the authors' release; their models make keys 0.75·D wide in all, here D
-Verified    tests/mechanisms/test_gated_deltanet.py: Qwen3NextGatedDeltaNet of transformers 5.23.0 and its chunked and
-            recurrent functions, and the layer of flash-linear-attention 0.6.0, with copied weights
+Verified    tests/mechanisms/test_gated_deltanet.py: Qwen3NextGatedDeltaNet of transformers 5.23.0 with copied weights,
+            values and gradients within 1e-5, its chunked and recurrent functions, and those of
+            flash-linear-attention 0.6.0, within 5e-5; all compute in float32
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from subquad.mechanisms import deltanet
 from subquad.mechanisms.base import AtLeast1
-from subquad.mechanisms.recurrent import EPS, Recurrent, Tokens, draw_decay, unit
+from subquad.mechanisms.recurrent import EPS, Recurrent, Tokens, draw_decay, normalise, unit
 from subquad.ops.precision import wide
 
 
@@ -41,7 +42,7 @@ class GatedDeltaNet(Recurrent):
         self.rate, self.bias = nn.Parameter(rate), nn.Parameter(bias)  # A and b
         self.norm = nn.RMSNorm(self.values, eps=1e-5)
 
-    def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:  # noqa: ARG002
+    def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:
         q, k, v, beta, step, _ = self._parts_of(mixed, plain)
         log_gate = -wide(self.rate).exp() * F.softplus(wide(step) + self.bias)
         beta = wide(beta).sigmoid() * (2 if self.options.negative else 1)
@@ -56,7 +57,7 @@ class GatedDeltaNet(Recurrent):
 
     def _merge(self, o: Tensor, mixed: Tensor, plain: Tensor) -> Tensor:
         gate = self._parts_of(mixed, plain)[-1]
-        return self.out((self.norm(o) * F.silu(gate)).flatten(-2))
+        return self.out((normalise(o, self.norm) * F.silu(gate)).flatten(-2))
 
     def _parts_of(self, mixed: Tensor, plain: Tensor) -> tuple[Tensor, ...]:
         """q, k [B, T, H, K], v, then logits of β and a [B, T, H], and the output's gate [B, T, H, V]."""

@@ -1,12 +1,13 @@
 """Gated linear attention: each channel of a key has a decay of its own, which the token chooses.
 
-Paper       Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training", arXiv:2312.06635, §4
-Definition  Sₜ = Diag(αₜ)Sₜ₋₁ + kₜvₜᵀ,  oₜ = Sₜᵀqₜ/√K,  αₜ = sigmoid(xₜ W₁ W₂ + b)^(1/16) for each head and channel of k
+Paper       Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training",
+            arXiv:2312.06635, §4
+Definition  Sₜ = Diag(αₜ)Sₜ₋₁ + kₜvₜᵀ,  oₜ = Sₜᵀqₜ/√K,  αₜ = sigmoid(xₜ W₁ W₂ + b)^(1/16) for each channel of k
             y = (norm(o) ⊙ swish(x W_g)) W_out, a norm for each head; W₁ has 16 columns
 Cost        train O(T·K·V) time, O(T·(K + V)) memory; decode O(K·V) a token; state H·K·V
 Departures  the norm is RMS, as in the authors' release; the paper writes LayerNorm. The output gate has no bias
-Verified    tests/mechanisms/test_gla.py: the recurrence of the paper; the naive recurrence and the layer of
-            flash-linear-attention 0.6.0 with copied weights
+Verified    tests/mechanisms/test_gla.py: the recurrence of the paper; the layer of flash-linear-attention 0.6.0 with
+            its naive recurrence, which is float32: values and gradients within 2e-5
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
-from subquad.mechanisms.recurrent import Recurrent, Tokens
+from subquad.mechanisms.recurrent import Recurrent, Tokens, normalise
 from subquad.ops.precision import wide
 
 
@@ -40,7 +41,7 @@ class GLA(Recurrent):
         self.decay = nn.Linear(options.rank, options.heads * keys)
         self.norm = nn.RMSNorm(values, eps=1e-5)
 
-    def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:  # noqa: ARG002
+    def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:
         q, k, v = self._qkv_of(mixed)
         logit = wide(self.decay(plain[..., self.options.dim :])).view(k.shape)
         return Tokens(q * self.keys**-0.5, k, v, F.logsigmoid(logit) / self.options.temperature)
@@ -51,8 +52,8 @@ class GLA(Recurrent):
         alpha = torch.sigmoid(wide(self.decay(low))) ** (1 / self.options.temperature)
         return Tokens(q / self.keys**0.5, k, v, alpha.unflatten(-1, (self.options.heads, -1)))
 
-    def _merge(self, o: Tensor, mixed: Tensor, plain: Tensor) -> Tensor:  # noqa: ARG002
-        return self.out(self.norm(o).flatten(-2) * F.silu(plain[..., : self.options.dim]))
+    def _merge(self, o: Tensor, mixed: Tensor, plain: Tensor) -> Tensor:
+        return self.out(normalise(o, self.norm).flatten(-2) * F.silu(plain[..., : self.options.dim]))
 
     def _qkv_of(self, mixed: Tensor) -> tuple[Tensor, ...]:
         heads = self.options.heads

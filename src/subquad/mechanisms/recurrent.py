@@ -82,7 +82,7 @@ class Recurrent(Mixer):
         raise NotImplementedError
 
     def _merge(self, o: Tensor, mixed: Tensor, plain: Tensor) -> Tensor:
-        """[B, T, H, V] -> [B, T, D]: norm, gate and projection of the output."""
+        """o [B, T, H, V], in any type -> [B, T, D]: norm, gate and projection of the output."""
         raise NotImplementedError
 
     # What follows
@@ -91,7 +91,7 @@ class Recurrent(Mixer):
         mixed, plain = self.into(x).split(self.parts, dim=-1)
         if self.conv is not None:
             mixed = F.silu(self.conv(mixed))
-        q, k, v, log_gate, beta = self._tokens(mixed, plain, None)
+        q, k, v, log_gate, beta = _exact(self._tokens(mixed, plain, None))
         o = linear_attention(q, k, v, lengths=lengths, log_gate=log_gate, beta=beta, **self._how())
         return self._merge(o, mixed, plain)
 
@@ -107,7 +107,7 @@ class Recurrent(Mixer):
         if self.conv is not None:
             mixed, after = self.conv.advance(mixed, state.ring, state.position, lengths)
             mixed, ring = F.silu(mixed), (after,)
-        q, k, v, log_gate, beta = self._tokens(mixed, plain, state.position)
+        q, k, v, log_gate, beta = _exact(self._tokens(mixed, plain, state.position))
         how = {"initial_state": _without_divisor(state.s), "return_state": True, **self._how()}
         o, sums = linear_attention(q, k, v, lengths=lengths, log_gate=log_gate, beta=beta, **how)
         state = self.state_type(sums.s, *ring, self._advance(state.position, x, lengths))
@@ -120,7 +120,7 @@ class Recurrent(Mixer):
             mixed, after = self.conv.advance_one(mixed, state.ring, state.position, inplace)
             mixed, ring = F.silu(mixed), (after,)
         mixed, plain = mixed[:, None], plain[:, None]  # [B, 1, ·]
-        tokens = self._tokens(mixed, plain, state.position)
+        tokens = _exact(self._tokens(mixed, plain, state.position))
         q, k, v, log_gate, beta = (None if t is None else t[:, 0] for t in tokens)
         how = {"log_gate": log_gate, "beta": beta, "inplace": inplace, **self._how()}
         o, sums = linear_attention_step(q, k, v, _without_divisor(state.s), **how)
@@ -137,10 +137,10 @@ class Recurrent(Mixer):
         mixed, plain = self._project_plainly(x)
         q, k, v, decay, beta = self._define(mixed, plain)
         if beta is None:
-            o = torch.einsum("bhts,bshv->bthv", decayed_weights(q, k, decay), v)
+            o = torch.einsum("bhts,bshv->bthv", decayed_weights(q, k, decay), wide(v))
         else:
             o = corrected_sums(q, k, v, decay, beta)
-        return self._merge(o.to(x.dtype), mixed, plain)
+        return self._merge(o, mixed, plain)
 
     def _pattern(self, x: Tensor) -> Tensor:
         """The weight of each value in each output, before norm and gate."""
@@ -202,6 +202,18 @@ def draw_decay(heads: int, least: float) -> tuple[Tensor, Tensor]:
     rate = torch.empty(heads).uniform_(least, 16).log()
     step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1)).exp()
     return rate, step + torch.log(-torch.expm1(-step))
+
+
+def normalise(o: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """The norm of each head's output, in the module's type. Unlike the module it takes an o of any type."""
+    return F.rms_norm(o, norm.normalized_shape, norm.weight.to(o.dtype), norm.eps).to(norm.weight.dtype)
+
+
+def _exact(tokens: Tokens) -> Tokens:
+    """In float32 instead of float16, beyond whose range products of q, k and v are before the norm."""
+    if tokens.v.dtype != torch.float16:
+        return tokens
+    return tokens._replace(q=tokens.q.float(), k=tokens.k.float(), v=tokens.v.float())
 
 
 def _without_divisor(s: Tensor) -> LinearState:

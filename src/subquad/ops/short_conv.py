@@ -111,9 +111,7 @@ class ShortConv(nn.Module):
         return f"dim={self.weight.shape[1]}, at={self.at}"
 
 
-def _sum(
-    seen: Tensor, start: int, size: int, weight: Tensor, at: Sequence[int], bias: Tensor | None
-) -> Tensor:
+def _sum(seen: Tensor, start: int, size: int, weight: Tensor, at: Sequence[int], bias: Tensor | None) -> Tensor:
     """The convolution of the tokens start .. start + size of `seen`."""
     weight = weight.to(seen.dtype)
     y = weight[0] * seen[:, start - at[0] : start - at[0] + size]
