@@ -86,8 +86,8 @@ def test_without_decay_it_is_the_delta_rule() -> None:
     plain = subquad.build("deltanet", dim=12, heads=3, causal=True).double()
     with torch.no_grad():
         mix.rate.fill_(-1e4)  # a = exp(-0)
-        plain.into.weight.copy_(mix.into.weight[:39])  # type: ignore[union-attr]
-        plain.conv.weight.copy_(mix.conv.weight)  # type: ignore[union-attr]
+        plain.into.weight.copy_(mix.into.weight[:39])
+        plain.conv.weight.copy_(mix.conv.weight)
     x = tokens(2, 30, 12)
     torch.testing.assert_close(mix.pattern(x), plain.pattern(x))
     torch.testing.assert_close(mix.prefill(x)[1].s, plain.prefill(x)[1].s)

@@ -121,7 +121,8 @@ class Recurrent(Mixer):
             mixed, ring = F.silu(mixed), (after,)
         mixed, plain = mixed[:, None], plain[:, None]  # [B, 1, ·]
         tokens = _exact(self._tokens(mixed, plain, state.position))
-        q, k, v, log_gate, beta = (None if t is None else t[:, 0] for t in tokens)
+        q, k, v = (t[:, 0] for t in tokens[:3])  # [B, H, ·]
+        log_gate, beta = (None if t is None else t[:, 0] for t in tokens[3:])
         how = {"log_gate": log_gate, "beta": beta, "inplace": inplace, **self._how()}
         o, sums = linear_attention_step(q, k, v, _without_divisor(state.s), **how)
         position = state.position.add_(1) if inplace else state.position + 1
