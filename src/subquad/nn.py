@@ -51,8 +51,8 @@ class MultiheadAttention(nn.Module):
       value being one tensor. Mechanisms with `joint_queries` (nystrom, clustered) do not belong into the
       cross-attention of a causal decoder: what a query gets there depends on later ones.
     - key_padding_mask must be right padding. In self-attention the padded positions come out as zeros.
-    - Causal is what was built with causal=True. attn_mask may then be the causal mask, which is checked; without it a
-      long sequence needs no T x T tensor.
+    - Causal is what was built with causal=True. Mechanisms that are causal only, such as gla, need it. attn_mask may
+      then be the causal mask, which is checked; without it a long sequence needs no T x T tensor.
     - A state dict of torch.nn.MultiheadAttention loads where the mechanism has the same projections, as softmax has.
     """
 
@@ -150,7 +150,8 @@ class MultiheadAttention(nn.Module):
     def _check_cross(self, x: Tensor, context: Tensor) -> None:
         if not self.mixer.traits.cross:
             name = type(self.mixer).__name__
-            why = "was built with causal=True" if self.mixer.options.causal else "has no cross-attention"
+            possible = type(self.mixer).traits.cross and self.mixer.options.causal
+            why = "was built with causal=True" if possible else "has no cross-attention"
             raise ValueError(f"key is not the tensor that query is, but {name} {why}: accepted is one tensor for both")
         check_tokens(self.mixer, context, "key")
         if context.shape[0] != x.shape[0]:

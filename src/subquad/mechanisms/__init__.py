@@ -1,6 +1,7 @@
 """The mechanisms, one file each; `MECHANISMS` is the whole list and `build` the way in."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from subquad.checks import nearest, refuse_keyword
@@ -74,6 +75,12 @@ def mechanism(name: str) -> type[Mixer]:
         accepted = ", ".join(MECHANISMS)
         raise ValueError(f"unknown mechanism {name!r}{nearest(name, MECHANISMS)} Accepted as name: {accepted}")
     return MECHANISMS[name]
+
+
+def causal_only(names: Iterable[str]) -> str:
+    """Those of the mechanisms that read from left to right only, in words; "" if there are none."""
+    found = [name for name in dict.fromkeys(names) if name in MECHANISMS and not MECHANISMS[name].traits.bidirectional]
+    return ", ".join(found)
 
 
 def build(name: str, **options: Any) -> Mixer:
