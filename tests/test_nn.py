@@ -358,7 +358,7 @@ def test_options_that_are_not_there_are_named() -> None:
 @pytest.mark.parametrize("mechanism", ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet"])
 def test_what_is_causal_only_stands_in_a_causal_layer(mechanism: str) -> None:
     """With torch's masks and right padding; as an encoder's layer it is refused."""
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, dtype=torch.float64).eval()
+    layer: Any = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, dtype=torch.float64).eval()
     layer.self_attn = attention(mechanism=mechanism, causal=True)
     x, mask = tokens(B, T, DIM), nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
     y = layer(x, src_mask=mask, is_causal=True)

@@ -35,11 +35,12 @@ def test_padding_reaches_no_output_no_state_and_no_gradient(name: str, padding: 
     mix, x = small(name), tokens(3, 30, 16)
     lengths = torch.tensor([30, 11, 2])
     for row, n in enumerate(lengths):
-        fill = {"random": tokens(30 - int(n), 16), "nan": math.nan, "inf": math.inf, "large": 1e30}[padding]
+        fill: Any = {"random": tokens(30 - int(n), 16), "nan": math.nan, "inf": math.inf, "large": 1e30}[padding]
         x[row, n:] = fill
     given = x.clone().requires_grad_()
     y, state = mix.prefill(given, lengths)
-    (grad,) = torch.autograd.grad(sum((t.double().square().sum() for t in (y, *state[:-1])), torch.zeros(())), given)
+    total = torch.stack([t.square().sum() for t in (y, *state[:-1])]).sum()
+    (grad,) = torch.autograd.grad(total, given)
     for row, n in enumerate(lengths.tolist()):
         alone, own = mix.prefill(x[row : row + 1, :n])
         torch.testing.assert_close(y[row, :n], alone[0])
