@@ -142,6 +142,19 @@ def test_taps_are_no_matrices_to_an_optimiser() -> None:
                 assert not isinstance(part, torch.optim.Muon)
 
 
+def test_nor_is_the_convolution_inside_a_mechanism() -> None:
+    lm = model("gated_deltanet", taps=())
+    optimiser = Optimiser(TrainingConfig(optimiser="muon", weight_decay=0.1), lm)
+    weights = {id(block.mixer.conv.weight) for block in lm.transformer.blocks}
+    matrices = {id(block.mixer.into.weight) for block in lm.transformer.blocks}
+    for part in optimiser.parts:
+        held = {id(p) for group in part.param_groups for p in group["params"]}
+        assert not (weights & held) or not isinstance(part, torch.optim.Muon)
+        assert not (matrices & held) or isinstance(part, torch.optim.Muon)
+        for group in part.param_groups:
+            assert not weights & {id(p) for p in group["params"]} or group["weight_decay"] == 0
+
+
 @pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",), 3, None, "12", [[1]]])
 def test_taps_lie_behind(taps: Any) -> None:
     with pytest.raises(ValueError, match="taps"):

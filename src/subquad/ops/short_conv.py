@@ -46,11 +46,11 @@ def short_conv_prefill(
     """
     reach = ring.shape[1]
     back = torch.arange(reach, device=x.device)
-    oldest_first = ring.take_along_dim(((position[:, None] + back) % reach)[..., None], 1)
+    oldest_first = ring.gather(1, _widen((position[:, None] + back) % reach, ring))
     seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
     size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
     places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
-    last = seen.take_along_dim((size[:, None] + back)[..., None], 1).to(ring.dtype)
+    last = seen.gather(1, _widen(size[:, None] + back, seen)).to(ring.dtype)
     after = torch.empty_like(ring).scatter_(1, _widen(places % reach, ring), last)
     return _sum(seen, reach, x.shape[1], weight, at, bias), after
 
@@ -70,7 +70,7 @@ def short_conv_step(
     """
     reach = ring.shape[1]
     places = (position[:, None] - back) % reach
-    before = ring.take_along_dim(places[..., None], 1).to(x.dtype)  # [B, J - 1, D]
+    before = ring.gather(1, _widen(places, ring)).to(x.dtype)  # [B, J - 1, D]
     weight = weight.to(x.dtype)
     y = weight[0] * x + (weight[1:] * before).sum(1)
     y = y if bias is None else y + bias.to(x.dtype)
