@@ -129,7 +129,7 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
 
 
 def _lookups(model: nn.Module) -> set[str]:
-    """Parameters with two axes that are no matrices: tables of tokens and positions, and convolutions of each channel."""
+    """Parameters with two axes that are no matrices: tables of tokens and positions, convolutions of channels."""
     names = set()
     for path, module in model.named_modules():
         own = isinstance(module, (nn.Embedding, Grid, ShortConv))
