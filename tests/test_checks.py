@@ -153,7 +153,7 @@ def test_missing_fields_of_a_model_are_named() -> None:
 def test_a_mechanism_on_meta_gives_shapes_and_meets_no_other_device(name: str) -> None:
     cls = MECHANISMS[name]
     fixed = {"max_length": 8} if cls.traits.fixed_length else {}
-    mix = build(name, dim=8, heads=2, **fixed).eval()
+    mix = build(name, dim=8, heads=2, causal=not cls.traits.bidirectional, **fixed).eval()
     with pytest.raises(ValueError, match="x is on meta: this module is on cpu"):
         mix(X.to("meta"))
     mix.to("meta")

@@ -69,7 +69,7 @@ def mixer(rng: random.Random, needs: str = "") -> subquad.Mixer:
     name = rng.choice(fitting.get(needs, list(MECHANISMS)))
     cls = MECHANISMS[name]
     options = dict(rng.choice(cls.small)) | {"dim": DIM, "heads": 4 if name == "mixed" else HEADS}
-    options["causal"] = needs == "state"
+    options["causal"] = needs == "state" or not cls.traits.bidirectional
     if "max_length" not in cls.unused:
         options["max_length"] = 16
     for option in ("layer", "dilation", "gate"):  # these need other heads or causal=True
@@ -477,6 +477,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
     name = rng.choice(list(MECHANISMS))
     cls = MECHANISMS[name]
     options = {f.name: f.default for f in fields(cls.options_type) if f.name not in ("dim", "heads", "max_length")}
+    options["causal"] = not cls.traits.bidirectional
     return {"name": name, "dim": 8, "heads": 2, **options} | (
         {"max_length": 9} if "max_length" not in cls.unused else {}
     )

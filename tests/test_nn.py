@@ -355,6 +355,20 @@ def test_unknown_options_are_named() -> None:
         attention(heads=3)
 
 
+@pytest.mark.parametrize("mechanism", ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet"])
+def test_what_is_causal_only_stands_in_a_causal_layer(mechanism: str) -> None:
+    """With torch's masks and right padding; as an encoder's layer it is refused."""
+    layer: Any = nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True, dtype=torch.float64).eval()
+    layer.self_attn = attention(mechanism=mechanism, causal=True)
+    x, mask = tokens(B, T, DIM), nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+    y = layer(x, src_mask=mask, is_causal=True)
+    torch.testing.assert_close(y[:, :5], layer(x[:, :5]))
+    padded = layer(x, src_mask=mask == -torch.inf, src_key_padding_mask=torch.arange(T).expand(B, T) >= 5)
+    torch.testing.assert_close(padded[:, :5], y[:, :5])
+    with pytest.raises(ValueError, match=r"causal=False cannot work: .* is causal only; pass causal=True"):
+        attention(mechanism=mechanism)
+
+
 X, Y = tokens(B, T, DIM), tokens(B, S, DIM, seed=1)
 
 
@@ -366,6 +380,7 @@ X, Y = tokens(B, T, DIM), tokens(B, S, DIM, seed=1)
         ({}, (X, Y, Y.clone()), {}, "key and value are different tensors"),
         ({"causal": True}, (X, Y, Y), {}, "query and key are different tensors, but Linear was built with causal=True"),
         ({"mechanism": "fnet"}, (X, Y, Y), {}, "query and key are different tensors, but FNet has no cross-attention"),
+        ({"mechanism": "gla", "causal": True}, (X, Y, Y), {}, "different tensors, but GLA has no cross-attention"),
         ({}, (X, *(Y[:2],) * 2), {}, "key has batch 2: query has batch 3"),
         ({}, (X[..., :8],) * 3, {}, r"query has shape \[3, 13, 8\]"),
         ({}, (X, *(Y[..., :8],) * 2), {}, r"key has shape \[3, 9, 8\]"),

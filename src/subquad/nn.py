@@ -51,8 +51,8 @@ class MultiheadAttention(nn.Module):
       which some mechanisms have. Do not use one with `joint_queries` (nystrom, clustered) for the cross-attention of a
       causal decoder: there the result of a query depends on later queries.
     - key_padding_mask must be right padding. In self-attention the outputs at padded positions are zero.
-    - For causal attention, build with causal=True. attn_mask may then be the causal mask, which is checked. Leave it
-      out to save a T x T tensor.
+    - For causal attention, build with causal=True; mechanisms that are causal only, such as gla, need it. attn_mask may
+      then be the causal mask, which is checked. Leave it out to save a T x T tensor.
     - A state dict of torch.nn.MultiheadAttention loads if the mechanism has the same projections, as softmax has.
     """
 
@@ -150,7 +150,8 @@ class MultiheadAttention(nn.Module):
     def _check_cross(self, x: Tensor, context: Tensor) -> None:
         if not self.mixer.traits.cross:
             name = type(self.mixer).__name__
-            why = "was built with causal=True" if self.mixer.options.causal else "has no cross-attention"
+            possible = type(self.mixer).traits.cross and self.mixer.options.causal
+            why = "was built with causal=True" if possible else "has no cross-attention"
             raise ValueError(f"query and key are different tensors, but {name} {why}: accepted is one tensor for both")
         check_tokens(self.mixer, context, "key")
         if context.shape[0] != x.shape[0]:

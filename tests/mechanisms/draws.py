@@ -85,6 +85,11 @@ VALUES: dict[str, dict[str, tuple[Any, ...] | Callable[[random.Random, int], Any
     "gmlp": {"expansion": (2, 4), "attention": (0, 3, 12)},
     "mlp_mixer": {"hidden": (1, 12)},
     "fnet": {},
+    "retnet": {"expand_v": (1, 2, 3)},
+    "gla": {"key_width": (None, 1, 5, 16), "rank": (1, 4, 16), "temperature": (1, 16)},
+    "mamba2": {"expansion": (1, 2), "state": (1, 6, 20), "groups": (1, 2, 3)},
+    "deltanet": {"expand_v": (1, 2, 3), "negative": (False, True)},
+    "gated_deltanet": {"expand_v": (1, 2, 3), "negative": (False, True)},
     "mixed": {
         "parts": lambda draw, heads: (
             (draw.choice(("linear", "softmax")), heads - heads // 2),

@@ -24,6 +24,7 @@ from subquad.mechanisms.mixed import Mixed
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.patterned import Patterned
 from subquad.mechanisms.performer import Performer
+from subquad.mechanisms.recurrent import Recurrent
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.routing import Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
@@ -648,6 +649,11 @@ FAR: dict[str, tuple[int, dict[str, Any]]] = {  # start positions of sequences t
     "performer": (2**24 - 7, {"features": 9}),
     "rfa": (2**24 - 7, {"features": 9, "gate": True}),
     "efficient": (2**24 - 7, {"normalize": "scaling", "rotary": False}),
+    "retnet": (2**24 - 7, {}),
+    "gla": (2**24 - 7, {"rotary": False}),
+    "mamba2": (2**24 - 7, {"rotary": False, "state": 5}),
+    "deltanet": (2**24 - 7, {"rotary": False}),
+    "gated_deltanet": (2**24 - 7, {"rotary": False}),
 }
 
 
@@ -675,6 +681,8 @@ def far_positions_follow_the_definition(case: Case) -> None:
         q, k, v = mix.heads.split(x)
         o = torch.einsum("bhts,bshv->bthv", torch.einsum("bthk,bshk->bhts", q, k).tril(), v)
         want = mix.heads.merge(o / torch.arange(case.length + 1, case.length + 15)[:, None, None])
+    elif isinstance(mix, Recurrent):
+        want = mix.reference(x)  # only distances matter, and the sums are empty
     else:  # only distances matter, once the state is out of reach
         y, want = y[:, 5:], _behind(mix, x, 0)[:, 5:]
     close(y, want, 1e-7)

@@ -170,6 +170,8 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "mechanisms.efficient.PADDED": "stands for minus infinity",
     "mechanisms.performer.NOTHING": "stands for minus infinity",
     "mechanisms.picture.SIZE": "of a picture",
+    "mechanisms.recurrent.EPS": "of the definition",
+    "mechanisms.recurrent.WIDTH": "of the definition",
     "mechanisms.reformer.SELF": "of the definition",
     "mechanisms.sinkhorn.ABSENT": "stands for zero",
     "ops.cache_triton.LOG2E": "a number of mathematics",

@@ -48,3 +48,23 @@ def test_errors_of_a_part_come_through() -> None:
         build("mixed", dim=8, heads=2, parts=(("linaer", 2),))
     with pytest.raises(ValueError, match="causal"):
         build("mixed", dim=8, heads=2, causal=True, parts=(("fnet", 2),))
+
+
+def test_gated_and_delta_rules_beside_exact_and_local_attention() -> None:
+    """Forward, padding, and a ragged prompt with steps behind it: the states of all parts lie in one."""
+    own = (("gla", 1), ("mamba2", 2, {"state": 4}), ("gated_deltanet", 1))
+    mix = build("mixed", dim=36, heads=6, causal=True, parts=(("softmax", 1), *own, ("local", 1, {"window": 3})))
+    mix = mix.double().eval()
+    assert mix.traits.state == "growing"
+    assert build("mixed", dim=16, heads=4, causal=True, parts=own).traits.state == "constant"
+    x, lengths = torch.randn(2, 17, 36, dtype=torch.float64), torch.tensor([9, 4])
+    want = mix(x)
+    torch.testing.assert_close(want, mix.reference(x), rtol=1e-9, atol=1e-9)
+    y, state = mix.prefill(x[:, :9], lengths)
+    for row, n in enumerate(lengths):
+        torch.testing.assert_close(y[row, :n], want[row, :n])
+    for step in range(8):
+        y, state = mix.step(torch.stack([x[row, n + step] for row, n in enumerate(lengths)]), state)
+        torch.testing.assert_close(y, torch.stack([want[row, n + step] for row, n in enumerate(lengths)]))
+    with pytest.raises(ValueError, match="causal=False cannot work: GLA is causal only"):
+        build("mixed", dim=16, heads=4, parts=own)

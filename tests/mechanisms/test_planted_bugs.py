@@ -17,11 +17,17 @@ from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.compressed import Compressed
+from subquad.mechanisms.deltanet import DeltaNet
 from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.gated_deltanet import GatedDeltaNet
+from subquad.mechanisms.gla import GLA
 from subquad.mechanisms.linear import Linear, State
+from subquad.mechanisms.mamba2 import Mamba2
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
+from subquad.mechanisms.recurrent import Recurrent
 from subquad.mechanisms.reformer import Reformer
+from subquad.mechanisms.retnet import RetNet
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
@@ -33,6 +39,7 @@ from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.linear import chunked
 from subquad.ops.prefix import running_sum
 from subquad.ops.rotary import rotate
+from subquad.ops.short_conv import short_conv, short_conv_prefill, short_conv_step
 from subquad.ops.sparse import SparseCache, cache, tiles
 from tests.mechanisms import laws
 from tests.mechanisms.draws import set_threshold
@@ -353,6 +360,16 @@ def long_at_a_border(case: Case) -> None:
         laws.close(case.build()(x), case.build().reference(x))
 
 
+def same_as_grouped_heads(case: Case) -> None:
+    """Heads 0 and 1 read one group, 2 and 3 the other: the scores of two heads differ by their decay alone."""
+    mix: Any = case.build()
+    with torch.no_grad():
+        mix.rate.fill_(-1e4)  # no decay
+        weights = mix.pattern(tokens(1, 9, case.dim))[0]
+    laws.close(weights[0], weights[1])
+    laws.close(weights[2], weights[3])
+
+
 def one_wider_than_a_power_of_two(name: str) -> Case:
     return Case(MECHANISMS[name], {"dim": 24, "heads": 2, "causal": False, **MECHANISMS[name].small[0]})
 
@@ -441,6 +458,67 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         (Slip(RFA._how, "self.options.eps /", "1e-9 *"),),
         Case(RFA, {"dim": 32, "heads": 2, "causal": True, "tau": 0.3}, 200),
         laws.gradients_are_sane,
+    ),
+    # gated and delta rules
+    "decays of retnet": (
+        (Slip(RetNet._tokens, "-5 - head", "-6 - head"),),
+        few("retnet", True),
+        laws.forward_equals_reference,
+    ),
+    "rotation of retnet starts again behind a state": (
+        (Slip(RetNet._tokens, "at if position is None else position[:, None] + at", "at"),),
+        few("retnet", True, rotary=True),
+        in_pieces,
+    ),
+    "root of the decays of gla": (
+        (Slip(GLA._tokens, " / self.options.temperature", ""),),
+        few("gla", True),
+        laws.forward_equals_reference,
+    ),
+    "values of mamba2 without their step": (
+        (Slip(Mamba2._tokens, "(x * step[..., None])", "x"),),
+        few("mamba2", True, state=5),
+        laws.forward_equals_reference,
+    ),
+    "groups of mamba2 taken in turn": (
+        (Slip(Mamba2._xbc_of, ".repeat_interleave(heads // groups, dim=2)", ".repeat(1, 1, heads // groups, 1)"),),
+        Case(Mamba2, {"dim": 24, "heads": 4, "causal": True, "groups": 2, "state": 5}),
+        same_as_grouped_heads,
+    ),
+    "keys of deltanet without their norm": (
+        (Slip(DeltaNet._tokens, "unit(k)", "k"),),
+        few("deltanet", True),
+        laws.forward_equals_reference,
+    ),
+    "sign of a decay": (
+        (Slip(GatedDeltaNet._define, "torch.exp(-torch.exp", "torch.exp(torch.exp"),),
+        few("gated_deltanet", True),
+        laws.forward_equals_reference,
+    ),
+    "a state that counts padding": (
+        (Slip(Recurrent._prefill, "lengths=lengths, log_gate", "log_gate"),),
+        few("gated_deltanet", True),
+        in_pieces,
+    ),
+    "a state that is forgotten": (
+        (Slip(Recurrent._prefill, "_without_divisor(state.s)", "_without_divisor(0 * state.s)"),),
+        few("gla", True),
+        in_pieces,
+    ),
+    "inputs of a convolution from the padding": (
+        (Slip(short_conv_prefill, "last = seen", "size = torch.full_like(size, x.shape[1])\n    last = seen"),),
+        few("mamba2", True, state=5),
+        in_pieces,
+    ),
+    "a ring that is read one place too early": (
+        (Slip(short_conv_step, "(position[:, None] - back)", "(position[:, None] - back - 1)"),),
+        few("deltanet", True),
+        in_pieces,
+    ),
+    "a convolution that looks ahead": (
+        (Slip(short_conv, "(0, 0, before, after)", "(0, 0, before - 1, after + 1)"),),
+        few("deltanet", True),
+        laws.strictly_causal,
     ),
     # thresholds
     "later pieces of a continued prompt, gathered": (

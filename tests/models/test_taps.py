@@ -142,15 +142,53 @@ def test_an_optimiser_does_not_treat_taps_as_matrices() -> None:
                 assert not isinstance(part, torch.optim.Muon)
 
 
+def test_nor_is_the_convolution_inside_a_mechanism() -> None:
+    lm = model("gated_deltanet", taps=())
+    optimiser = Optimiser(TrainingConfig(optimiser="muon", weight_decay=0.1), lm)
+    weights = {id(block.mixer.conv.weight) for block in lm.transformer.blocks}
+    matrices = {id(block.mixer.into.weight) for block in lm.transformer.blocks}
+    for part in optimiser.parts:
+        held = {id(p) for group in part.param_groups for p in group["params"]}
+        assert not (weights & held) or not isinstance(part, torch.optim.Muon)
+        assert not (matrices & held) or isinstance(part, torch.optim.Muon)
+        for group in part.param_groups:
+            assert not weights & {id(p) for p in group["params"]} or group["weight_decay"] == 0
+
+
 @pytest.mark.parametrize("taps", [(0,), (1, 1), (-1,), (True,), (1.5,), ("2",), 3, None, "12", [[1]]])
 def test_taps_must_look_back(taps: Any) -> None:
     with pytest.raises(ValueError, match="taps"):
         model(taps=taps)
 
 
-def test_taps_are_for_causal_models() -> None:
-    with pytest.raises(ValueError, match="taps"):
-        Transformer(dim=8, depth=1, heads=2, taps=(1,))
+@pytest.mark.parametrize("mechanism", ["linear", "fnet", "nystrom"])
+@pytest.mark.parametrize("fields", [{}, {"pool": 2}, {"reversible": True}], ids=str)
+def test_an_encoder_taps_both_sides_and_no_padding(mechanism: Any, fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"dim": 8, "depth": 2, "heads": 2, "taps": (1, 3), "mechanism": mechanism, **fields}
+    encoder = Transformer(**how).double().eval()
+    assert [tuple(block.taps.weight.shape) for block in encoder.blocks] == [(5, 8)] * 2
+    x = torch.randn(3, 12, 8, dtype=torch.float64)
+    lengths = torch.tensor([12, 7, 1])
+    y, short = encoder(x, lengths), encoder.short_lengths(lengths)
+    for row, n in enumerate(lengths.tolist()):
+        torch.testing.assert_close(y[row, : short[row]], encoder(x[row : row + 1, :n])[0])
+
+
+def test_an_encoder_without_other_mixing_sees_its_taps() -> None:
+    torch.manual_seed(0)
+    encoder = Transformer(dim=8, depth=1, heads=2, taps=(2,), mechanism=("local", {"window": 0})).double().eval()
+    x = torch.randn(1, 12, 8, dtype=torch.float64)
+    changed = x.clone()
+    changed[0, 5, 0] += 1
+    apart = (encoder(x) - encoder(changed)).abs().amax(-1)[0] > 1e-12
+    assert apart.nonzero().flatten().tolist() == [3, 5, 7]
+
+
+def test_saved_taps_of_causal_models_load_as_before() -> None:
+    """One row for the token and one for each tap, called weight: what checkpoints hold."""
+    taps = Taps(4, TAPS)
+    assert {name: tuple(t.shape) for name, t in taps.state_dict().items()} == {"weight": (4, 4)}
 
 
 def test_the_decoder_of_two_stacks_has_taps() -> None:

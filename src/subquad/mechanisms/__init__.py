@@ -1,6 +1,7 @@
 """The mechanisms, one file each; `MECHANISMS` is the whole list and `build` the way in."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from subquad.checks import nearest, refuse_keyword
@@ -9,19 +10,24 @@ from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.bigbird import Bigbird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.compressed import Compressed
+from subquad.mechanisms.deltanet import DeltaNet
 from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.fixed import Fixed
 from subquad.mechanisms.fnet import FNet
+from subquad.mechanisms.gated_deltanet import GatedDeltaNet
+from subquad.mechanisms.gla import GLA
 from subquad.mechanisms.gmlp import GMLP
 from subquad.mechanisms.linear import Linear
 from subquad.mechanisms.linformer import Linformer
 from subquad.mechanisms.local import Local
 from subquad.mechanisms.longformer import Longformer
+from subquad.mechanisms.mamba2 import Mamba2
 from subquad.mechanisms.mixed import Mixed
 from subquad.mechanisms.mlp_mixer import MLPMixer
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.reformer import Reformer
+from subquad.mechanisms.retnet import RetNet
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.routing import Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
@@ -54,6 +60,11 @@ MECHANISMS: dict[str, type[Mixer]] = {
     "fnet": FNet,
     "gmlp": GMLP,
     "mlp_mixer": MLPMixer,
+    "retnet": RetNet,
+    "gla": GLA,
+    "mamba2": Mamba2,
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
     "mixed": Mixed,
 }
 
@@ -64,6 +75,12 @@ def mechanism(name: str) -> type[Mixer]:
         accepted = ", ".join(MECHANISMS)
         raise ValueError(f"unknown mechanism {name!r}{nearest(name, MECHANISMS)} Accepted as name: {accepted}")
     return MECHANISMS[name]
+
+
+def causal_only(names: Iterable[str]) -> str:
+    """Those of the mechanisms that read from left to right only, in words; "" if there are none."""
+    found = [name for name in dict.fromkeys(names) if name in MECHANISMS and not MECHANISMS[name].traits.bidirectional]
+    return ", ".join(found)
 
 
 def build(name: str, **options: Any) -> Mixer:

@@ -78,6 +78,8 @@ def check_context(
 
 def check_keys(mix: Mixer, context: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A checked context with zeros for padding, and its lengths."""
+    if not type(mix).traits.cross:
+        raise ValueError(f"context was given, but {type(mix).__name__} has no cross-attention")
     if mix.options.causal:
         raise ValueError("context was given to a causal module: cross-attention needs causal=False")
     if not mix.traits.cross:

@@ -92,7 +92,7 @@ class Block(nn.Module):
         self.name = f"layer {layer} ({config.mixer_of(layer).name})"
         self.pool = config.pool_of(layer)
         self.mixer = make_mixer(config.mixer_of(layer), config, layer)
-        self.taps = Taps(config.dim, config.taps) if config.taps else None
+        self.taps = Taps(config.dim, config.taps, config.causal) if config.taps else None
         self.mixer_residual = Residual(config)
         cross = config.cross_of(layer)
         self.cross = None if cross is None else make_cross(cross, config, layer)
@@ -183,7 +183,10 @@ class Block(nn.Module):
         return state
 
     def _mix(self, h: Tensor, lengths: Tensor | None) -> Tensor:
-        return self.mixer(h if self.taps is None else self.taps(h), lengths)
+        return self.mixer(self._tap(h, lengths), lengths)
+
+    def _tap(self, h: Tensor, lengths: Tensor | None) -> Tensor:
+        return h if self.taps is None else self.taps(h, lengths)
 
     def _rest(self, stream: Stream, lengths: Tensor | None, memory: Any, memory_lengths: Tensor | None) -> Stream:
         if self.cross is not None and self.cross_residual is not None:
@@ -199,9 +202,10 @@ class Block(nn.Module):
         the mixer treats queries jointly, such as nystrom, whose convolution pairs a query with a value.
         """
         pooled = (mean_pool(stream[0], lengths, self.pool),)
+        context = self._tap(self.mixer_residual.read(stream), lengths)
         if not self.mixer.traits.cross or self.mixer.options.rotary or self.mixer.joint_queries:
-            return pooled, mean_pool(self.mixer(self.mixer_residual.read(stream), lengths), lengths, self.pool)
-        queries, context = self.mixer_residual.read(pooled), self.mixer_residual.read(stream)
+            return pooled, mean_pool(self.mixer(context, lengths), lengths, self.pool)
+        queries = self.mixer_residual.read(pooled)  # means, which taps do not reach
         return pooled, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
 
 

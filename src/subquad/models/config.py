@@ -109,7 +109,7 @@ class TransformerConfig(Config):
     dropout: float = 0.0  # of what each branch adds to the residual
     ff_dropout: float = 0.0  # inside the feed-forward, after the activation
     attention_dropout: float = 0.0  # inside the mixers that have dropout
-    taps: tuple[int, ...] = ()  # a convolution before each mixer reads the tokens this far back, such as (1, 2, 3)
+    taps: tuple[int, ...] = ()  # a convolution before each mixer reads tokens this far back and, if not causal, ahead
     pool: int | tuple[int, ...] = 1  # a layer with pool=n averages n positions into one (Funnel); several are cycled
     checkpoint: bool = False  # recompute each block in backward
     reversible: bool = False  # recompute activations from the output in backward
@@ -138,8 +138,6 @@ class TransformerConfig(Config):
         pooled = any(pool > 1 for pool in pools[: self.depth])
         if pooled and self.causal:
             refuse("pool", self.pool, "1 with causal=True: a mean over positions would show the future")
-        if self.taps and not self.causal:
-            refuse("taps", self.taps, "() with causal=False: they only look back")
         if pooled and self.reversible:
             refuse("reversible", True, "False with pool > 1: a shortened sequence cannot be reconstructed")
         if self.reversible and self.norm_position == "post":

@@ -1,7 +1,8 @@
-"""A short causal convolution before a mixer: a weighted sum of each token and a few earlier ones, per channel.
+"""A short convolution before a mixer: a weighted sum of each token and a few near ones, per channel.
 
 Paper       such as Fu et al. 2023 (H3), arXiv:2212.14052, §3.2; taps need not be adjacent, such as the pixel above
 Definition  yₜ = w₀ ⊙ xₜ + Σⱼ wⱼ ⊙ xₜ₋ₙⱼ with x = 0 before the first token
+            where not causal, + Σⱼ uⱼ ⊙ xₜ₊ₙⱼ with x = 0 behind the last
 Cost        O(T·D·J); a state of max(n)·D numbers
 """
 
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from subquad.ops.short_conv import ShortConv
 
 
 class Recent(NamedTuple):
@@ -19,22 +22,18 @@ class Recent(NamedTuple):
     position: Tensor  # [B]
 
 
-class Taps(nn.Module):
-    """x [B, T, D] -> y [B, T, D]; `taps` are distances in tokens, looking back."""
+class Taps(ShortConv):
+    """x [B, T, D] -> y [B, T, D]; `taps` are distances in tokens, looking back and, where not causal, also ahead."""
 
-    def __init__(self, dim: int, taps: Sequence[int]):
-        super().__init__()
-        self.taps, self.reach = tuple(taps), max(taps)
-        self.back: Tensor
-        # a buffer, because a captured step cannot copy a list
-        self.register_buffer("back", torch.tensor(self.taps), persistent=False)
-        self.weight = nn.Parameter(torch.cat((torch.ones(1, dim), 0.3 * torch.randn(len(self.taps), dim))))
+    def __init__(self, dim: int, taps: Sequence[int], causal: bool = True):
+        super().__init__(dim, taps, causal)
+        self.taps = tuple(taps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._sum(nn.functional.pad(x, (0, 0, self.reach, 0)), x.shape[1])
+    def _draw(self, count: int, dim: int) -> Tensor:
+        return torch.cat((torch.ones(1, dim), 0.3 * torch.randn(count - 1, dim)))  # mostly the token itself
 
     def init_state(self, batch: int) -> Recent:
-        ring = self.weight.new_zeros(batch, self.reach, self.weight.shape[1])
+        ring = self.make_ring(batch)
         return Recent(ring, torch.zeros(batch, dtype=torch.int64, device=ring.device))
 
     def check(self, state: Recent, batch: int) -> None:
@@ -46,39 +45,13 @@ class Taps(nn.Module):
     def prefill(self, x: Tensor, lengths: Tensor | None, state: Recent | None) -> tuple[Tensor, Recent]:
         """Read many tokens after those in the state: (y, the state after the first `lengths` of them)."""
         ring, position = self.init_state(x.shape[0]) if state is None else state
-        back = torch.arange(self.reach, device=x.device)
-        oldest_first = ring.take_along_dim(((position[:, None] + back) % self.reach)[..., None], 1)
-        seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
-        size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
-        places = (position + size)[:, None] + back  # modulo L, the places of the last L tokens
-        last = seen.take_along_dim((size[:, None] + back)[..., None], 1).to(ring.dtype)
-        after = torch.empty_like(ring).scatter_(1, _wide(places % self.reach, ring), last)
-        return self._sum(seen, x.shape[1]), Recent(after, position + size)
+        y, ring = self.advance(x, ring, position, lengths)
+        return y, Recent(ring, position + (x.shape[1] if lengths is None else lengths))
 
     def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
         """One token, x [B, D] -> (y [B, D], the new state)."""
-        ring, position = state
-        places = (position[:, None] - self.back) % self.reach
-        before = ring.take_along_dim(places[..., None], 1).to(x.dtype)  # [B, J, D]
-        weight = self.weight.to(x.dtype)
-        y = weight[0] * x + (weight[1:] * before).sum(1)
-        place = _wide((position % self.reach)[:, None], ring)
-        new = x[:, None].to(ring.dtype)
-        if inplace:
-            return y, Recent(ring.scatter_(1, place, new), position.add_(1))
-        return y, Recent(ring.scatter(1, place, new), position + 1)
-
-    def _sum(self, seen: Tensor, size: int) -> Tensor:
-        """The convolution at the last T tokens of `seen` [B, L + T, D]."""
-        weight = self.weight.to(seen.dtype)
-        y = weight[0] * seen[:, self.reach :]
-        for tap, scale in zip(self.taps, weight[1:], strict=True):
-            y = y + scale * seen[:, self.reach - tap : self.reach - tap + size]
-        return y
+        y, ring = self.advance_one(x, state.ring, state.position, inplace)
+        return y, Recent(ring, state.position.add_(1) if inplace else state.position + 1)
 
     def extra_repr(self) -> str:
         return f"taps={self.taps}"
-
-
-def _wide(at: Tensor, like: Tensor) -> Tensor:
-    return at[..., None].expand(-1, -1, like.shape[-1])

@@ -51,6 +51,7 @@ FAMILIES = {  # in the order of the lecture "week 8: XFormer", then the families
     "new frameworks": "New frameworks",
     "attention-free": "Attention-free",
     "recurrence": "Recurrence",
+    "gated and delta rules": "Running sums that forget or correct",
     "hybrid": "Hybrids",
 }
 

@@ -11,7 +11,7 @@ from subquad.disk import read_json
 from subquad.measure.growth import grouped
 from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import budget_line, of_size
-from subquad.studies.lra.recipes import PUBLISHED, RECIPES
+from subquad.studies.lra.recipes import PUBLISHED, RECIPES, directions
 from subquad.studies.published import TABLES
 from subquad.studies.results import ArenaRun, ArenaTable
 
@@ -84,6 +84,7 @@ def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> 
     for label, of in _summaries(known).items():
         row = [f"{of(of_column[c]):.2f}" for c in columns] + [f"{of(overall):.2f}" if overall else "-"]
         table.add_row(label, *row[: len(columns) + len(last)], style="dim")
+    table.caption, table.caption_justify = directions(mechanism for mechanism, _ in known) or None, "left"
     return table
 
 

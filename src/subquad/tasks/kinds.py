@@ -1,13 +1,15 @@
-"""Make the kind of model that a task's fields ask for, a transformer or an LSTM (`--mechanism lstm`); the longest
-sequence that it can write."""
+"""Make the kind of model that a task's fields ask for, a transformer or an LSTM (`--mechanism lstm`); the direction in
+which it reads, and the longest sequence that it can write."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from subquad.disk import logger
+from subquad.mechanisms import causal_only
 from subquad.models import LSTM, LanguageModel, Model
-from subquad.models.config import GRIDS, EmbeddingConfig, TransformerConfig
+from subquad.models.config import GRIDS, EmbeddingConfig, TransformerConfig, mixers
 from subquad.models.lstm import LSTMConfig
 
 
@@ -39,6 +41,17 @@ def make_kind(
         if name != "mechanism" and (name in LSTM_FIELDS or value != defaults.get(name))
     }
     return LSTM(**{**lstm, **known})
+
+
+def directed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an encoder: causal where a mechanism is causal only, which is said aloud, unless they say it."""
+    if "causal" in fields or fields.get("mechanism") in (None, "lstm"):
+        return dict(fields)
+    one_way = causal_only(mixer.name for mixer in mixers(fields["mechanism"], "mechanism"))
+    if not one_way:
+        return dict(fields)
+    logger.warning("this model reads from left to right only (causal=True), since that is all %s can", one_way)
+    return {**fields, "causal": True}
 
 
 def positions_of(model: LanguageModel) -> int | None:

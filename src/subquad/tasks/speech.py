@@ -24,7 +24,7 @@ from subquad.data.padding import pad
 from subquad.models import Classifier
 from subquad.ops.ctc import ctc_loss
 from subquad.tasks.copy import PAPER_MODEL, PAPER_TRAINING
-from subquad.tasks.kinds import make_kind
+from subquad.tasks.kinds import directed, make_kind
 from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 
 SETS = ("an4", "digits", "folder")
@@ -101,7 +101,7 @@ class Speech(Task):
         features, classes = self.stack * data.train.frames.shape[1], len(data.symbols)
         given = {"features": features, "classes": classes, "pooling": "none"}
         lstm = {"features": features, "outputs": classes, "bidirectional": True}
-        return make_kind(Classifier, fields, self.model, given=given, lstm=lstm)
+        return make_kind(Classifier, directed(fields), self.model, given=given, lstm=lstm)
 
     def source(self, split: Split) -> Source:
         data = _load(self.set, self.path)

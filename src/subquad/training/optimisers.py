@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
 from subquad.models.embedding import Embedding, Grid
-from subquad.models.taps import Taps
+from subquad.ops.short_conv import ShortConv
 from subquad.training.config import TrainingConfig
 
 
@@ -129,10 +129,10 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
 
 
 def _lookups(model: nn.Module) -> set[str]:
-    """Parameters with two axes that are not matrices: tables of tokens and positions, and taps of each channel."""
+    """Parameters with two axes that are not matrices: tables of tokens and positions, convolutions of each channel."""
     names = set()
     for path, module in model.named_modules():
-        own = isinstance(module, (nn.Embedding, Grid, Taps))
+        own = isinstance(module, (nn.Embedding, Grid, ShortConv))
         if own or isinstance(module, Embedding):
             names |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=own)}
     return names

@@ -21,7 +21,7 @@ from subquad.studies.lra import arena as harness
 from subquad.studies.lra import recipes, worker
 from subquad.studies.lra.arena import Arena, budget_line, lra, plan
 from subquad.studies.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
-from subquad.studies.lra.recipes import OPTIONS, PUBLISHED, RECIPES, mixer, model_of, training_of
+from subquad.studies.lra.recipes import OPTIONS, PUBLISHED, RECIPES, direction, mixer, model_of, training_of
 from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, to_json
 from subquad.tasks import TASKS
 from subquad.tasks.lra import pathfinder
@@ -72,11 +72,21 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_every_mechanism_of_the_paper_and_ours_has_options() -> None:
     assert tuple(name for _, name, _ in table.PAPER.rows) == PUBLISHED
-    assert len(OPTIONS) == 20
+    assert len(OPTIONS) == 25
     for column in RECIPES:
         for name in OPTIONS:
             fields = {"max_length": 128, "dim": 8, "depth": 1, "heads": 2, "mechanism": mixer(column, name)}
-            Classifier(vocab=16, classes=2, positions="learned", **fields)
+            Classifier(vocab=16, classes=2, positions="learned", **fields, **direction(name, {}))
+
+
+def test_mechanisms_that_are_causal_only_read_from_left_to_right() -> None:
+    one_way = ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet"]
+    assert [name for name in OPTIONS if model_of("listops", name, "small").get("causal")] == one_way
+    fields = model_of("listops", "gla", "original")
+    assert (fields["causal"], fields["pooling"]) == (True, "mean")  # a first position would see nothing
+    assert model_of("listops", "linear", "original")["pooling"] == "cls"
+    assert recipes.directions(OPTIONS).endswith(f"{', '.join(one_way)}.")
+    assert recipes.directions(PUBLISHED) == ""
 
 
 @pytest.mark.parametrize("column", list(RECIPES))

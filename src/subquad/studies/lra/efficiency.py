@@ -37,7 +37,7 @@ from subquad.models import Classifier
 from subquad.models.blocks import Block
 from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import BUSY
-from subquad.studies.lra.recipes import mixer
+from subquad.studies.lra.recipes import direction, directions, mixer
 from subquad.studies.results import EfficiencyRow, EfficiencyTable, save, set_aside
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.task import SMALL
@@ -59,7 +59,8 @@ class Step(Subject):
         self.name, self.shape = name, shape
         torch.manual_seed(0)
         named = "softmax" if name == NAIVE else name
-        fields = {**SMALL, "mechanism": mixer("text", named), "dropout": 0.0, "max_length": shape.length}
+        fields = {**SMALL, "mechanism": mixer("text", named), **direction(named, SMALL)}
+        fields |= {"dropout": 0.0, "max_length": shape.length}
         self.model = Classifier(vocab=256, classes=2, **fields).to(shape.device)
         if name == NAIVE:
             for block in self.model.modules():
@@ -214,5 +215,6 @@ def efficiency_tables(results: EfficiencyTable) -> list[Table]:
                 mine, theirs = figures.get((name, length)), figures.get((other, length))
                 cells.append("-" if mine is None or theirs is None else f"{mine / theirs:.2f}")
             table.add_row(name, *cells)
+        table.caption, table.caption_justify = directions(names) or None, "left"
         tables.append(table)
     return tables

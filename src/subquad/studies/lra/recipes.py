@@ -1,11 +1,11 @@
 """How each task is trained, and the options of each mechanism. All mechanisms of a task have the same budget."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from subquad.checks import nearest
-from subquad.mechanisms import mechanism
+from subquad.mechanisms import causal_only, mechanism
 from subquad.studies.published import TABLES
 from subquad.tasks.lra.task import SMALL
 
@@ -110,6 +110,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compressed": {"stride": 3},
     "fnet": {},
     "gmlp": {"expansion": 4},
+    "retnet": {},
+    "gla": {},
+    "mamba2": {},
+    "deltanet": {},
+    "gated_deltanet": {},
     "mixed": {"parts": [["linear", 1], ["local", 1, {"window": 64}]]},
 }
 PUBLISHED = tuple(name for _, name, _ in TABLES["lra"].rows if name is not None)
@@ -162,7 +167,21 @@ def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
     if "parts" in options:  # each the same share of the heads
         share = given.get("heads", SMALL["heads"]) // len(options["parts"])
         options = {**options, "parts": [[part, share, *rest] for part, _, *rest in options["parts"]]}
-    return {**given, "mechanism": [named, options]}
+    return {**given, "mechanism": [named, options], **direction(named, given)}
+
+
+def direction(name: str, given: Fields) -> dict[str, Any]:
+    """Fields that let a model with a mechanism that is causal only classify: from left to right, then a mean."""
+    if not causal_only([name]):
+        return {}
+    pooling = given.get("pooling", SMALL["pooling"])  # a first position would see nothing but itself
+    return {"causal": True, "pooling": "mean" if pooling == "cls" else pooling}
+
+
+def directions(names: Iterable[str]) -> str:
+    """What a table with these rows says about the direction of its models; "" if all of them see both sides."""
+    one_way = causal_only(names)
+    return f"Causal only, read from left to right, with a mean over all positions: {one_way}." if one_way else ""
 
 
 def training_of(task: str, size: Size, steps: int | None, seed: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from subquad.data import files
 from subquad.data.generated import Arrays, generated, kept
 from subquad.data.order import permutation
 from subquad.models import Matcher
+from subquad.tasks.kinds import directed
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import Texts, stored
 from subquad.training.task import SPLITS, Batch, Source, Split
@@ -110,7 +111,7 @@ class Retrieval(Classification):
         at_least(self, length=1, train=1, held_out=1, seed=0)
 
     def make_model(self, fields: Any) -> nn.Module:
-        return Matcher(**{"vocab": self.vocab, "max_length": self.length, **fields})
+        return Matcher(**{"vocab": self.vocab, "max_length": self.length, **directed(fields)})
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return model(batch["a"], batch["b"], batch["a_lengths"], batch["b_lengths"])

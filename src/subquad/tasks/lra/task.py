@@ -12,6 +12,7 @@ from subquad.checks import one_of
 from subquad.data.generated import Arrays
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
+from subquad.tasks.kinds import directed
 from subquad.training.config import TrainingConfig
 from subquad.training.task import SPLITS, Batch, Loss, Split, Sums, Task, means
 
@@ -72,7 +73,8 @@ class Classification(Task):
         return self.length
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
-        return Classifier(**{"vocab": self.vocab, "classes": self.classes, "max_length": self.positions(), **fields})
+        given = {"vocab": self.vocab, "classes": self.classes, "max_length": self.positions()}
+        return Classifier(**{**given, **directed(fields)})
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return model(batch["tokens"], batch.get("lengths"))
