@@ -88,7 +88,8 @@ def shown(rows: list[Recalled]) -> Shown:
 
 def chart(rows: list[Recalled]) -> Json:
     """Accuracy over pairs, a view for each width, for page.js."""
-    x = {"label": "pairs of key and value", "short": "pairs =", "unit": "", "log": True}
+    # the unit of lengths, whose marks on the axis are the numbers that were measured
+    x = {"label": "pairs of key and value", "short": "pairs =", "unit": "tokens", "log": True}
     y = {"label": "right answers", "short": "right", "unit": "share", "range": [0, 1]}
     views = [
         {

@@ -68,7 +68,7 @@ FULL: Settings = {"precision": "fp32"}  # cuDNN's LSTM under autocast is float16
 NO_DROPOUT: Settings = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0}
 STRIDED_TEXT, FIXED_TEXT = ("strided", {"stride": 128}), ("fixed", {"block": 128, "summary": 32})
 SPARSE_152M, MUSIC = "Sparse Transformer 152M (strided)", "Classical music, 5 s at 12 kHz"
-AUDIO: dict[str, Settings] = {
+AUDIO: dict[str, Any] = {  # of Row
     "data": {"set": "audio", "length": 16384},
     "model": {"dim": 512, "depth": 12, "heads": 8, "dropout": 0.1},
     "training": {"batch": 4},
