@@ -190,7 +190,7 @@ _TABLES = (
         states=True,
         differs=(
             "the papers print curves, not figures",
-            "every row sees the same 4,000 batches of 256 examples at one lr; theirs are the best of four lr",
+            "every row sees the same batches in the same order, at one lr; theirs are the best of four lr",
             "one model is asked for 4 to 64 pairs in 256 tokens; 1,024 tokens instead of 8,192",
             "two layers with a convolution over three tokens before each mixer, and feed-forward parts",
         ),
