@@ -56,5 +56,6 @@ def test_the_curves_hold_these_errors() -> None:
     by_count, by_age = ({one["name"]: one["points"] for one in view["series"]} for view in views)
     assert list(by_count) == list(by_age) == list(RULES)
     assert by_count["delta"][4] == [rules.COUNTS[4], pytest.approx(float(errors("delta", rules.COUNTS[4]).mean()))]
-    assert [age for age, _ in by_age["delta"]] == [*range(1, TOLD + 1)]
+    assert [age for age, _ in by_age["delta"]] == [*range(1, TOLD, 4)]
+    assert by_age["gated"][3][1] == pytest.approx(float(errors("gated", TOLD)[-13]))
     assert by_age["linear"][0][1] == pytest.approx(float(errors("linear", TOLD)[-1]))

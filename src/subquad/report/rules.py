@@ -1,5 +1,6 @@
 """What the rules of the running sum remember: the pictures and curves of the lesson on them, computed with the op."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ from subquad.report.runs import Json
 FADE = 0.8  # what a gated rule keeps of its state at each pair, in the picture of digits
 SLOW_FADE = 0.95  # and in the curves
 OVERLAP = 0.3  # of the two keys of the picture: a · b
-WIDTH, DRAWS = 32, 64  # of keys, and how often the curves' keys and values are drawn
+WIDTH, DRAWS = 32, 128  # of keys, and how often the curves' keys and values are drawn
 COUNTS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # pairs
-TOLD = 64  # pairs, where errors are shown by age
+TOLD, AGES = 64, range(1, 65, 4)  # pairs, and how many pairs ago those were written whose errors are shown
 SHOWN = (3, 7, 5)  # the digits that are written: for key a, for key b, and for key a again
 
 
@@ -77,6 +78,7 @@ def read_back() -> list[Read]:
     return found
 
 
+@functools.cache
 def errors(rule: RuleName, pairs: int) -> Tensor:
     """[N]: |what a key reads - its value|² / |value|² of each pair, the first written first, after all were written.
 
@@ -92,7 +94,7 @@ def errors(rule: RuleName, pairs: int) -> Tensor:
 def curves() -> Json:
     """Two views: the error over the number of pairs, and over how long ago a pair was written."""
     by_count = {rule: [[n, float(errors(rule, n).mean())] for n in COUNTS] for rule in RULES}
-    by_age = {rule: [[age, float(error)] for age, error in enumerate(errors(rule, TOLD).flip(0), 1)] for rule in RULES}
+    by_age = {rule: [[age, float(errors(rule, TOLD)[-age])] for age in AGES] for rule in RULES}
     count = {"label": "pairs written", "short": "pairs =", "unit": "tokens", "log": True}
     age = {"label": f"pairs ago, of {TOLD}", "short": "pairs ago =", "unit": ""}
     y = {"label": "error of what is read", "short": "error", "unit": ""}
