@@ -352,7 +352,9 @@ def train(
 
 @_command()
 def reproduce(
-    table: Annotated[str, Argument(help="mnist, cifar10, copy, scaling, enwik8, context, imagenet64, music, speech.")],
+    table: Annotated[
+        str, Argument(help="mnist, cifar10, copy, recall, scaling, enwik8, context, imagenet64, music, speech.")
+    ],
     rows: Annotated[str, Option(help="Rows with commas between them; by default all.")] = "",
     minutes: Annotated[float | None, Option(help="Minutes of training per row; by default the table's steps.")] = None,
     leg: Annotated[float | None, Option(help="Minutes per row now; repeat the command to continue.")] = None,
@@ -369,6 +371,7 @@ def reproduce(
 ) -> None:
     """Run a published table, or some of its rows, and print ours beside it. Resumes where it stopped."""
     from subquad.machine import tell_commit
+    from subquad.report.recall import recalled, shown
     from subquad.report.reproduce import beside, copy_to, draw
     from subquad.studies.reproduce.row import Budget
     from subquad.studies.reproduce.run import reproduce as run
@@ -381,6 +384,8 @@ def reproduce(
     chosen = [name.strip() for name in rows.split(",") if name.strip()]
     results = run(table, out, console, budget, rows=chosen, timing=timing, samples=samples, draw=draw)
     console.print(beside(results))
+    if answers := recalled(results):
+        console.print(shown(answers))
     _say(f"figures: {out / table / 'results.json'}")
     if save is not None:
         copy_to(results, save)

@@ -15,6 +15,7 @@ from subquad.report import atlas, charts
 from subquad.report.atlas import LESSONS, build_atlas, embed, who_attends
 from subquad.report.charts import FAMILIES
 from subquad.report.html import template
+from subquad.studies.results import ReproducedTable, TrainedRow, save
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
 
@@ -168,6 +169,26 @@ def test_the_share_is_shown_as_measured(site: Path) -> None:
     assert series["softmax, counted"][0] == [64, (4 * 64 + 2 * 64) / (12 * 64 + 2 * 64)]
 
 
+def test_the_table_of_recall_is_shown_where_it_was_run(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Not measured yet: <code>subquad reproduce recall" in (site / "lessons" / "rules.html").read_text()
+    row = TrainedRow(
+        mechanism="linear", variant="width 32", metric="accuracy", state=1056, test={"accuracy, 4 pairs": 0.75}
+    )
+    machine = {"device": "Made-up 9000"}
+    save(ReproducedTable(table="recall", machine=machine, results={"a": row}, differs=["one lr"]), tmp_path / "r.json")
+    monkeypatch.setattr(
+        atlas, "MECHANISMS", {name: MECHANISMS[name] for name in ("softmax", "linear", "local", "additive")}
+    )
+    made = build_atlas(tmp_path / "site", [tmp_path / "r.json"], SHARE).parent
+    page = (made / "lessons" / "rules.html").read_text()
+    assert "Not measured yet" not in page
+    assert "Measured on Made-up 9000" in page
+    assert "<li>one lr</li>" in page
+    assert re.search(r"<td>linear</td><td>width 32</td><td[^>]*>1,056</td><td[^>]*>75.0 %</td>", page)
+
+
 def test_without_figures_the_pages_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atlas, "find", list)
     few = {name: MECHANISMS[name] for name in ("softmax", "linear", "local", "additive")}
@@ -193,6 +214,12 @@ const set = (input, value) => { input.value = value; input.dispatchEvent(new Eve
 const first = read();
 set(n, 5); set(d, 6); set(dd, 8);
 result = {first, second: read(), curves: box.querySelectorAll("svg path").length};
+"""
+RULES = """
+const images = Array.from(document.querySelectorAll(".read img"));
+result = {pictures: images.length, loaded: images.every((image) => image.naturalWidth === 8),
+  drawn: document.querySelectorAll("#rules g.s").length,
+  wide: document.documentElement.scrollWidth > window.innerWidth};
 """
 SORT = """
 const table = Array.from(document.querySelectorAll("table.sort")).pop();
@@ -222,6 +249,10 @@ def test_in_a_browser(site: Path, tmp_path: Path) -> None:
     assert live["result"]["second"][:2] == [f"{(d + v) * n * n:,}", f"{2 * d * v * n:,}"]
     assert f"= {2 * d * v / (d + v):.4g}" in live["result"]["second"][2]
     assert live["result"]["curves"] == 2
+
+    rules = visit(site / "lessons" / "rules.html", RULES, tmp_path / "d", width=390)
+    assert rules["problems"] == []
+    assert rules["result"] == {"pictures": 3 + 2 * 4, "loaded": True, "drawn": 4, "wide": False}
 
     index = visit(site / "index.html", SORT, tmp_path / "c", width=390)
     assert index["problems"] == []

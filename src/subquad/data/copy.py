@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import at_least
+from subquad.data.bits import bits
 
 SEPARATOR = 0  # also fills the rest of the sequence
 
@@ -34,22 +35,13 @@ class Copy:
     def batch(self, indices: np.ndarray, epoch: int = 0) -> dict[str, Tensor]:
         """tokens [B, T]: w, 0, w, 0 ..; targets [B, T]: the next token; mask [B, T]: where targets count: positions
         n - 1 to 2n - 1 for a word of n symbols, whose targets are the separator and w."""
-        bits = _bits(self.seed, np.asarray(indices), self.length + 1)
+        drawn = bits(self.seed, np.asarray(indices), self.length + 1)
         low, end = self.length // 4, (self.length - 1) // 2
-        n = low + (bits[:, :1] % np.uint64(end - low)).astype(np.int64)  # [B, 1]
-        word = 1 + (bits[:, 1:] % np.uint64(self.symbols)).astype(np.int64)  # [B, T]; the first n are used
+        n = low + (drawn[:, :1] % np.uint64(end - low)).astype(np.int64)  # [B, 1]
+        word = 1 + (drawn[:, 1:] % np.uint64(self.symbols)).astype(np.int64)  # [B, T]; the first n are used
         at = np.arange(self.length)
         tokens = np.take_along_axis(word, np.where(at < n, at, np.maximum(at - n - 1, 0)), axis=1)
         tokens = np.where((at == n) | (at > 2 * n), SEPARATOR, tokens)
         targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=SEPARATOR)
         mask = (at >= n - 1) & (at < 2 * n)
         return {name: torch.from_numpy(a) for name, a in (("tokens", tokens), ("targets", targets), ("mask", mask))}
-
-
-def _bits(seed: int, indices: np.ndarray, count: int) -> np.ndarray:
-    """[B, count] uint64: splitmix64 of a counter; each index has its own range of 2^20 numbers."""
-    z: np.ndarray = np.uint64(seed * 0xD1342543DE82EF95 % 2**64) + (indices.astype(np.uint64)[:, None] << np.uint64(20))
-    z = (z + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

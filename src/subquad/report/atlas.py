@@ -22,7 +22,7 @@ from subquad.measure.share import block_share
 from subquad.mechanisms import MECHANISMS, build
 from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.card import card, option_meanings
-from subquad.report import charts
+from subquad.report import charts, recall, rules
 from subquad.report.charts import FAMILIES
 from subquad.report.html import Cell, code, environment, escape, number, render, template
 from subquad.report.published import beside
@@ -36,6 +36,7 @@ LESSONS = {
     "associativity": "(AB)C = A(BC): the order decides the cost",
     "causal": "Causal masking is a running sum",
     "rnn": "Transformers are RNNs",
+    "rules": "Decays and delta rules",
     "patterns": "Leaving pairs out: patterns and groups",
     "share": "What share of a block is attention?",
     "questions": "The questions of five lectures, answered",
@@ -59,6 +60,7 @@ class _Site:
         self.pixels = digits.load()[1].pixels[4].long()  # [64], a test image
         self.pictures = {name: who_attends(name, self.pixels) for name in MECHANISMS}
         self.cards = {name: card(cls) for name, cls in MECHANISMS.items()}
+        self.rules = _rules()
         names = grouped((cls.family, name) for name, cls in MECHANISMS.items())
         self.names = {family: names[family] for family in FAMILIES if family in names}
         environment().filters.update(prose=_prose, linked=_linked, short=_short, oneline=_one_line, example=run_example)
@@ -154,6 +156,8 @@ class _Site:
             crossovers=self._crossovers(),
             states=states,
             share=self._share(),
+            rules=self.rules,
+            recall=self._recall(),
             **neighbours,
         )
 
@@ -173,6 +177,16 @@ class _Site:
             if rows:
                 found.append({"where": _where(run), "rows": rows, "width": dim // heads if dim and heads else None})
         return found
+
+    def _recall(self) -> list[Json]:
+        """Each table of recall that was run: its figures, and where they come from."""
+        tables = [run.reproduced for run in self.figures if run.kind == "reproduce"]
+        found = [(results, recall.page(results)) for results in tables]
+        return [
+            {**shown, "where": f"{results.machine.get('device', 'an unknown device')}, {results.date[:10]}",
+             "differs": results.differs}
+            for results, shown in found if shown is not None
+        ]  # fmt: skip
 
     def _share(self) -> Json:
         settings, machine, rows = self.share["settings"], self.share["machine"], self.share["rows"]
@@ -203,6 +217,26 @@ class _Site:
         published = beside(TABLES.values(), _named_by_device(self.figures))
         values = {"runs": runs, "measured": self.runs, "paired": charts.PAIRED, "published": published}
         self._page("measured.html", "atlas/measured.html", "Measured", **values)
+
+
+def _rules() -> Json:
+    """What the lesson on the rules of the running sum shows: a table of them, what they read back, and their errors."""
+    table = []
+    for name, rule in rules.RULES.items():
+        known = [_link(m, "../").shown if m in MECHANISMS else escape(m) for m in rule.mechanisms]
+        cells = Cell(rule.update), Cell(rule.takes), Cell(rule.forgets, css="long"), Cell(Markup(", ").join(known))
+        table.append([Cell(name), *cells])
+    written, read = rules.written(), rules.read_back()
+    most = max(float(image.max()) for image in (*written, *(image for _, *images in read for image in images)))
+    drawn = [_png(image / most) for image in written]
+    return {
+        "table": table,
+        "written": [
+            (f"a {n}, written to key {key}", image) for n, key, image in zip(rules.SHOWN, "aba", drawn, strict=True)
+        ],
+        "read": [(rule, *(_png(image.clamp(min=0) / most) for image in images)) for rule, *images in read],
+        "curves": rules.curves(),
+    }
 
 
 def _with_neighbours(pages: Sequence[Page]) -> list[tuple[str, Page | None, Page | None]]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table as Shown
 
 from subquad.measure.growth import amount, grouped
+from subquad.report import recall
 from subquad.report.charts import name_lengths, name_plainly
 from subquad.report.html import number
 from subquad.studies.results import ReproducedTable, TrainedRow, save
@@ -90,9 +91,12 @@ def draw(results: ReproducedTable, path: Path) -> None:
     if any(row.training_ms for row in results.rows):
         panels.append(partial(_over_length, field="training_ms", unit=1.0, label="forward + backward, ms a sample"))
         panels.append(partial(_over_length, field="peak_bytes", unit=1e6, label="peak memory, MB a sample"))
-    panels += [_curves] if any(row.curve for row in trained) else []
+    by_pairs = grouped((row.variant, row) for row in recall.recalled(results))
+    panels += [partial(_recall, rows=rows) for rows in by_pairs.values()]
+    panels += [_curves] if any(row.curve for row in trained) and not by_pairs else []
     panels += [_contexts] if any(row.context is not None for row in trained) else []
-    panels += [_bars] if any(row.value is not None and row.context is None for row in trained) else []
+    single = any(row.value is not None and row.context is None for row in trained)
+    panels += [_bars] if single and not by_pairs else []
     panels += [_times] if (results.iterations or {}).get("models") else []
     if not panels or find_spec("matplotlib") is None:  # without matplotlib there are figures but no plot
         return
@@ -117,6 +121,10 @@ def _over_length(axis: Any, results: ReproducedTable, field: str, unit: float, l
     name_lengths(axis, sorted({row.length for row in rows}))
     name_plainly(axis.yaxis)
     axis.legend(frameon=False)
+
+
+def _recall(axis: Any, results: ReproducedTable, rows: list[recall.Recalled]) -> None:  # noqa: ARG001
+    recall.draw(axis, rows)
 
 
 def _curves(axis: Any, results: ReproducedTable) -> None:

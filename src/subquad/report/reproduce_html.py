@@ -1,6 +1,6 @@
 """A table of `subquad reproduce` for the page: our figures beside the published ones, training, what differs."""
 
-from subquad.report import charts
+from subquad.report import charts, recall
 from subquad.report.html import Cell, number, size
 from subquad.report.reproduce import not_run
 from subquad.report.runs import Json, Run
@@ -25,6 +25,7 @@ def shown(run: Run) -> Json:
         "rows": [[row[i] for i in filled] for row in rows],
         "lengths": charts.curves(run),
         "losses": charts.loss_curves(run),
+        "recall": recall.page(results),
     }
 
 

@@ -14,13 +14,14 @@ from subquad.tasks.lra.retrieval import Retrieval
 from subquad.tasks.lra.text import Text as IMDb
 from subquad.tasks.music import Music
 from subquad.tasks.pairs import Pairs
+from subquad.tasks.recall import Recall
 from subquad.tasks.speech import Speech
 from subquad.tasks.text import Text
 from subquad.tasks.write_images import image_shape
 from subquad.training.task import Task
 
 ARENA: tuple[type[Task], ...] = (ListOps, IMDb, Retrieval, Image, Pathfinder, PathX)
-ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, *ARENA)
+ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, Recall, *ARENA)
 TASKS = {task.name: task for task in ALL}
 
 

@@ -22,7 +22,7 @@ def _made_up_speech(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tables_are_those_of_the_command() -> None:
-    wanted = {"mnist", "cifar10", "copy", "scaling", "enwik8", "context", "imagenet64", "music", "speech"}
+    wanted = {"mnist", "cifar10", "copy", "recall", "scaling", "enwik8", "context", "imagenet64", "music", "speech"}
     assert set(TABLES) == wanted
     assert all(table.name == name for name, table in TABLES.items())
     assert all(table.task in TASKS or table.kind == "scaling" for table in TABLES.values())

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rich.console import Console
 from subquad.checks import at_least, refuse
 from subquad.disk import read_sealed
 from subquad.machine import available, origin
+from subquad.models.footprint import imagine
+from subquad.models.state import leaves
 from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import Quality, ReproducedTable, TableBudget, TrainedRow, save
 from subquad.tasks import TASKS
@@ -22,6 +24,7 @@ from subquad.tasks.kinds import TRANSFORMER_ONLY
 from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
+from subquad.training.task import Task
 
 Draw = Callable[[ReproducedTable, Path], None]  # makes a picture of the results
 
@@ -149,6 +152,7 @@ def gather(table: Table, row: Row, run: Path) -> TrainedRow:
     figures.settings = settings_in(table, row, run)
     figures.commit, figures.device = begun.get("commit"), begun["machine"]["device"]
     figures.curve = curve(lines, table.metric)
+    figures.state = numbers_kept(task, begun["model"]) if table.states else None
     if not (run / RESULT).is_file():
         last = (lines or [{}])[-1]
         figures.unfinished, figures.steps, figures.seconds = True, last.get("step"), last.get("seconds")
@@ -174,10 +178,18 @@ def gather(table: Table, row: Row, run: Path) -> TrainedRow:
     )
 
 
+def numbers_kept(task: Task, model: Mapping[str, Any]) -> int:
+    """Numbers that the first layer's mixer keeps of a sequence as long as the task's, once it has read all of it."""
+    alone = task.make_model({**model, "depth": 1, "taps": ()})
+    state = imagine(alone, task.options()["length"])
+    return sum(part.numel() for _, part in leaves(state) if part.is_floating_point())
+
+
 def heading(table: Table, row: Row, **figures: Any) -> TrainedRow:
     return TrainedRow(
-        mechanism=row.plain, label=row.name, metric=table.metric, published=dict(row.published), **figures
-    )
+        mechanism=row.plain, label=row.name, metric=table.metric, published=dict(row.published),
+        variant=row.variant or None, **figures,
+    )  # fmt: skip
 
 
 def quality_of(row: TrainedRow) -> list[Quality]:
@@ -186,7 +198,7 @@ def quality_of(row: TrainedRow) -> list[Quality]:
         return []
     return [
         Quality(
-            mechanism=row.label if row.label in ("reformer-1", "linear-taps") else row.mechanism,
+            mechanism=_told_apart(row),
             task=row.data,
             metric="bits/byte" if row.label.startswith("sparse-") else row.metric,
             value=row.value,
@@ -196,3 +208,10 @@ def quality_of(row: TrainedRow) -> list[Quality]:
             curve=row.curve or [],
         )
     ]
+
+
+def _told_apart(row: TrainedRow) -> str:
+    """The name of a row's mechanism in reports, where others of the same mechanism may stand beside it."""
+    if row.variant:
+        return f"{row.mechanism}, {row.variant}"
+    return row.label if row.label in ("reformer-1", "linear-taps") else row.mechanism

@@ -14,6 +14,7 @@ from subquad.tasks.images import SPARSE_CIFAR10, SPARSE_IMAGENET64
 Settings = Mapping[str, Any]
 LINEAR = "Katharopoulos et al. 2020, arXiv:2006.16236"
 SPARSE = "Child et al. 2019, arXiv:1904.10509"
+ZOOLOGY = "Arora et al. 2023, arXiv:2312.04927"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Row:
     model: Settings = field(default_factory=dict)
     data: Settings = field(default_factory=dict)
     training: Settings = field(default_factory=dict)
+    variant: str = ""  # what tells it from other rows of its mechanism: "width 64"
 
     @property
     def plain(self) -> str:
@@ -44,6 +46,7 @@ class Table:
     model: Settings = field(default_factory=dict)
     training: Settings = field(default_factory=dict)
     iterations: Sequence[str] = ()  # rows whose iterations are timed, relative to the first one
+    states: bool = False  # whether the numbers in each row's state are counted
     differs: Sequence[str] = ()
 
 
@@ -65,7 +68,7 @@ FULL: Settings = {"precision": "fp32"}  # under autocast cuDNN's LSTM uses float
 NO_DROPOUT: Settings = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0}
 STRIDED_TEXT, FIXED_TEXT = ("strided", {"stride": 128}), ("fixed", {"block": 128, "summary": 32})
 SPARSE_152M, MUSIC = "Sparse Transformer 152M (strided)", "Classical music, 5 s at 12 kHz"
-AUDIO: dict[str, Settings] = {
+AUDIO: dict[str, Any] = {  # of Row
     "data": {"set": "audio", "length": 16384},
     "model": {"dim": 512, "depth": 12, "heads": 8, "dropout": 0.1},
     "training": {"batch": 4},
@@ -81,6 +84,11 @@ def sparse_image(name: str, label: str, mechanism: Any) -> Row:
         model={k: v for k, v in SPARSE_CIFAR10.items() if k != "mechanism"},
         training={**SPARSE_TRAINING, "batch": 16, "micro_batch": 8, "warmup": 5000, "steps": 360_000},
     )
+
+
+# linear and gated rules, delta rules, and softmax, which keeps every token and so is the ceiling
+RECALLERS = ("linear", "retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "softmax")
+RECALL_WIDTHS = (32, 64, 128)  # with one head the state of linear and deltanet is the square of it
 
 
 _TABLES = (
@@ -164,6 +172,27 @@ _TABLES = (
         differs=(
             "the paper prints curves, not figures: linear reaches the loss of softmax, LSH does not",
             "an LSTM of the same width and depth is added",
+        ),
+    ),
+    Table(
+        name="recall",
+        title="Key-value recall (MQAR): what a state can hold",
+        source=f"{ZOOLOGY}, Figure 2, in the form of Arora et al. 2024, arXiv:2402.18668, Figure 2",
+        task="recall",
+        metric="accuracy",
+        data={"length": 256, "pairs": [4, 8, 16, 32, 64]},
+        training={"steps": 4000, "batch": 256, "lr": 2e-3, "evaluate_batches": 2, **GRAPH},
+        rows=tuple(
+            Row(f"{name}-{width}", name, model={"dim": width}, variant=f"width {width}")
+            for width in RECALL_WIDTHS
+            for name in RECALLERS
+        ),
+        states=True,
+        differs=(
+            "the papers print curves, not figures",
+            "every row sees the same batches in the same order, at one lr; theirs are the best of four lr",
+            "one model is asked for 4 to 64 pairs in 256 tokens; 1,024 tokens instead of 8,192",
+            "two layers with a convolution over three tokens before each mixer, and feed-forward parts",
         ),
     ),
     Table(
