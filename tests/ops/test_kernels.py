@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.own_process import outside, run_again
+from tests.ops.own_process import interpret, outside
 
 FOLDER = Path(__file__).parent
 FILES = sorted(
@@ -21,13 +21,12 @@ GROUPS = {  # two, so that two workers share them
 
 @outside
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_kernels_in_their_own_process(mode: str, group: str, tmp_path: Path) -> None:
+def test_kernels_in_their_own_process(group: str) -> None:
     pytest.importorskip("triton")
-    run_again(GROUPS[group], mode, tmp_path)
+    interpret(GROUPS[group])
 
 
 def test_every_file_of_kernels_is_run() -> None:
     marked = {path for path in FOLDER.rglob("test_*.py") if "\n@interpreted" in path.read_text(encoding="utf-8")}
-    assert marked - {FOLDER / "sparse" / "test_triton.py"} <= set(FILES)  # which starts a process itself
-    assert len(FILES) >= 6
+    assert marked <= set(FILES)
+    assert len(FILES) >= 7

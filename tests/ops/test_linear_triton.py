@@ -1,7 +1,7 @@
 """The fused kernels against the dense definition in float64, through Triton's interpreter, and compiled for sm_90.
 
-Interpreting and compiling need opposite settings when triton is first imported, so both run in processes of their own:
-`test_kernels.py` runs this file again with TRITON_INTERPRET set, and again without.
+The interpreter is chosen when triton is first imported, so its tests run in a process of their own: `test_kernels.py`
+runs this file again with TRITON_INTERPRET set.
 """
 
 import itertools
