@@ -1,6 +1,6 @@
 """Triton's interpreter is chosen when triton is first imported: tests of it run in a process of their own.
 
-`test_kernels.py` runs every file that imports this one again in such processes; there tests marked `interpreted` run.
+`test_kernels.py` runs every file that imports this one again in such a process; there tests marked `interpreted` run.
 """
 
 import os

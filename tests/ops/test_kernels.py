@@ -1,4 +1,4 @@
-"""Runs the tests of the kernels in processes of their own: few of them, because each imports torch and Triton again."""
+"""Runs the tests of the kernels in a process of their own: one for all, because each imports torch and Triton again."""
 
 from pathlib import Path
 
@@ -13,17 +13,12 @@ FILES = sorted(
     if "from tests.ops.own_process import" in path.read_text(encoding="utf-8")
 )
 FILES.remove(Path(__file__))
-GROUPS = {  # two, so that two workers share them
-    "linear": [path for path in FILES if "linear" in str(path.relative_to(FOLDER))],
-    "others": [path for path in FILES if "linear" not in str(path.relative_to(FOLDER))],
-}
 
 
 @outside
-@pytest.mark.parametrize("group", GROUPS)
-def test_kernels_in_their_own_process(group: str) -> None:
+def test_kernels_in_their_own_process() -> None:
     pytest.importorskip("triton")
-    interpret(GROUPS[group])
+    interpret(FILES)
 
 
 def test_every_file_of_kernels_is_run() -> None:
