@@ -19,7 +19,7 @@ test: $(STAMP)
 
 # Between edits, under a minute on two idle cores: leaves out what compiles, starts processes, trains for seconds or draws
 # pictures, and the laws over a mechanism's second and later sets of options.
-QUICK := not (compile or export or own_process or interpreter or distributed or torchrun or kill or pool or importing \
+QUICK := not (compile or export or own_process or distributed or torchrun or kill or pool or importing \
   or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
   or fcntl or unix or registering or locked or freed or damage or processes or expressions or many_features \
