@@ -19,9 +19,10 @@ test: $(STAMP)
 
 # Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes, train for seconds
 # or draw pictures, and the laws for all but the first set of options of a mechanism.
-QUICK := not (compile or export or own_process or interpreter or distributed or torchrun or kill or pool or importing \
+QUICK := not (compile or export or own_process or distributed or torchrun or kill or pool or importing \
   or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
+  or fcntl or unix or registering or locked or freed or damage or processes or expressions or many_features \
   or l-1 or l-2 or l-3 or l-4 or l-5)
 
 quick: $(STAMP)

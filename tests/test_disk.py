@@ -95,7 +95,11 @@ def test_a_locked_folder_is_refused_by_name_until_its_process_ends(tmp_path: Pat
         pass
 
 
-def test_training_needs_neither_fcntl_nor_resource() -> None:
+def test_neither_fcntl_nor_resource_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows does not have them."""
-    code = "import sys; sys.modules.update(fcntl=None, resource=None); import subquad.training.train, subquad.tasks"
+    monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = "import sys\nsys.modules.update(fcntl=None, resource=None)\nfrom pathlib import Path\n"
+    code += "import subquad.disk, subquad.machine, subquad.training.train, subquad.tasks\n"
+    code += "from subquad.data import files\nassert files.prepared('x', Path.touch).is_file()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,6 +18,7 @@ from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
 from subquad.tasks.configure import configure
 from tests.mechanisms import laws
+from tests.studies.in_process import work
 
 GUIDES = Path(__file__).parents[1] / "guides"
 NAMES = sorted(path.name for path in GUIDES.glob("*.md"))
@@ -90,8 +91,9 @@ def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guide's commands and Python code in order, with fewer mechanisms, lengths and steps."""
+    """The guide's commands and Python code in order, with fewer mechanisms, lengths and steps, in this process."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subquad.studies.compare._elsewhere", work)
     write, read = blocks("compare_own_data.md", "python")
     run([write], "compare_own_data.md")
     for command, *words in commands("compare_own_data.md"):

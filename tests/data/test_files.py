@@ -322,13 +322,6 @@ def test_a_lock_is_freed_when_its_holder_is_killed(data: Path) -> None:
     assert files.prepared("x", Path.touch).is_file()
 
 
-def test_nothing_needs_a_module_of_unix(data: Path) -> None:
-    code = "import sys\nsys.modules.update(fcntl=None, resource=None)\nfrom pathlib import Path\n"
-    code += "import subquad.disk, subquad.machine\nfrom subquad.data import files\n"
-    code += "assert files.prepared('x', Path.touch).is_file()"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_a_folder_has_changed_when_anything_in_it_has(data: Path) -> None:
     (data / "set/class/images").mkdir(parents=True)
     picture = data / "set/class/images/1.png"

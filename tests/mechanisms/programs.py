@@ -1,6 +1,7 @@
 """Laws of torch.export and torch.compile: a program made from a mechanism gives the same numbers as eager."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -78,8 +79,11 @@ def same_gradients(call: Call, program: torch.nn.Module, batch: int, size: int, 
 
 
 def export(call: Call, inputs: tuple[Any, ...], **how: Any) -> torch.nn.Module:
-    """The exported program. Torch's cache of fake tensors is off: filling it costs more than it saves."""
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+    """The exported program. Without stack traces, and without a cache of fake tensors: it costs more than it saves."""
+    with (
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        patch("torch.fx.config.do_not_emit_stack_traces", True),
+    ):
         return torch.export.export(call, inputs, **how).module()
 
 

@@ -1,6 +1,6 @@
 """The kernel of a cached step against the dense definition, through Triton's interpreter, and compiled for sm_90.
 
-Both need their own process, as in test_linear_triton.
+Interpreted tests need their own process, as in test_linear_triton.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """CTC against all ways to say it, one by one, and against torch's own; through Triton's interpreter and for sm_90.
 
-Both need their own process, as in test_linear_triton.
+Interpreted tests need their own process, as in test_linear_triton.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """The feed-forward in one pass against its parts in float64, through Triton's interpreter, and compiled for sm_90.
 
-Both need their own process, as in test_linear_triton.
+Interpreted tests need their own process, as in test_linear_triton.
 """
 
 import itertools

@@ -1,10 +1,10 @@
-"""Runs the tests of the kernels in processes of their own: few of them, because each imports torch and Triton again."""
+"""Runs the tests of the kernels in a process of their own: one for all, because each imports torch and Triton again."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.ops.own_process import outside, run_again
+from tests.ops.own_process import interpret, outside
 
 FOLDER = Path(__file__).parent
 FILES = sorted(
@@ -13,21 +13,15 @@ FILES = sorted(
     if "from tests.ops.own_process import" in path.read_text(encoding="utf-8")
 )
 FILES.remove(Path(__file__))
-GROUPS = {  # two, so that two workers share them
-    "linear": [path for path in FILES if "linear" in str(path.relative_to(FOLDER))],
-    "others": [path for path in FILES if "linear" not in str(path.relative_to(FOLDER))],
-}
 
 
 @outside
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("mode", ["interpret", "compile"])
-def test_kernels_in_their_own_process(mode: str, group: str, tmp_path: Path) -> None:
+def test_kernels_in_their_own_process() -> None:
     pytest.importorskip("triton")
-    run_again(GROUPS[group], mode, tmp_path)
+    interpret(FILES)
 
 
 def test_every_file_of_kernels_is_run() -> None:
     marked = {path for path in FOLDER.rglob("test_*.py") if "\n@interpreted" in path.read_text(encoding="utf-8")}
-    assert marked - {FOLDER / "sparse" / "test_triton.py"} <= set(FILES)  # which starts a process itself
-    assert len(FILES) >= 6
+    assert marked <= set(FILES)
+    assert len(FILES) >= 7

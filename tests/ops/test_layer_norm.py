@@ -1,6 +1,6 @@
 """Layer normalisation against its definition in float64, through Triton's interpreter, and compiled for sm_90.
 
-Both need their own process, as in test_linear_triton.
+Interpreted tests need their own process, as in test_linear_triton.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""Measure in this process; `compare` would start another process."""
+"""Measure in this process, and each thing once; `compare` would start another process."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from subquad.measure.cost import Row
@@ -8,7 +9,7 @@ from subquad.studies.settings import Settings
 
 
 def work(settings: Settings, jobs: Sequence[Job], rows: Sequence[Row]) -> Iterator[Event]:
-    bench = Bench(settings, rows)
+    bench = Bench(dataclasses.replace(settings, repeats=1), rows)
     for job in jobs:
         yield {"begin": job}
         yield bench.do(job)

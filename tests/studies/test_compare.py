@@ -164,11 +164,12 @@ def test_a_process_that_leaves_early_is_followed_by_another(tmp_path: Path) -> N
 def test_a_real_process_measures_and_one_that_is_killed_is_noticed(tmp_path: Path) -> None:
     settings = Settings(mechanisms=("linear",), lengths=(16,), **TINY)
     jobs = plan(settings)
-    events = list(module._elsewhere(settings, jobs, []))
-    assert [event["row"].error for event in events if "row" in event] == [None, None]
-    broken = [{"kind": "row", "mechanism": "linear"}]  # an incomplete job: the process ends in a traceback
+    broken = {"kind": "row", "mechanism": "linear"}  # an incomplete job: the process ends in a traceback
+    events = module._elsewhere(settings, [*jobs, broken], [])
+    measured = [next(events) for _ in range(2 * len(jobs))]
+    assert [event["row"].error for event in measured if "row" in event] == [None, None]
     with pytest.raises(Died, match="exit code 1"):
-        list(module._elsewhere(settings, broken, []))
+        list(events)
 
 
 def test_short_lengths_come_first_and_those_with_one_yardstick_together() -> None:

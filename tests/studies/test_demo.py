@@ -29,6 +29,7 @@ QUIET = Console(quiet=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SHIPPED", "a checkpoint that is not there")
+    monkeypatch.setattr(module, "MODEL", {**MODEL, "dim": 16, "depth": 1})
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """The Triton path of sparse attention: exact in Triton's interpreter, and compiled for a Hopper GPU without one.
 
-The interpreter is chosen by an environment variable before Triton is imported, so those tests run in a process of
-their own, which `test_interpreter` starts; where no Triton is installed, everything here is skipped.
+Interpreted tests need their own process, as in test_linear_triton; where no Triton is installed, everything here is
+skipped.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
 from math import inf
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -25,10 +21,8 @@ from subquad.ops.sparse import kernels, sparse_attention, triton_path
 from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.sparse.spec import Inputs, Spec
 from subquad.ops.sparse.triton_path import CONFIGS, Config, passes
+from tests.ops.own_process import INTERPRETED, compiled, interpreted
 from tests.ops.sparse.test_sparse import dense, inputs, unions
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter runs it in a process of its own")
 
 CASES: list[tuple[Pattern, bool]] = [
     (Local(9, 0), True),
@@ -42,16 +36,6 @@ CASES: list[tuple[Pattern, bool]] = [
     (Dilated(3, 4) | Local(2) | Strided(9), True),
     (Summary(4, 1) | Dense(), False),
 ]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
-def test_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +180,7 @@ POINTERS = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@compiled
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
 def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shifted: bool) -> None:
@@ -248,7 +232,7 @@ def test_compiles_for_hopper_on_tensor_cores_with_pipelined_loads(kind: str, shi
     assert binary.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@compiled
 def test_nothing_compiled_depends_on_the_length() -> None:
     # strides of tokens and heads keep their divisor at any length; Triton must not specialise on other integers
     for kernel in (kernels._forward, kernels._dq, kernels._dkv, kernels._far):

@@ -42,6 +42,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_DATA", str(drawn))
     monkeypatch.setattr(pathfinder, "CHUNK", 20)
+    monkeypatch.setattr(pathfinder, "cores", lambda: 1)  # sixteen pictures need no process of their own
     recipe = RECIPES["pathfinder"]
     few = {**recipe.training, "batch": 8}  # all training in this file is on this task
     monkeypatch.setitem(RECIPES, "pathfinder", dataclasses.replace(recipe, training=few))
