@@ -93,13 +93,15 @@ def per_channel(log_gate: Tensor | None, q: Tensor) -> bool:
 
 
 def rule_step(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, state: Tensor, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One token, as the rule is written: q, k [..., K], v [..., V], state [..., K, V] -> o [..., V], the new state."""
     if log_gate is not None:
         fade = log_gate.to(state.dtype).exp()
-        state = state * (fade[..., None] if fade.dim() == k.dim() else fade[..., None, None])
+        fade = fade[..., None] if fade.dim() == k.dim() else fade[..., None, None]
+        state = state.mul_(fade) if inplace else state * fade
     if beta is not None:
         v = beta[..., None].to(state.dtype) * (v - (k[..., None, :] @ state)[..., 0, :])
-    state = torch.addcmul(state, k[..., None], v[..., None, :])
+    write = state.addcmul_ if inplace else state.addcmul
+    state = write(k[..., None], v[..., None, :])
     return (q[..., None, :] @ state)[..., 0, :], state
