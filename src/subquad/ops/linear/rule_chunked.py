@@ -9,10 +9,10 @@ With g_t the sum of a chunk's logarithmic gates up to and with token t, and S th
     S ← Diag(e^(g_C)) S + (k e^(g_C - g))ᵀ U                      what leaves the chunk
 
 All of it is products of small matrices for all chunks at once, apart from S, which goes from chunk to chunk in a loop.
-Every exponent is at most 0, so that no decay is too strong. The rule gives z too: it is a column of S for values of one.
+Every exponent is at most 0, so that no decay is too strong.
 
-As in chunked.py the work is done on slabs, some heads over a segment of tokens, and only the states between segments are
-kept for the gradients. Legend, beside that of the package: C chunk, N chunks, G sequences = B·H, P = G·N, R rows of
+As in chunked.py the work is done on slabs, some heads over a segment of tokens, and only the states between segments
+are kept for the gradients. Legend, beside that of the package: C chunk, N chunks, G sequences = B·H, P = G·N, R rows of
 states, D = K or 1: the width of the gates.
 """
 
