@@ -169,10 +169,11 @@ class _Chunks:
         """[B, T, H], [B, T, H, K] or none"""
         if log_gate is None:
             return _HeadGates(None, self.k)
-        kind = _HeadGates if log_gate.dim() == 3 else _ChannelGates
-        # the sums of gates are float64, so that a strong one costs those after it no precision
-        (gate,) = self.layout.split((log_gate if log_gate.dim() == 4 else log_gate[..., None]).to(torch.float64))
-        return kind(gate, self.k)
+        if log_gate.dim() == 4:
+            return _ChannelGates(self.split(log_gate))
+        # differences of sums are float64, so that a strong gate costs those after it no precision
+        (gate,) = self.layout.split(log_gate[..., None].to(torch.float64))
+        return _HeadGates(gate, self.k)
 
     def _delta(self, beta: Tensor) -> _Delta:
         k_in, scores = self.k * self.gates.reach, self.gates.meet(self.k, self.k).tril_(-1)
@@ -286,7 +287,9 @@ class _HeadGates:
             self.within = torch.ones(size, size, dtype=k.dtype, device=k.device).tril_()
             self.reach = self.rest = self.total = k.new_ones(1).expand(k.shape[0], 1, 1)
         else:
-            self.reach, self.rest, self.total, cumulated = _cumulate(gate, k.dtype)
+            cumulated = gate.clamp(min=FORGET).cumsum(1)
+            end = cumulated[:, -1:]
+            self.reach, self.rest, self.total = (x.exp().to(k.dtype) for x in (cumulated, end - cumulated, end))
             self.within = decay_between(cumulated[..., 0], k.dtype, strict=False)
 
     def meet(self, x: Tensor, k: Tensor) -> Tensor:
@@ -308,22 +311,28 @@ class _HeadGates:
 
 
 class _ChannelGates:
-    """A gate for each column of k: gate [P, C, K] in float64, 0 where no token is.
+    """A gate for each column of k: gate [P, C, K], 0 where no token is.
 
     P(x, k) is found by halving: in a block of tokens the right half reads the left one, and both are scaled by what
     they fade to the border between them, exp(g_t - g_border) and exp(g_border - g_s). Then each half is such a block.
+    Those exponents are sums within a half, made from those of its own halves: as nothing is ever subtracted, a strong
+    gate costs the others no precision.
     """
 
-    def __init__(self, gate: Tensor, k: Tensor):
+    def __init__(self, gate: Tensor):
         self.gate = gate
-        self.reach, self.rest, self.total, cumulated = _cumulate(gate, k.dtype)
+        until = gate.clamp(min=FORGET)  # Σ of the gates of a block up to and with each token
+        after = torch.zeros_like(until)  # Σ of those after it
         self.levels: list[tuple[int, Tensor, Tensor]] = []
-        half = gate.shape[1] // 2
-        while half > 0:
-            left, right = _halves(cumulated, half)
-            border = left[:, :, -1:]
-            self.levels.append((half, (border - left).to(k.dtype).exp_(), (right - border).to(k.dtype).exp_()))
-            half //= 2
+        half = 1
+        while half < gate.shape[1]:
+            (_, right), (left, _) = _halves(until, half), _halves(after, half)
+            self.levels.append((half, left.exp(), right.exp()))
+            left += right[:, :, -1:]
+            right += _halves(until, half)[0][:, :, -1:]
+            half *= 2
+        self.total = until[:, -1:].mT.exp()
+        self.reach, self.rest = until.exp_(), after.exp_()
 
     def meet(self, x: Tensor, k: Tensor) -> Tensor:
         """P(x, k) [P, C, C]"""
@@ -349,14 +358,6 @@ class _ChannelGates:
         """The gradients of the gates from those of g [P, C, K], but for the ways through the state that leaves."""
         dcumulated[:, -1] += torch.linalg.vecdot(dleave, leave)
         return _uncumulate(dcumulated, self.gate)
-
-
-def _cumulate(gate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """e^g and e^(g_C - g) [P, C, D], e^(g_C) [P, D, 1], and g [P, C, D] itself in float64."""
-    cumulated = gate.clamp(min=FORGET).cumsum(1)
-    end = cumulated[:, -1:]
-    reach, rest, total = (x.to(dtype).exp() for x in (cumulated, end - cumulated, end.mT))
-    return reach, rest, total, cumulated
 
 
 def _uncumulate(dcumulated: Tensor, gate: Tensor) -> Tensor:
