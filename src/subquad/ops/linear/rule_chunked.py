@@ -140,7 +140,7 @@ class _Delta(NamedTuple):
     scores: Tensor  # P(k, k) below its diagonal [P, C, C]
     solve: Tensor  # T [P, C, C]
     w: Tensor  # W [P, C, K]
-    tv: Tensor  # T(β v) [P, C, V]
+    tv: Tensor  # T(β v) [P, C, V], which becomes U
 
 
 class _Chunks:
@@ -156,9 +156,11 @@ class _Chunks:
         self.layout = Layout((batch, length, heads), size, lengths, x.cu_seqlens)
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         self.gates = self._gates(None if x.log_gate is None else x.log_gate[at])
-        self.q_in, self.k_out = self.q * self.gates.reach, self.k * self.gates.rest
+        self.q_in, self.k_out = self.gates.arrive(self.q), self.gates.stay(self.k)
         self.scores = self.gates.meet(self.q, self.k)
         self.delta = None if x.beta is None else self._delta(self.split(x.beta[at][..., None]))
+        # U but for what the state takes from it, which `_travel` adds
+        self.u = self.v if self.delta is None else self.delta.tv
         self.final = self._travel(start)
 
     def split(self, x: Tensor) -> Tensor:
@@ -176,9 +178,10 @@ class _Chunks:
         return _HeadGates(gate, self.k)
 
     def _delta(self, beta: Tensor) -> _Delta:
-        k_in, scores = self.k * self.gates.reach, self.gates.meet(self.k, self.k).tril_(-1)
+        k_in, scores = self.gates.arrive(self.k), self.gates.meet(self.k, self.k).tril_(-1)
         solve = _inverse(beta * scores)
-        return _Delta(beta, k_in, scores, solve, torch.bmm(solve, beta * k_in), torch.bmm(solve, beta * self.v))
+        writes = solve * beta.mT  # T diag(β)
+        return _Delta(beta, k_in, scores, solve, torch.bmm(writes, k_in), torch.bmm(writes, self.v))
 
     def read(self) -> Tensor:
         """o [P, C, V]"""
@@ -190,24 +193,26 @@ class _Chunks:
         Leaves the state that enters each chunk, the one that leaves it [P, K, V], and U [P, C, V] in `self`.
         """
         packed = self.layout.packed
-        total, k_out, v = (self._by_chunk(x) for x in (self.gates.total, self.k_out, self.v))
-        delta = None if self.delta is None else [self._by_chunk(x) for x in (self.delta.w, self.delta.tv)]
+        k_out, total, u = self._by_chunk(self.k_out), self._by_chunk(self.gates.total), self._by_chunk(self.u)
+        w = None if self.delta is None else self._by_chunk(self.delta.w)
+        groups, chunks = u.shape[:2]
+        enter = u.new_empty(groups, chunks, *start.shape[2:])
         if packed:
             starts, begins = start.transpose(0, 1).index_select(1, self.layout.row), self._edges(self.layout.first)
-            s = torch.zeros_like(starts[:, 0])
+            leaves = list(torch.empty_like(enter).unbind(1))
+            enter[:, 0] = starts[:, 0]
         else:
-            s = start.flatten(0, 1)  # [G, K, V]
-        enter, leave, u = [], [], []
-        for n in range(self.layout.chunks):
-            if packed:
-                s = torch.where(begins[n], starts[:, n], s)
-            enter.append(s)
-            u.append(v[:, n] if delta is None else torch.baddbmm(delta[1][:, n], delta[0][:, n], s, alpha=-1))
-            s = (total[:, n] * s).baddbmm_(k_out[:, n].mT, u[-1])
-            leave.append(s)
-        self.enter, self.leave = torch.stack(enter, 1).flatten(0, 1), leave
-        self.u = self.v if delta is None else torch.stack(u, 1).flatten(0, 1)
-        return self._at_edges(leave, self.layout.last) if packed else s.unflatten(0, (self.layout.batch, -1))
+            leaves = [*enter.unbind(1)[1:], enter.new_empty(groups, *start.shape[2:])]
+            enter[:, 0] = start.flatten(0, 1)  # [G, K, V]
+        for n in range(chunks):
+            if packed and n > 0:
+                torch.where(begins[n], starts[:, n], leaves[n - 1], out=enter[:, n])
+            s = enter[:, n]
+            if w is not None:
+                u[:, n].baddbmm_(w[:, n], s, alpha=-1)
+            torch.mul(total[:, n], s, out=leaves[n]).baddbmm_(k_out[:, n].mT, u[:, n])
+        self.enter, self.leave = enter.flatten(0, 1), leaves
+        return self._at_edges(leaves, self.layout.last) if packed else leaves[-1].unflatten(0, (self.layout.batch, -1))
 
     def _travel_back(self, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of U, of the state that leaves each chunk, and of the start, from those of o and the end."""
@@ -292,6 +297,14 @@ class _HeadGates:
             self.reach, self.rest, self.total = (x.exp().to(k.dtype) for x in (cumulated, end - cumulated, end))
             self.within = decay_between(cumulated[..., 0], k.dtype, strict=False)
 
+    def arrive(self, x: Tensor) -> Tensor:
+        """e^g x"""
+        return x if self.gate is None else x * self.reach
+
+    def stay(self, x: Tensor) -> Tensor:
+        """e^(g_C - g) x"""
+        return x if self.gate is None else x * self.rest
+
     def meet(self, x: Tensor, k: Tensor) -> Tensor:
         """P(x, k) [P, C, C]"""
         return torch.bmm(x, k.mT).mul_(self.within)
@@ -333,6 +346,14 @@ class _ChannelGates:
             half *= 2
         self.total = until[:, -1:].mT.exp()
         self.reach, self.rest = until.exp_(), after.exp_()
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """e^g x"""
+        return x * self.reach
+
+    def stay(self, x: Tensor) -> Tensor:
+        """e^(g_C - g) x"""
+        return x * self.rest
 
     def meet(self, x: Tensor, k: Tensor) -> Tensor:
         """P(x, k) [P, C, C]"""
