@@ -16,6 +16,7 @@ are kept for the gradients. Legend, beside that of the package: C chunk, N chunk
 states, D = K or 1: the width of the gates.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -156,9 +157,9 @@ class _Chunks:
         self.layout = Layout((batch, length, heads), size, lengths, x.cu_seqlens)
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         self.gates = self._gates(None if x.log_gate is None else x.log_gate[at])
-        self.q_in, self.k_out = self.gates.arrive(self.q), self.gates.stay(self.k)
-        self.scores = self.gates.meet(self.q, self.k)
-        self.delta = None if x.beta is None else self._delta(self.split(x.beta[at][..., None]))
+        rows = [self.q] if x.beta is None else [self.q, self.k]
+        (self.scores, *kk), (self.q_in, *k_in), self.k_out = self.gates.meet(rows, self.k)
+        self.delta = None if x.beta is None else self._delta(self.split(x.beta[at][..., None]), kk[0], k_in[0])
         # U but for what the state takes from it, which `_travel` adds
         self.u = self.v if self.delta is None else self.delta.tv
         self.final = self._travel(start)
@@ -177,8 +178,8 @@ class _Chunks:
         (gate,) = self.layout.split(log_gate[..., None].to(torch.float64))
         return _HeadGates(gate, self.k)
 
-    def _delta(self, beta: Tensor) -> _Delta:
-        k_in, scores = self.gates.arrive(self.k), self.gates.meet(self.k, self.k).tril_(-1)
+    def _delta(self, beta: Tensor, scores: Tensor, k_in: Tensor) -> _Delta:
+        scores.tril_(-1)
         solve = _inverse(beta * scores)
         writes = solve * beta.mT  # T diag(β)
         return _Delta(beta, k_in, scores, solve, torch.bmm(writes, k_in), torch.bmm(writes, self.v))
@@ -297,17 +298,10 @@ class _HeadGates:
             self.reach, self.rest, self.total = (x.exp().to(k.dtype) for x in (cumulated, end - cumulated, end))
             self.within = decay_between(cumulated[..., 0], k.dtype, strict=False)
 
-    def arrive(self, x: Tensor) -> Tensor:
-        """e^g x"""
-        return x if self.gate is None else x * self.reach
-
-    def stay(self, x: Tensor) -> Tensor:
-        """e^(g_C - g) x"""
-        return x if self.gate is None else x * self.rest
-
-    def meet(self, x: Tensor, k: Tensor) -> Tensor:
-        """P(x, k) [P, C, C]"""
-        return torch.bmm(x, k.mT).mul_(self.within)
+    def meet(self, rows: list[Tensor], k: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """P(x, k) [P, C, C] and e^g x for each x of rows, and e^(g_C - g) k."""
+        scores = [torch.bmm(x, k.mT).mul_(self.within) for x in rows]
+        return (scores, rows, k) if self.gate is None else (scores, [x * self.reach for x in rows], k * self.rest)
 
     def pull(self, dscores: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x and k from those of P(x, k)."""
@@ -326,49 +320,63 @@ class _HeadGates:
 class _ChannelGates:
     """A gate for each column of k: gate [P, C, K], 0 where no token is.
 
-    P(x, k) is found by halving: in a block of tokens the right half reads the left one, and both are scaled by what
-    they fade to the border between them, exp(g_t - g_border) and exp(g_border - g_s). Then each half is such a block.
-    Those exponents are sums within a half, made from those of its own halves: as nothing is ever subtracted, a strong
-    gate costs the others no precision.
+    P(x, k) is found in blocks of tokens, of two, of four and so on: the right half of a block reads the left one, with
+    rows faded since the border between them, x exp(g_t - g_border), and keys faded until it, k exp(g_border - g_s).
+    They are what the half blocks had, faded over the other half. As sums of gates are never subtracted, a strong gate
+    costs the others no precision.
     """
 
     def __init__(self, gate: Tensor):
         self.gate = gate
-        until = gate.clamp(min=FORGET)  # Σ of the gates of a block up to and with each token
-        after = torch.zeros_like(until)  # Σ of those after it
-        self.levels: list[tuple[int, Tensor, Tensor]] = []
-        half = 1
-        while half < gate.shape[1]:
-            (_, right), (left, _) = _halves(until, half), _halves(after, half)
-            self.levels.append((half, left.exp(), right.exp()))
-            left += right[:, :, -1:]
-            right += _halves(until, half)[0][:, :, -1:]
+        self.cut = gate.clamp(min=FORGET)
+        self.total = self.cut.sum(1, keepdim=True).mT.exp()
+
+    def meet(self, rows: list[Tensor], k: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """P(x, k) [P, C, C] and e^g x for each x of rows, and e^(g_C - g) k."""
+        size, first = k.shape[1], self.cut.exp()
+        scores = [torch.diag_embed(torch.linalg.vecdot(x, k)) for x in rows]
+        rows, k = [x * first for x in rows], k.clone()
+        half, sums = 1, self.cut
+        while half < size:
+            left, right = sums[:, ::2], sums[:, 1::2]  # of the gates of each half [P, C / 2·half, K]
+            keys = _halves(k, half)[0]
+            for x, found in zip(rows, scores, strict=True):
+                readers = _halves(x, half)[1]
+                _corners(found, half).copy_(readers @ keys.mT)
+                readers.mul_(left.exp()[:, :, None])
+            keys.mul_(right.exp()[:, :, None])
+            sums = left + right
             half *= 2
-        self.total = until[:, -1:].mT.exp()
-        self.reach, self.rest = until.exp_(), after.exp_()
+        return scores, rows, k
 
-    def arrive(self, x: Tensor) -> Tensor:
-        """e^g x"""
-        return x * self.reach
+    @functools.cached_property
+    def _fades(self) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
+        """How the keys of a left half and the rows of a right one fade, for each size of half; e^g; e^(g_C - g)."""
+        until = self.cut.clone()  # Σ of the gates of a block up to and with each token
+        after = torch.zeros_like(until)  # Σ of those after it
+        levels: list[tuple[int, Tensor, Tensor]] = []
+        half = 1
+        while half < until.shape[1]:
+            (before, right), (left, _) = _halves(until, half), _halves(after, half)
+            levels.append((half, left.exp(), right.exp()))
+            left += right[:, :, -1:]
+            right += before[:, :, -1:]
+            half *= 2
+        return levels, until.exp_(), after.exp_()
 
-    def stay(self, x: Tensor) -> Tensor:
-        """e^(g_C - g) x"""
-        return x * self.rest
+    @property
+    def reach(self) -> Tensor:
+        return self._fades[1]
 
-    def meet(self, x: Tensor, k: Tensor) -> Tensor:
-        """P(x, k) [P, C, C]"""
-        scores = x.new_zeros(*x.shape[:2], x.shape[1])
-        scores.diagonal(0, 1, 2).copy_(torch.linalg.vecdot(x, k))
-        for half, to_border, from_border in self.levels:
-            rows, keys = _halves(x, half)[1] * from_border, _halves(k, half)[0] * to_border
-            _corners(scores, half).copy_(rows @ keys.mT)
-        return scores
+    @property
+    def rest(self) -> Tensor:
+        return self._fades[2]
 
     def pull(self, dscores: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x and k from those of P(x, k)."""
         diagonal = dscores.diagonal(0, 1, 2)[..., None]
         dx, dk = diagonal * k, diagonal * x
-        for half, to_border, from_border in self.levels:
+        for half, to_border, from_border in self._fades[0]:
             corner = _corners(dscores, half)
             rows, keys = _halves(x, half)[1] * from_border, _halves(k, half)[0] * to_border
             _halves(dx, half)[1].addcmul_(corner @ keys, from_border)
