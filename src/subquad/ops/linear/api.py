@@ -100,7 +100,7 @@ def linear_attention(
     if beta is not None or (log_gate is not None and log_gate.dim() == 4):
         return _follow_rule(q, k, v, log_gate, beta, lengths, cu_seqlens, initial_state, phi, normalize, eps, impl,
                             return_state)  # fmt: skip
-    _check_rule_inputs(log_gate, None, q, "[B, T, H]")
+    _check_rule_inputs(log_gate, None, q, "[B, T, H]", lengths)
     spec = Spec(causal, _name_of(phi, feature_map), phi.signed, normalize, eps)
     shape = q.shape
     if key_lengths is not None and q.shape[1] == k.shape[1]:
@@ -128,7 +128,7 @@ def _follow_rule(
     shape = q.shape
     q, k = phi.apply(q), phi.apply(k)
     _check_features(q, k, v, shape)
-    _check_rule_inputs(log_gate, beta, q, "[B, T, H]")
+    _check_rule_inputs(log_gate, beta, q, "[B, T, H]", lengths)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s, z = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
     x = RuleInputs(q, k, v, log_gate, beta, lengths, cu_seqlens, s)
@@ -272,11 +272,13 @@ def _check_pack(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
             raise ValueError(f"cu_seqlens={ends}: accepted are rising numbers from 0 to {length}")
 
 
-def _check_rule_inputs(log_gate: Tensor | None, beta: Tensor | None, q: Tensor, letters: str) -> None:
+def _check_rule_inputs(
+    log_gate: Tensor | None, beta: Tensor | None, q: Tensor, letters: str, lengths: Tensor | None = None
+) -> None:
     if log_gate is not None:
-        check_gate(log_gate, q, letters)
+        check_gate(log_gate, q, letters, lengths)
     if beta is not None:
-        check_beta(beta, q, letters)
+        check_beta(beta, q, letters, lengths)
 
 
 def _check_features(q: Any, k: Any, v: Tensor, shape: torch.Size) -> None:

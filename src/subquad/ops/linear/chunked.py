@@ -89,7 +89,7 @@ def forward(x: Inputs, spec: Spec, save: bool) -> Outputs:
             now = c.final
         s[across, heads], z[across, heads] = _divide(now, x.v.shape[-1])
 
-    _each_slab(work, x, spec)
+    each_slab(work, x.q, _segment(x.q) // _segments(x, spec)[0].stop)
     return o, s, z, divisor, starts
 
 
@@ -130,7 +130,7 @@ def backward(
             dnow = c.dstart
         ds0[across, heads], dz0[across, heads] = _divide(dnow, x.v.shape[-1])
 
-    _each_slab(work, x, spec)
+    each_slab(work, x.q, _segment(x.q) // _segments(x, spec)[0].stop)
     return dq, dk, dv, None if x.log_gate is None else dgate, *((None, None) if x.s0 is None else (ds0, dz0))
 
 
@@ -146,15 +146,13 @@ def _segments(x: Inputs, spec: Spec) -> list[slice]:
     return [slice(i, min(i + size, length)) for i in range(0, length, size)]
 
 
-def _each_slab(work: Callable[[slice, slice], None], x: Inputs, spec: Spec) -> None:
-    """Run `work` on slabs that cover all rows and heads; if sequences are short, a slab holds several of them.
+def each_slab(work: Callable[[slice, slice], None], q: Tensor, count: int) -> None:
+    """Run `work` on slabs that cover all rows and heads of q [B, T, H, K]: at most `count` heads of any rows at once.
 
     On a CPU each thread computes its own slabs, so that threads do not wait for each other after every small operation.
     """
-    q = x.q
     batch, _, heads, _ = q.shape
     threads = torch.get_num_threads() if q.device.type == "cpu" and q[..., 0].numel() > 2048 else 1
-    count = _segment(q) // _segments(x, spec)[0].stop  # sequences in a slab: heads times rows
     count = max(1, min(count, batch * heads // threads))
     r, h = max(1, count // heads), min(count, heads)  # rows and heads of a slab
     slabs = [(slice(i, i + r), slice(j, j + h)) for i in range(0, batch, r) for j in range(0, heads, h)]
@@ -209,7 +207,7 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-65504, 65504) if dtype == torch.float16 else x
 
 
-class _Layout:
+class Layout:
     """How tokens [B, T, H, D] are laid out in chunks [P, C, D], and how states [R, H, F] of R sequences enter them.
 
     Each sequence of a pack starts a new chunk. The number of chunks is an upper bound that needs only shapes, so that
@@ -288,9 +286,9 @@ class _Chunks:
         self.causal = causal
         length, most = k.shape[1], max(q.shape[-1], v.shape[-1])
         size = length if not causal and cu_seqlens is None else min(length, 32 if most <= 32 else 64)
-        self.k_layout = _Layout((k.shape[0], length, k.shape[2]), size, lengths, cu_seqlens)
+        self.k_layout = Layout((k.shape[0], length, k.shape[2]), size, lengths, cu_seqlens)
         if cross:
-            self.q_layout = _Layout((q.shape[0], q.shape[1], q.shape[2]), q.shape[1], None, None)
+            self.q_layout = Layout((q.shape[0], q.shape[1], q.shape[2]), q.shape[1], None, None)
             (self.q,), (self.k,) = self.q_layout.split(q, phi=self.map), self.k_layout.split(k, phi=self.map)
         else:
             self.q_layout = self.k_layout
@@ -308,7 +306,7 @@ class _Chunks:
             self.reach = cumulated.exp().to(self.q.dtype)[..., None]
             self.rest = (cumulated[:, -1:] - cumulated).exp().to(self.q.dtype)[..., None]
             self.q_in, self.k_out = self.q * self.reach, self.k * self.rest
-            self.within = _decay(cumulated, self.q.dtype, strict=False)
+            self.within = decay_between(cumulated, self.q.dtype, strict=False)
         self.u = _outer(self.k_out, self.v, self.k_out.sum(1))
         self.enter, self.final = self._read_states(self.u, start)
         self.enter_s, self.enter_z = _divide(self.enter, v.shape[-1])
@@ -367,9 +365,7 @@ def _outer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return torch.cat((torch.bmm(x.mT, y).flatten(1), z), -1)
 
 
-def _states(
-    u: Tensor, log_decay: Tensor | None, start: Tensor, layout: _Layout, reverse: bool
-) -> tuple[Tensor, Tensor]:
+def _states(u: Tensor, log_decay: Tensor | None, start: Tensor, layout: Layout, reverse: bool) -> tuple[Tensor, Tensor]:
     """States entering each chunk [G, N, F], and those after the last chunk of each sequence [G, 1 or R, F].
 
     In a pack, the state is reset where a new sequence begins: it decays to zero, and the start of that sequence is
@@ -408,7 +404,7 @@ def _scan(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> 
     else:
         log_decay = log_decay.unflatten(1, (-1, size))
         cumulated = log_decay.cumsum(-1)
-        decay = _decay(cumulated, u.dtype, strict=True)
+        decay = decay_between(cumulated, u.dtype, strict=True)
         total = cumulated[..., -1].clamp(min=FORGET)
         before = F.pad(cumulated, (1, -1))
         reach = (cumulated[..., -1:] - cumulated if reverse else before).exp().to(u.dtype)[..., None]
@@ -420,7 +416,7 @@ def _scan(u: Tensor, log_decay: Tensor | None, start: Tensor, reverse: bool) -> 
     return e.flatten(1, 2)[:, :n]
 
 
-def _decay(cumulated: Tensor, dtype: torch.dtype, strict: bool) -> Tensor:
+def decay_between(cumulated: Tensor, dtype: torch.dtype, strict: bool) -> Tensor:
     """Decays between positions, zero above the diagonal: [..., N] sums of log decays up to n included -> [..., N, N].
 
     strict: the decay from after m to before n, for n > m; otherwise from after m to after n, for n >= m.

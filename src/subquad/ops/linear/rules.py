@@ -16,11 +16,10 @@ The others multiply the state by a matrix at each token: rule_chunked.py and rul
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from subquad.checks import check_strided, refuse, shown
-from subquad.ops.lengths import readable
+from subquad.ops.lengths import readable, zero_padding
 
 RuleName = Literal["linear", "gated", "delta", "gated_delta"]
 
@@ -61,25 +60,29 @@ def rule_of(name: str | None, causal: bool, log_gate: Tensor | None, beta: Tenso
     return rule
 
 
-def check_gate(log_gate: Tensor, q: Tensor, letters: str) -> None:
-    """log_gate must have a number, or one for each column, of q [..., H, K]: logarithms of decays in [0, 1]."""
+def check_gate(log_gate: Tensor, q: Tensor, letters: str, lengths: Tensor | None = None) -> None:
+    """log_gate must have a number, or one for each column, of q [..., H, K]: logarithms of decays in [0, 1].
+
+    Padding may hold anything.
+    """
     shape = tuple(q.shape)
     if log_gate.shape not in (shape[:-1], shape) or not _real(log_gate, q):
         accepted = f"floating point numbers of shape {letters} = {shape[:-1]} or {shape} on {q.device}"
         raise ValueError(f"log_gate is {shown(log_gate)}: accepted are {accepted}")
     check_strided("log_gate", log_gate)
-    if readable(log_gate) and not bool((log_gate.detach() <= 0).all()):
+    if readable(log_gate) and not bool((zero_padding(log_gate.detach(), lengths) <= 0).all()):
         raise ValueError("log_gate has values above 0 or NaN: accepted are logarithms of a decay in [0, 1]")
 
 
-def check_beta(beta: Tensor, q: Tensor, letters: str) -> None:
-    """beta must have a number in [0, 2] for each token and head of q [..., H, K]."""
+def check_beta(beta: Tensor, q: Tensor, letters: str, lengths: Tensor | None = None) -> None:
+    """beta must have a number in [0, 2] for each token and head of q [..., H, K]. Padding may hold anything."""
     shape = tuple(q.shape[:-1])
     if beta.shape != shape or not _real(beta, q):
         accepted = f"floating point numbers of shape {letters} = {shape} on {q.device}"
         raise ValueError(f"beta is {shown(beta)}: accepted are {accepted}")
     check_strided("beta", beta)
-    if readable(beta) and not bool(((beta.detach() >= 0) & (beta.detach() <= 2)).all()):
+    values = zero_padding(beta.detach(), lengths) if readable(beta) else None
+    if values is not None and not bool(((values >= 0) & (values <= 2)).all()):
         raise ValueError("beta has values outside [0, 2] or NaN: accepted are rates of writing in [0, 2]")
 
 
@@ -93,13 +96,15 @@ def per_channel(log_gate: Tensor | None, q: Tensor) -> bool:
 
 
 def rule_step(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, state: Tensor, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One token, as the rule is written: q, k [..., K], v [..., V], state [..., K, V] -> o [..., V], the new state."""
     if log_gate is not None:
         fade = log_gate.to(state.dtype).exp()
-        state = state * (fade[..., None] if fade.dim() == k.dim() else fade[..., None, None])
+        fade = fade[..., None] if fade.dim() == k.dim() else fade[..., None, None]
+        state = state.mul_(fade) if inplace else state * fade
     if beta is not None:
         v = beta[..., None].to(state.dtype) * (v - (k[..., None, :] @ state)[..., 0, :])
-    state = torch.addcmul(state, k[..., None], v[..., None, :])
+    write = state.addcmul_ if inplace else state.addcmul
+    state = write(k[..., None], v[..., None, :])
     return (q[..., None, :] @ state)[..., 0, :], state
