@@ -4,7 +4,9 @@
 
 Both are timed in turn, round after round, so that what else the machine does falls on each of them; a ratio is the
 median of those of the rounds. Their results are compared first. The forward is timed without gradients; the forward and
-backward, for which the loop keeps every state, over fewer tokens.
+backward, for which the loop keeps every state, over fewer tokens. The loop runs in one thread: its operations are too
+small to share, and where other programs run the threads would wait for each other. A second ratio is that of the time
+that all threads of the process computed, which other programs do not change, with one thread for both.
 """
 
 import argparse
@@ -77,21 +79,30 @@ def compare(
     inputs: list[Tensor | None],
     rounds: int,
 ) -> dict[str, Any]:
-    """Milliseconds of both, and how often the chunks fit into the loop's."""
+    """Milliseconds of both, and how many times as long the loop takes."""
     for x, y in zip(work(chunks(rule), inputs), work(loop, inputs), strict=True):
         error = ((x - y).abs().max() / y.abs().max()).item()
         if error > 1e-4:
             raise SystemExit(f"{rule}: the two do not compute the same thing: relative difference {error:.1e}")
-    times: dict[str, list[float]] = {"chunks": [], "loop": []}
+    threads = torch.get_num_threads()
+    wall: dict[str, list[float]] = {"chunks": [], "loop": []}
+    alone: dict[str, list[float]] = {"chunks": [], "loop": []}
     for _ in range(rounds):
-        for name, f in (("chunks", chunks(rule)), ("loop", loop)):
+        for name, f, many in (("chunks", chunks(rule), threads), ("loop", loop, 1)):
+            torch.set_num_threads(many)
             start = time.perf_counter()
             work(f, inputs)
-            times[name].append(1e3 * (time.perf_counter() - start))
-    ratios = [slow / fast for slow, fast in zip(times["loop"], times["chunks"], strict=True)]
+            wall[name].append(1e3 * (time.perf_counter() - start))
+            torch.set_num_threads(1)
+            start = time.process_time()
+            work(f, inputs)
+            alone[name].append(1e3 * (time.process_time() - start))
+    torch.set_num_threads(threads)
+    ratios, ratios_alone = ([a / b for a, b in zip(t["loop"], t["chunks"], strict=True)] for t in (wall, alone))
     return {
-        **{name: spread(measured) for name, measured in times.items()},
+        **{name: spread(measured) for name, measured in wall.items()},
         "loop_over_chunks": {"median_of_rounds": median(ratios), "least": min(ratios)},
+        "loop_over_chunks_in_one_thread": {"median_of_rounds": median(ratios_alone), "least": min(ratios_alone)},
         "rounds": rounds,
     }
 
@@ -100,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/rules_cpu.json"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
     args = parser.parse_args()
