@@ -4,9 +4,8 @@
 
 Both are timed in turn, round after round, so that what else the machine does falls on each of them; a ratio is the
 median of those of the rounds. Their results are compared first. The forward is timed without gradients; the forward and
-backward, for which the loop keeps every state, over fewer tokens. The loop runs in one thread: its operations are too
-small to share, and where other programs run the threads would wait for each other. A second ratio is that of the time
-that all threads of the process computed, which other programs do not change, with one thread for both.
+backward, for which the loop keeps every state, over fewer tokens. The loop is timed in
+one thread too: its operations are small, and threads that share them wait for each other.
 """
 
 import argparse
@@ -85,26 +84,20 @@ def compare(
         if error > 1e-4:
             raise SystemExit(f"{rule}: the two do not compute the same thing: relative difference {error:.1e}")
     threads = torch.get_num_threads()
-    wall: dict[str, list[float]] = {"chunks": [], "loop": []}
-    alone: dict[str, list[float]] = {"chunks": [], "loop": []}
+    contenders = (("chunks", chunks(rule), threads), ("loop", loop, threads), ("loop_in_one_thread", loop, 1))
+    times: dict[str, list[float]] = {name: [] for name, _, _ in contenders}
     for _ in range(rounds):
-        for name, f, many in (("chunks", chunks(rule), threads), ("loop", loop, 1)):
+        for name, f, many in contenders:
             torch.set_num_threads(many)
             start = time.perf_counter()
             work(f, inputs)
-            wall[name].append(1e3 * (time.perf_counter() - start))
-            torch.set_num_threads(1)
-            start = time.process_time()
-            work(f, inputs)
-            alone[name].append(1e3 * (time.process_time() - start))
+            times[name].append(1e3 * (time.perf_counter() - start))
     torch.set_num_threads(threads)
-    ratios, ratios_alone = ([a / b for a, b in zip(t["loop"], t["chunks"], strict=True)] for t in (wall, alone))
-    return {
-        **{name: spread(measured) for name, measured in wall.items()},
-        "loop_over_chunks": {"median_of_rounds": median(ratios), "least": min(ratios)},
-        "loop_over_chunks_in_one_thread": {"median_of_rounds": median(ratios_alone), "least": min(ratios_alone)},
-        "rounds": rounds,
-    }
+    result: dict[str, Any] = {name: spread(measured) for name, measured in times.items()}
+    for name in ("loop", "loop_in_one_thread"):
+        ratios = [slow / fast for slow, fast in zip(times[name], times["chunks"], strict=True)]
+        result[f"{name}_over_chunks"] = {"median_of_rounds": median(ratios), "least": min(ratios)}
+    return {**result, "rounds": rounds}
 
 
 def main() -> None:

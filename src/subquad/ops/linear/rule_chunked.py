@@ -27,8 +27,8 @@ from subquad.ops.linear.rules import rule_step
 from subquad.ops.linear.spec import RuleInputs
 from subquad.ops.precision import uncast, wide_type
 
-CHUNK = 32
-SEGMENT = 512  # tokens that a CPU works on at once
+CHUNK = 64
+SEGMENT = 1024  # tokens that a CPU works on at once
 HEADS = 8  # that it works on at once
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # o, the last state, the states between segments
