@@ -29,7 +29,7 @@ from subquad.ops.precision import uncast, wide_type
 
 CHUNK = 64
 SEGMENT = 1024  # tokens that a CPU works on at once
-HEADS = 4  # that it works on at once
+HEADS = 8  # that it works on at once
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # o, the last state, the states between segments
 
@@ -157,8 +157,8 @@ class _Chunks:
         self.layout = Layout((batch, length, heads), size, lengths, x.cu_seqlens)
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         self.gates = self._gates(None if x.log_gate is None else x.log_gate[at])
-        rows = [self.q] if x.beta is None else [self.q, self.k]
-        (self.scores, *kk), (self.q_in, *k_in), self.k_out = self.gates.meet(rows, self.k)
+        readers = [self.q] if x.beta is None else [self.q, self.k]
+        (self.scores, *kk), (self.q_in, *k_in), self.k_out = self.gates.meet(readers, self.k)
         self.delta = None if x.beta is None else self._delta(self.split(x.beta[at][..., None]), kk[0], k_in[0])
         # U but for what the state takes from it, which `_travel` adds
         self.u = self.v if self.delta is None else self.delta.tv
