@@ -4,8 +4,9 @@
 
 Both are timed in turn, round after round, so that what else the machine does falls on each of them; a ratio is the
 median of those of the rounds. Their results are compared first. The forward is timed without gradients; the forward and
-backward, for which the loop keeps every state, over fewer tokens. The loop is timed in
-one thread too: its operations are small, and threads that share them wait for each other.
+backward, for which the loop keeps every state, over fewer tokens. The loop is timed in one thread too: its operations
+are small, and threads that share them wait for each other. A call that is not timed precedes each timed one, because
+torch starts its threads again when their number changes.
 """
 
 import argparse
@@ -89,6 +90,7 @@ def compare(
     for _ in range(rounds):
         for name, f, many in contenders:
             torch.set_num_threads(many)
+            work(f, inputs)
             start = time.perf_counter()
             work(f, inputs)
             times[name].append(1e3 * (time.perf_counter() - start))
