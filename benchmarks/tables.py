@@ -8,14 +8,15 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`.
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
 from subquad.report.lra import averages, published
-from subquad.studies.results import ArenaTable, load
+from subquad.report.recall import cells, columns, recalled
+from subquad.studies.results import ArenaTable, ReproducedTable, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "results/README.md", "guides/mechanisms.md")
@@ -165,6 +166,50 @@ def training() -> str:
     return table(("data", "model", "on test data", "the paper's", "steps made", "trained for"), rows)
 
 
+def rules() -> str:
+    """Gated and delta rules beside flash-linear-attention, forward / forward + backward."""
+    file = results("rules")
+    names = {
+        "gated": "gated, a number per head",
+        "gla": "gated, a number per channel",
+        "delta": "delta",
+        "gated_delta": "gated delta",
+    }
+
+    def cell(times: Mapping[str, float]) -> str:
+        both = f"{times['forward_backward']:.2f}" if "forward_backward" in times else "refused"
+        return f"{times['forward']:.2f} / {both}"
+
+    rows = [
+        (
+            f"{name}{'' if who == 'ours' else ', flash-linear-attention'}",
+            *(cell(file["speed"][str(t)][rule][who]) for t in LENGTHS),
+        )
+        for rule, name in names.items()
+        for who in ("ours", "fla")
+    ]
+    return table(("rule, ms", "T = 1k", "4k", "16k", "64k"), rows)
+
+
+def rules_cpu() -> str:
+    """How many times as long the loop over tokens takes as the chunks, on two CPU cores."""
+    gates = {"channel": ", a gate per channel", "head": ", a gate per head", "none": ""}
+    rows = [
+        (
+            row["rule"].replace("_", " ") + gates[row["gate"]],
+            *(times(row[which]["loop_over_chunks"]["median_of_rounds"]) for which in ("forward", "forward_backward")),
+        )
+        for row in results("rules_cpu")["rows"]
+    ]
+    return table(("rule", "forward, T = 4k", "forward + backward, T = 1k"), rows)
+
+
+def recall() -> str:
+    """Right answers in key-value recall, by what a layer keeps and by the number of pairs."""
+    rows = recalled(load(ROOT / "results" / "recall.json", ReproducedTable))
+    return table(columns(rows), [[cell.shown for cell in row] for row in cells(rows)])
+
+
 def cpu() -> str:
     peers = [row["fast_transformers_over_subquad"]["median_of_rounds"] for row in results("linear_cpu")["rows"]]
     dense = [row["dense_over_sparse"] for row in results("sparse_cpu")["rows"]]
@@ -260,6 +305,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
     "depth": depth,
     "training": training,
+    "recall": recall,
+    "rules": rules,
+    "rules_cpu": rules_cpu,
     "cpu": cpu,
     "long_text": long_text,
     "arena": arena,

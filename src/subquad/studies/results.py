@@ -82,6 +82,7 @@ class Comparison(Figures):
     pictures: list[Picture] = field(default_factory=list)
     interrupted: bool = False
     quality_measured: Json | None = field(default=None, metadata=OPTIONAL)  # on which machine, if on another one
+    added: list[Json] | None = field(default=None, metadata=OPTIONAL)  # figures of later runs, and where they come from
     summary: list[str] | None = field(default=None, metadata=OPTIONAL)  # subquad demo only
 
 
