@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import Mixer, Options
-from subquad.ops.rotary import rotate
+from subquad.ops.precision import wide_type
+from subquad.ops.rotary import turned, turns
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -61,6 +62,7 @@ class Attention(Mixer):
         """`heads`: make the usual projections of queries, keys, values and outputs; `width`: see `Heads`."""
         super().__init__(options)
         self.width = options.dim // options.heads
+        self.turn_width = (width or self.width) if options.rotary else None
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
 
@@ -80,7 +82,9 @@ class Attention(Mixer):
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         """q [B, T, H, K] of x, k and v [B, S, H, ·] of the context (x if there is none); rows start at `position`."""
         q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k, position), v
+        if context is None:
+            return *self._rotate(q, k, position), v
+        return self._rotate(q, q)[0], self._rotate(k, k)[0], v
 
     def _merge(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, D]"""
@@ -110,15 +114,18 @@ class Attention(Mixer):
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q and k with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
+        """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] (0 if None).
+
+        The turns that the caller was given are those of these positions.
+        """
         if not self.options.rotary:
             return q, k
-
-        def turn(t: Tensor) -> Tensor:
-            positions = torch.arange(t.shape[1], device=t.device)
-            return rotate(t, positions if position is None else position[:, None] + positions)
-
-        return turn(q), turn(k)
+        by = self._turns
+        if by is None:
+            at = torch.arange(q.shape[1], device=q.device)
+            by = turns(at if position is None else position[:, None] + at, q.shape[-1], wide_type(q))
+        turned_q = turned(q, by)
+        return turned_q, turned_q if k is q else turned(k, by)
 
     def _dropout(self) -> float:
         return self.options.dropout if self.training else 0.0

@@ -1,12 +1,51 @@
-"""Rotary positions: turn pairs of channels by an angle that grows with the position, so q·k sees only differences."""
+"""Rotary positions: turn pairs of channels by an angle that grows with the position, so q·k sees only differences.
+
+The cosines and sines depend on positions alone: a model makes them once, for q and k of all its layers.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.ops.precision import wide_type
+from subquad.ops.precision import wide, wide_type
+
+BASE = 10000.0
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+class Turns(NamedTuple):
+    """The cosines and sines of some positions, at least float32."""
+
+    cos: Tensor  # [T, 1, D/2], or [B, T, 1, D/2] if rows differ
+    sin: Tensor
+
+
+def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, base: float = BASE) -> Turns:
+    """Turns for `rotate`, of the pairs of `width` channels at positions [T] or [B, T].
+
+    Angles are float64: in float32 they would be off by whole turns at some millions of positions.
+    """
+    # Under torch.compile one operator: Inductor would put plain expressions into the loops of those who read them, and
+    # compute cosines anew for each head of each layer. An exported program has plain expressions, and needs no subquad.
+    inside = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return Turns(*(torch.ops.subquad.turns if inside else _turns)(positions, width, dtype, base))
+
+
+def _turns(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> tuple[Tensor, Tensor]:
+    rates = base ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width)
+    angle = positions.double()[..., None, None] * rates  # [T, 1, D/2] or [B, T, 1, D/2]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _shapes(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    cos = positions.new_empty(*positions.shape, 1, width // 2, dtype=dtype)
+    return cos, torch.empty_like(cos)
+
+
+torch.library.custom_op("subquad::turns", _turns, mutates_args=()).register_fake(_shapes)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
     """Turn the pair (x_j, x_{j + D/2}) at position p by p / base^(2j/D) radians.
 
     x [B, T, H, D] with D even, positions [T], or [B, T] if rows differ -> the shape and type of x.
@@ -23,10 +62,44 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         raise ValueError(f"positions has type {positions.dtype}: accepted are integers and floating point numbers")
     if base <= 0:
         raise ValueError(f"base={base}: accepted is a positive number")
-    # a 16-bit angle would be off by whole turns at a few thousand positions
-    exact = wide_type(x)
-    turns = torch.arange(0, width, 2, device=x.device, dtype=exact) / width
-    angle = positions.to(exact)[..., None, None] * base**-turns  # [T, 1, D/2] or [B, T, 1, D/2]
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.to(exact).chunk(2, dim=-1)
+    return turned(x, turns(positions, width, wide_type(x), base))
+
+
+def turned(x: Tensor, by: Turns, way: int = 1) -> Tensor:
+    """`rotate` with the turns of x's positions; way=-1 turns back. Products and sums are at least float32."""
+    # a compiler fuses the plain expression, and torch.func and exported programs can only differentiate that one
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _plain(x, by if way == 1 else Turns(by.cos, -by.sin))
+    if torch.is_grad_enabled() and x.requires_grad:
+        y: Tensor = _Turned.apply(x, *by, way)
+        return y
+    return _fast(x, *by, way)
+
+
+def _plain(x: Tensor, by: Turns) -> Tensor:
+    (a, b), (cos, sin) = wide(x).chunk(2, dim=-1), by
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    """`_plain` in four passes over half of x each. The result is contiguous, so that heads are merged without a copy."""
+    a, b = x.chunk(2, dim=-1)
+    y = x.new_empty(x.shape)
+    to_a, to_b = y.chunk(2, dim=-1)
+    torch.addcmul(a * cos, b, sin, value=-way, out=to_a)
+    torch.addcmul(b * cos, a, sin, value=way, out=to_b)
+    return y
+
+
+class _Turned(torch.autograd.Function):
+    """Its gradient is turned back, so only the turns are kept, which all layers share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.way = way
+        return _fast(x, cos, sin, way)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return turned(grad, Turns(*ctx.saved_tensors), -ctx.way), None, None, None
