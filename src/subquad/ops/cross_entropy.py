@@ -67,7 +67,7 @@ def _sum(
             total = total - logs.gather(-1, own).masked_fill(~real, 0).sum()
             if grads:
                 g = logs.exp_().scatter_add_(-1, own, own.new_full(own.shape, -1, dtype=exact))
-                g = (g * real).to(kind)
+                g = g.mul_(real).to(kind)
                 dx.append((g @ w).to(x.dtype))
                 dw += g.mT @ rows
                 if db is not None:
