@@ -595,7 +595,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         laws.far_positions_follow_the_definition,
     ),
     "positions in float32": (
-        (Slip(Attention._rotate, "position[:, None] + at", "position[:, None].float() + at"),),
+        (Slip(Attention._turns_at, "position[:, None] + at", "position[:, None].float() + at"),),
         far("linear"),
         laws.far_positions_follow_the_definition,
     ),

@@ -67,8 +67,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
 
 def turned(x: Tensor, by: Turns, way: int = 1) -> Tensor:
     """`rotate` with the turns of x's positions; way=-1 turns back. Products and sums are at least float32."""
-    # a compiler fuses the plain expression, and torch.func and exported programs can only differentiate that one
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if _traced():
         return _plain(x, by if way == 1 else Turns(by.cos, -by.sin))
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = _Turned.apply(x, *by, way)
@@ -76,18 +75,34 @@ def turned(x: Tensor, by: Turns, way: int = 1) -> Tensor:
     return _fast(x, *by, way)
 
 
+def turned_pair(both: Tensor, by: Turns) -> tuple[Tensor, Tensor]:
+    """q and k, turned, of `both` [B, T, 2·H, D], which has the heads of q and then those of k."""
+    if not _traced() and torch.is_grad_enabled() and both.requires_grad:
+        pair: tuple[Tensor, Tensor] = _TurnedPair.apply(both, *by)
+        return pair
+    q, k = turned(both, by).chunk(2, dim=2)
+    return q, k
+
+
+def _traced() -> bool:
+    """A compiler fuses the plain expression, and torch.func and exported programs can only differentiate that one."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def _plain(x: Tensor, by: Turns) -> Tensor:
     (a, b), (cos, sin) = wide(x).chunk(2, dim=-1), by
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
-def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """`_plain` in four passes over half of x each. The result is contiguous, so that heads are merged without a copy."""
-    a, b = x.chunk(2, dim=-1)
-    y = x.new_empty(x.shape)
-    to_a, to_b = y.chunk(2, dim=-1)
-    torch.addcmul(a * cos, b, sin, value=-way, out=to_a)
-    torch.addcmul(b * cos, a, sin, value=way, out=to_b)
+def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int, y: Tensor | None = None) -> Tensor:
+    """`_plain` in three operations, into y if given. A new y is contiguous, so that heads are merged without a copy."""
+    y = x.new_empty(x.shape) if y is None else y
+    halves = (*x.shape[:-1], 2, x.shape[-1] // 2)
+    pairs = x.view(halves)
+    (a, b), (to_a, to_b) = pairs.unbind(-2), y.view(halves).unbind(-2)
+    kept_a, kept_b = (pairs * cos.unsqueeze(-2)).unbind(-2)
+    torch.addcmul(kept_a, b, sin, value=-way, out=to_a)
+    torch.addcmul(kept_b, a, sin, value=way, out=to_b)
     return y
 
 
@@ -103,3 +118,23 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return turned(grad, Turns(*ctx.saved_tensors), -ctx.way), None, None, None
+
+
+class _TurnedPair(torch.autograd.Function):
+    """The same, where the gradients of q and k are turned back into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        return _fast(both, cos, sin, 1).chunk(2, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        by = Turns(*ctx.saved_tensors)
+        if torch.is_grad_enabled():  # of a gradient that is differentiated itself
+            return turned(torch.cat(grads, dim=2), by, -1), None, None
+        batch, size, heads, width = grads[0].shape
+        both = grads[0].new_empty(batch, size, 2 * heads, width)
+        for grad, part in zip(grads, both.chunk(2, dim=2), strict=True):
+            _fast(grad, *by, -1, part)
+        return both, None, None
