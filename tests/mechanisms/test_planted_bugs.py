@@ -408,7 +408,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         laws.forward_equals_reference,
     ),
     "rotary base": (
-        (Slip(rotary._turns, "base ** -", "(base / 10) ** -"),),
+        (Slip(rotary._turns, "base=base", "base=base / 10"),),
         far("softmax"),
         laws.far_positions_follow_the_definition,
     ),
@@ -590,7 +590,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     ),
     # long positions
     "rotary wraps at 65,536": (
-        (Slip(rotary._turns, "positions.double()", "(positions % 65536).double()"),),
+        (Slip(rotary._turns, "positions[..., None, None]", "(positions % 65536)[..., None, None]"),),
         far("softmax"),
         laws.far_positions_follow_the_definition,
     ),

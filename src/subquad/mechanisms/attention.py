@@ -38,8 +38,10 @@ class Heads(nn.Module):
 
     def split_in_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] -> q and k [B, T, 2·H, K], v [B, T, H, D/H]"""
-        both, v = self.qkv(x).split((2 * self.all_keys, self.dim), -1)
-        return both.unflatten(-1, (2 * self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
+        both, v = self.qkv(x).split_with_sizes((2 * self.all_keys, self.dim), -1)
+        shape = x.shape[:-1]
+        return both.view(*shape, 2 * self.heads, -1), v.view(*shape, self.heads, -1)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, T, D] -> q [B, T, H, K]"""

@@ -171,14 +171,16 @@ class Block(nn.Module):
 
     def _feed(self, stream: Stream) -> Stream:
         """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
-        ff, norm = self.ff, self.ff_residual.norm
-        if len(stream) == 2 or self.training or ff.gated or not pays(stream[0], ff.inner.weight):
-            return self.ff_residual.write(stream, ff(self.ff_residual.read(stream)))
+        ff, residual = self.ff, self.ff_residual
+        usual = len(stream) == 2 or self.training or not stream[0].is_cuda or ff.gated
+        if usual or not pays(stream[0], ff.inner.weight):
+            return residual.write(stream, ff(residual.read(stream)))
+        norm = residual.norm
         y = feed_forward(
             stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,
             norm.bias if isinstance(norm, nn.LayerNorm) else None, eps=norm.eps or torch.finfo(stream[0].dtype).eps,
             activation="relu" if ff.activation == "relu" else "gelu",
-            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not self.ff_residual.post,
+            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not residual.post,
         )  # fmt: skip
         return (y,)
 

@@ -32,8 +32,9 @@ def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, bas
 
 
 def _turns(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> tuple[Tensor, Tensor]:
-    rates = base ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width)
-    angle = positions.double()[..., None, None] * rates  # [T, 1, D/2] or [B, T, 1, D/2]
+    last = 2 / width - 1  # rates base^(-2j/D) from 1 to base^last
+    rates = torch.logspace(0, last, width // 2, base=base, device=positions.device, dtype=torch.float64)
+    angle = positions[..., None, None] * rates  # [T, 1, D/2] or [B, T, 1, D/2]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
