@@ -86,7 +86,8 @@ class KernelOptions(Options):
 class _Given(threading.local):
     """What a public method was given for the methods with an underscore that it calls."""
 
-    turns: Turns | None = None
+    def __init__(self) -> None:  # runs in each thread
+        self.turns: Turns | None = None
 
 
 _given = _Given()

@@ -189,8 +189,9 @@ class Transformer(Model):
     def _turns(self, x: Tensor, position: Tensor | None = None) -> dict[int | None, Turns]:
         """The rotary turns of the tokens x [B, T, D], for each width that mixers turn; rows start at `position` [B]."""
         widths = {block.mixer.turn_width for block in self._blocks()} - {None}
-        if not widths:
-            return {}
+        again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
+        if not widths or (again and torch.compiler.is_compiling()):
+            return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
         at = torch.arange(x.shape[1], device=x.device)
         at = at if position is None else position[:, None] + at
         return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
