@@ -79,3 +79,17 @@ def test_a_training_step_serves_all_lengths(fields: dict[str, Any]) -> None:
 
     same_numbers(model, loss, loss)
     assert graphs.frame_count == MOST
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "softmax"])
+def test_a_second_generation_compiles_nothing(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs, compiler = make(mechanism, 2).eval(), CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: compiler(*args, backend=graphs, **how))
+    prompt = torch.randint(256, (1, 5))
+    for seed in (1, 2, 3):
+        want = model.generate(prompt, 6, seed=seed, compile=False)
+        assert torch.equal(model.generate(prompt, 6, seed=seed, compile=True), want)
+        assert graphs.frame_count == 1
+    if mechanism == "linear":  # a state of constant size, whatever was read
+        model.generate(torch.randint(256, (1, 9)), 8, seed=4, compile=True)
+        assert graphs.frame_count == 1
