@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import itertools
 import math
 import re
 import types
@@ -257,9 +256,8 @@ class _Signature:
                 self.accepted |= {key: _Accepted.of(hint) for key, hint in keywords.items()}
                 self.open = False
         self.checks_itself = self.open and function.__name__ == "__init__"  # the constructor of a model
-        self.positional = [
-            name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        positional = (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        self.positional = [(name, self.accepted[name]) for name, p in parameters.items() if p.kind in positional]
 
     def describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
         """The arguments of a call, as errors show them."""
@@ -270,11 +268,14 @@ class _Signature:
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.checks_itself:
             return
-        for name, value in itertools.chain(zip(self.positional, args, strict=False), kwargs.items()):
-            accepted = self.accepted.get(name)
-            if accepted is not None:
-                if type(value) not in accepted.quick and not accepted.fits(value):
-                    check_plain(name, value, accepted.hint)
+        for (name, accepted), value in zip(self.positional, args, strict=False):
+            if type(value) not in accepted.quick and not accepted.fits(value):
+                check_plain(name, value, accepted.hint)
+        for name, value in kwargs.items():
+            known = self.accepted.get(name)
+            if known is not None:
+                if type(value) not in known.quick and not known.fits(value):
+                    check_plain(name, value, known.hint)
             elif not self.open:
                 refuse_keyword(f"{self.name} has no argument", name, [key for key in self.accepted if key != "self"])
 

@@ -33,12 +33,11 @@ from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
-from subquad.ops import feature_maps
+from subquad.ops import feature_maps, rotary
 from subquad.ops.buckets import empty_lists, slot_attention
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.linear import chunked
 from subquad.ops.prefix import running_sum
-from subquad.ops.rotary import rotate
 from subquad.ops.short_conv import short_conv, short_conv_prefill, short_conv_step
 from subquad.ops.sparse import SparseCache, cache, tiles
 from tests.mechanisms import laws
@@ -409,7 +408,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         laws.forward_equals_reference,
     ),
     "rotary base": (
-        (Slip(rotate, "base**-turns", "(base / 10)**-turns"),),
+        (Slip(rotary._turns, "base=base", "base=base / 10"),),
         far("softmax"),
         laws.far_positions_follow_the_definition,
     ),
@@ -591,12 +590,12 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     ),
     # long positions
     "rotary wraps at 65,536": (
-        (Slip(rotate, "positions.to(exact)", "(positions % 65536).to(exact)"),),
+        (Slip(rotary._turns, "positions[..., None, None]", "(positions % 65536)[..., None, None]"),),
         far("softmax"),
         laws.far_positions_follow_the_definition,
     ),
     "positions in float32": (
-        (Slip(Attention._rotate, "position[:, None] + positions", "position[:, None].float() + positions"),),
+        (Slip(Attention._turns_at, "position[:, None] + at", "position[:, None].float() + at"),),
         far("linear"),
         laws.far_positions_follow_the_definition,
     ),

@@ -1,5 +1,6 @@
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad.mechanisms import MECHANISMS
+from subquad.mechanisms import MECHANISMS, build
 from subquad.models import Transformer
+from subquad.ops import rotary
 
 CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
 
@@ -307,3 +309,75 @@ def test_no_state_without_causality() -> None:
     for call in (lambda: model.init_state(2), lambda: model.prefill(torch.randn(1, 2, 16))):
         with pytest.raises(NotImplementedError, match="causal=False"):
             call()
+
+
+ROTARY = [name for name, cls in MECHANISMS.items() if "rotary" not in cls.unused]
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("fields", [{}, {"checkpoint": True}, {"reversible": True}, {"pool": (2, 1)}], ids=str)
+def test_a_stack_turns_as_its_mixers_do_alone(name: str, fields: dict[str, Any]) -> None:
+    """Turns that the stack makes once for all layers give the numbers of each layer's own."""
+    torch.manual_seed(0)
+    causal = "pool" not in fields
+    if not (MECHANISMS[name].traits.causal if causal else MECHANISMS[name].traits.bidirectional):
+        return
+    model = small(name, rotary=True, causal=causal, **fields)
+    alone = copy.deepcopy(model)
+    for block in alone.blocks:
+        block.mixer.turn_width = None
+    x, lengths = torch.randn(2, 11, 16, dtype=torch.float64), torch.tensor([11, 6])
+    results = []
+    for stack in (model, alone):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = stack(given, lengths)
+        values = [y, *torch.autograd.grad(y.square().sum(), [given, *stack.parameters()], allow_unused=True)]
+        if model.traits.state:
+            y, state = stack.prefill(x[:, :5], lengths.clamp(max=5))
+            z, state = stack.prefill(x[:, 5:9], lengths.sub(5).clamp(0, 4), state)
+            values += [y, z, stack.step(x[:, 9], state)[0]]
+        results.append(values)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_makes_its_turns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    made = rotary._turns
+    monkeypatch.setattr(rotary, "_turns", lambda at, *how: calls.append(tuple(at.shape)) or made(at, *how))
+    mechanism = ["softmax", "linear", ("linear", {"feature_map": "taylor", "features": 6}), "retnet", "reformer"]
+    model = Transformer(dim=16, heads=2, depth=10, mechanism=mechanism, causal=True, rotary=True).eval()
+    x = torch.randn(2, 7, 16)
+    model(x)
+    assert calls == [(7,), (7,)]  # for heads of 8 channels, and of 6
+    _, state = model.prefill(x)
+    _, state = model.prefill(x, None, state)
+    model.step(x[:, 0], state)
+    assert calls[2:] == [(7,), (7,), (2, 7), (2, 7), (2, 1), (2, 1)]
+
+
+def test_turns_of_other_positions() -> None:
+    """A part of a sequence, with the turns of its own positions, as a mixer sees it behind a state."""
+    torch.manual_seed(0)
+    mix = build("linear", dim=16, heads=2, causal=True, rotary=True).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    _, state = mix.prefill(x[:, :4])
+    want, _ = mix.prefill(x[:, 4:], None, state)
+    by = rotary.turns(torch.arange(4, 9), 8, torch.float64)
+    got, _ = mix.prefill(x[:, 4:], None, state._replace(position=torch.zeros(2, dtype=torch.int64)), by)
+    torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match=r"turns.cos is \[5, 1, 4\] on cpu: accepted is \[9, 1, 4\]"):
+        mix(x, turns=by)
+    with pytest.raises(ValueError, match="turns was given, but this Softmax has no rotary positions"):
+        build("softmax", dim=16, heads=2)(x.float(), turns=by)
+    with pytest.raises(ValueError, match="turns was given, but this Compressed computes its own"):
+        build("compressed", dim=16, heads=2, rotary=True).double()(x, turns=by)
+
+
+def test_threads_do_not_share_turns() -> None:
+    model = Transformer(dim=16, heads=2, depth=3, causal=True, rotary=True).eval()
+    inputs = [torch.randn(1, size, 16) for size in range(3, 35)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(model, inputs * 3), [model(x) for x in inputs] * 3, strict=True):
+            assert torch.equal(got, want)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.mechanisms.base import Mixer, Options
-from subquad.ops.rotary import rotate
+from subquad.ops.precision import wide_type
+from subquad.ops.rotary import Turns, turned, turned_pair, turns
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -31,10 +32,16 @@ class Heads(nn.Module):
         """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, ·]."""
         if context is not None:
             return self.queries(x), *self.keys(context)
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).split((self.all_keys, self.all_keys, self.dim), -1)
-        )
+        both, v = self.split_in_two(x)
+        q, k = both.chunk(2, dim=2)
         return q, k, v
+
+    def split_in_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> q and k [B, T, 2·H, K], v [B, T, H, D/H]"""
+        # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
+        both, v = self.qkv(x).split_with_sizes((2 * self.all_keys, self.dim), -1)
+        shape = x.shape[:-1]
+        return both.view(*shape, 2 * self.heads, -1), v.view(*shape, self.heads, -1)
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, T, D] -> q [B, T, H, K]"""
@@ -61,6 +68,7 @@ class Attention(Mixer):
         """`heads`: make the usual projections of queries, keys, values and outputs; `width`: see `Heads`."""
         super().__init__(options)
         self.width = options.dim // options.heads
+        self.turn_width = (width or self.width) if options.rotary else None
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
 
@@ -79,8 +87,13 @@ class Attention(Mixer):
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         """q [B, T, H, K] of x, k and v [B, S, H, ·] of the context (x if there is none); rows start at `position`."""
-        q, k, v = self.heads.split(x, context)
-        return *self._rotate(q, k, position), v
+        if context is not None or not self.options.rotary or type(self.heads) is not Heads:
+            q, k, v = self.heads.split(x, context)
+            if context is None:
+                return *self._rotate(q, k, position), v
+            return self._rotate(q, q)[0], self._rotate(k, k)[0], v
+        both, v = self.heads.split_in_two(x)
+        return *turned_pair(both, self._turns_at(both, position)), v
 
     def _merge(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, D]"""
@@ -110,15 +123,19 @@ class Attention(Mixer):
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q and k with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
+        """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
         if not self.options.rotary:
             return q, k
+        by = self._turns_at(q, position)
+        turned_q = turned(q, by)
+        return turned_q, turned_q if k is q else turned(k, by)
 
-        def turn(t: Tensor) -> Tensor:
-            positions = torch.arange(t.shape[1], device=t.device)
-            return rotate(t, positions if position is None else position[:, None] + positions)
-
-        return turn(q), turn(k)
+    def _turns_at(self, q: Tensor, position: Tensor | None) -> Turns:
+        """The turns for q [B, T, H, K]: those that the caller gave, which are of the same positions, or new ones."""
+        if self._turns is not None:
+            return self._turns
+        at = torch.arange(q.shape[1], device=q.device)
+        return turns(at if position is None else position[:, None] + at, q.shape[-1], wide_type(q))
 
     def _dropout(self) -> float:
         return self.options.dropout if self.training else 0.0

@@ -10,8 +10,9 @@ multiplies values by weights, and writes methods with an underscore: they get ch
 
 import dataclasses
 import inspect
+import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from subquad.checks import check_count, check_methods, check_plain, refuse
 from subquad.mechanisms import checking
 from subquad.ops.impl import Impl
 from subquad.ops.lengths import shape_of, zero_padding
+from subquad.ops.rotary import Turns
 
 StateKind = Literal["constant", "window", "growing"]
 State = Any  # a NamedTuple of tensors, batch first, the last one `position` [B]; each mechanism has its own
@@ -81,6 +83,16 @@ class KernelOptions(Options):
     impl: Impl = "auto"  # "auto", "torch" or "triton"
 
 
+class _Given(threading.local):
+    """What a public method was given for the methods with an underscore that it calls."""
+
+    def __init__(self) -> None:  # runs in each thread
+        self.turns: Turns | None = None
+
+
+_given = _Given()
+
+
 @check_methods
 class Mixer(nn.Module):
     """Base of all mechanisms. Public methods check their arguments (checking.py) and call what a mechanism writes."""
@@ -94,6 +106,7 @@ class Mixer(nn.Module):
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
+    turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
@@ -162,19 +175,25 @@ class Mixer(nn.Module):
         lengths: Tensor | None = None,
         context: Tensor | tuple[Tensor, ...] | None = None,
         context_lengths: Tensor | None = None,
+        turns: Turns | None = None,
     ) -> Tensor:
         """Mix the tokens of x [B, T, D]. `lengths` [B]: right padding. `context` [B, S, D]: attend to it, not to x.
 
-        `context` may also be a memory that `remember` returned.
+        `context` may also be a memory that `remember` returned. `turns`: those of the positions of x, for rotary, if
+        the caller has made them, with ops.rotary.turns(positions, mix.turn_width); without them x starts at 0.
         """
         x, lengths = checking.check_padded(self, x, lengths)
+        checking.check_turns(self, turns, x)
         if isinstance(context, tuple):
             memory: Any = context
             checking.check_memory(self, memory, context_lengths, x.shape[0])
             y, context_lengths = self._recall(x, lengths, memory), memory.lengths
         else:
             context, context_lengths = checking.check_context(self, x, context, context_lengths)
-            y = self._forward(x, lengths) if context is None else self._cross(x, lengths, context, context_lengths)
+            if context is None:
+                y = self._with(turns, self._forward, x, lengths)
+            else:
+                y = self._cross(x, lengths, context, context_lengths)
         y = zero_padding(y, lengths)
         # a row with an empty context is zero, like a row of length 0
         return y if context_lengths is None else y.masked_fill((context_lengths == 0)[:, None, None], 0)
@@ -227,28 +246,40 @@ class Mixer(nn.Module):
             check_count("capacity", capacity)
         return self._init_state(batch, capacity)
 
-    def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
-        """A prompt in parallel, from the start or from a state: y, and the state after the last token of each row."""
+    def prefill(
+        self, x: Tensor, lengths: Tensor | None = None, state: State | None = None, turns: Turns | None = None
+    ) -> tuple[Tensor, State]:
+        """A prompt in parallel, from the start or from a state: y, and the state after the last token of each row.
+
+        `turns` as in `forward`; without them x starts at the state's position.
+        """
         checking.check_stateful(self, "prefill")
         x, lengths = checking.check_padded(self, x, lengths)
         if state is not None:
             checking.check_state(self, state, x.shape[0])
-        y, state = self._prefill(x, lengths, state)
+        checking.check_turns(self, turns, x)
+        y, state = self._with(turns, self._prefill, x, lengths, state)
         return zero_padding(y, lengths), state
 
-    def step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+    def step(self, x: Tensor, state: State, inplace: bool = False, turns: Turns | None = None) -> tuple[Tensor, State]:
         """One token, x [B, D] -> y [B, D], and the new state; the old one is left alone unless `inplace`.
 
-        Use the returned state even with `inplace`: a state that must grow is replaced.
+        Use the returned state even with `inplace`: a state that must grow is replaced. `turns` as in `prefill`.
         """
         checking.check_stateful(self, "step")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [B, {self.options.dim}]")
         checking.check_tokens(self, x[:, None])
         checking.check_state(self, state, x.shape[0])
-        return self._step_inplace(x, state) if inplace else self._step(x, state)
+        checking.check_turns(self, turns, x[:, None])
+        return self._with(turns, self._step_inplace if inplace else self._step, x, state)
 
     # What a mechanism may use
+
+    @property
+    def _turns(self) -> Turns | None:
+        """The turns that the call of a public method was given."""
+        return _given.turns
 
     def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The positions after a prompt x [B, T, D]."""
@@ -263,6 +294,17 @@ class Mixer(nn.Module):
         return self._like.new_zeros(shape, dtype=dtype)
 
     # The same for all mechanisms
+
+    def _with(self, turns: Turns | None, method: Callable[..., Any], *args: Any) -> Any:
+        """method(*args), in which `_turns` are these."""
+        before = _given.turns
+        if turns is before:
+            return method(*args)
+        _given.turns = turns
+        try:
+            return method(*args)
+        finally:
+            _given.turns = before
 
     _like: Tensor  # of this module's type and on its device, even without parameters
 

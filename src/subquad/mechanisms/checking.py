@@ -14,6 +14,7 @@ from subquad.ops.precision import autocasts
 
 if TYPE_CHECKING:
     from subquad.mechanisms.base import Mixer, Options
+    from subquad.ops.rotary import Turns
 
 Shape = tuple[int | None, ...]  # None: any size
 
@@ -60,6 +61,21 @@ def check_padded(mix: Mixer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor,
     check_tokens(mix, x)
     lengths = check_lengths(lengths, x)
     return zero_padding(x, lengths), lengths
+
+
+def check_turns(mix: Mixer, turns: Turns | None, x: Tensor) -> None:
+    """Refuse turns that are not those of one position for each token of x."""
+    if turns is None or torch.compiler.is_compiling():
+        return
+    if mix.turn_width is None:
+        why = "computes its own" if mix.options.rotary else "has no rotary positions"
+        raise ValueError(f"turns was given, but this {type(mix).__name__} {why}: accepted is None")
+    batch, size, width = *x.shape[:2], mix.turn_width // 2
+    for name, t in zip(turns._fields, turns, strict=True):
+        check_tensor(f"turns.{name}", t)
+        if t.shape not in ((size, 1, width), (batch, size, 1, width)) or t.device != x.device:
+            accepted = f"{[size, 1, width]} or {[batch, size, 1, width]} on {x.device}"
+            raise ValueError(f"turns.{name} is {list(t.shape)} on {t.device}: accepted is {accepted}")
 
 
 def check_context(
@@ -127,7 +143,13 @@ def check_state(mix: Mixer, state: Any, batch: int) -> None:
         raise ValueError(f"state is a {type(state).__name__}: accepted is the {name} state of init_state or prefill")
     if torch.compiler.is_compiling():
         return
+    device = mix._like.device
     for field, t, (dtype, shape) in zip(state._fields, state, field_shapes(mix, "state"), strict=True):
+        # most states pass here at once: this runs for every layer and token
+        if type(t) is Tensor and t.dtype is dtype and t.device == device and t.layout is torch.strided:
+            sizes = t.shape
+            if len(sizes) == len(shape) and sizes[0] == batch and (sizes[1:] == shape[1:] or _fits(t, shape)):
+                continue
         _check_batch(mix, f"state.{field}", t, batch, "state")
         if not _fits(t, shape) or t.dtype != dtype:
             raise ValueError(

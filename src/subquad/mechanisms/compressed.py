@@ -57,6 +57,7 @@ class Compressed(Attention):
 
     def __init__(self, options: Options):
         super().__init__(options)
+        self.turn_width = None  # slots are at other positions than tokens
         dim, heads, stride = options.dim, options.heads, options.stride
         self.key = nn.Conv1d(dim, dim, stride, stride, groups=heads)
         self.value = nn.Conv1d(dim, dim, stride, stride, groups=heads)

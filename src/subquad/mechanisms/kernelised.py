@@ -70,8 +70,8 @@ class Kernelised(Attention):
 
     def _step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
         features = self._features(x[:, None], None, state)
-        q, k, v = (t[:, 0] for t in features[:3])  # [B, H, ·]
-        gate = None if features.gate is None else features.gate[:, 0]
+        q, k, v = features.q.squeeze(1), features.k.squeeze(1), features.v.squeeze(1)  # [B, H, ·]
+        gate = None if features.gate is None else features.gate.squeeze(1)
         how = {"log_gate": gate, "inplace": inplace, **self._how()}
         o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), **how)
         position = state.position.add_(1) if inplace else state.position + 1

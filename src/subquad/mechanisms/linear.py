@@ -36,6 +36,7 @@ from subquad.ops.feature_maps import feature_map
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
 from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
 from subquad.ops.linear.spec import Spec
+from subquad.ops.rotary import Turns
 
 
 class State(NamedTuple):
@@ -135,9 +136,12 @@ class Linear(Kernelised):
             return state
         return Deferred(*state, make_queue(self._like, state.position, self.options.heads, self.width, self.width))
 
-    def step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, inplace: bool = False, turns: Turns | None = None) -> tuple[Tensor, Any]:
         if not isinstance(state, Deferred):
-            return super().step(x, state, inplace)
+            return super().step(x, state, inplace, turns)
+        return self._with(turns, self._step_deferred, x, state)
+
+    def _step_deferred(self, x: Tensor, state: Deferred) -> tuple[Tensor, Deferred]:
         q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
         spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
         o = deferred_linear_attention_step(q, k, v, state.s, state.z, state.queue, state.position, spec)

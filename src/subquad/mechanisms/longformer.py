@@ -26,6 +26,7 @@ from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
+from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
 
@@ -115,4 +116,6 @@ class Longformer(Patterned):
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
         few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x
         q = self.global_q(few[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
-        return *self._rotate(q, k), v
+        if self.options.rotary:
+            q, k = rotate(q, torch.arange(q.shape[1], device=q.device)), self._rotate(k, k)[0]
+        return q, k, v

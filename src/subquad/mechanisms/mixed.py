@@ -21,6 +21,7 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.ops.lengths import zero_padding
+from subquad.ops.rotary import Turns
 
 Part = tuple[Any, ...]  # (mechanism, heads) or (mechanism, heads, options)
 ORDER = ("constant", "window", "growing")
@@ -70,6 +71,8 @@ class Mixed(Mixer):
             mixers.append(build(name, dim=heads * width, heads=heads, **{**shared, **drawn, **fixed, **own}))
         self.parts: Iterable[Mixer] = nn.ModuleList(mixers)  # type: ignore[assignment]
         self.widths = [mix.options.dim for mix in mixers]
+        turn_widths = {mix.turn_width for mix in mixers} - {None}
+        self.turn_width = turn_widths.pop() if len(turn_widths) == 1 else None
         self.into = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
         self.joint_queries = any(mix.joint_queries for mix in mixers)
@@ -90,7 +93,7 @@ class Mixed(Mixer):
         return flat_type([mix.memory_type for mix in self.parts])
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._join([mix(part, lengths) for mix, part in self._slices(x)])
+        return self._join([mix(part, lengths, turns=self._turns_of(mix)) for mix, part in self._slices(x)])
 
     def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
         contexts = [part for _, part in self._slices(context)]
@@ -119,12 +122,18 @@ class Mixed(Mixer):
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         states = [None] * len(self.widths) if state is None else self._states(state)
-        done = [mix.prefill(part, lengths, own) for (mix, part), own in zip(self._slices(x), states, strict=True)]
+        slices = zip(self._slices(x), states, strict=True)
+        done = [mix.prefill(part, lengths, own, self._turns_of(mix)) for (mix, part), own in slices]
         return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
 
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        done = [mix.step(part, own) for (mix, part), own in zip(self._slices(x), self._states(state), strict=True)]
+        slices = zip(self._slices(x), self._states(state), strict=True)
+        done = [mix.step(part, own, turns=self._turns_of(mix)) for (mix, part), own in slices]
         return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
+
+    def _turns_of(self, mix: Mixer) -> Turns | None:
+        """The turns given to this layer, for a part that takes them."""
+        return None if mix.turn_width is None else self._turns
 
     def _states(self, state: Any) -> list[Any]:
         return split([mix.state_type for mix in self.parts], state)

@@ -7,7 +7,7 @@ for the fast path, and as a formula over positions i and j, for the reference.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Any, Literal, TypeVar
 
@@ -56,7 +56,7 @@ class Patterned(Attention):
         self._follow(self._patterns())
 
     def _follow(self, patterns: Sequence[Pattern]) -> None:
-        self.patterns = tuple(patterns)
+        self.patterns = tuple(map(_first_equal, patterns))
         if self.options.causal:
             self.cache = SparseCache(self.patterns)
             self.traits = self.traits._replace(state="growing" if self.cache.growing else "window")
@@ -97,6 +97,12 @@ class Patterned(Attention):
             o, state = self._attend(q, k, v, None, None), Patterned._init_state(self, *x.shape[:2])
             state = self.cache._extend(state, k, v, lengths)
         return self._merge(o), state
+
+
+@lru_cache(maxsize=1024)
+def _first_equal(pattern: Pattern) -> Pattern:
+    """The same object for equal patterns, by which torch.compile knows that layers can share a program."""
+    return pattern
 
 
 def combine(how: str, factors: Sequence[Sequence[Factor]], layer: int) -> list[Factor]:

@@ -21,7 +21,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Mixer
 from subquad.mechanisms.recurrent import Recurrent, Tokens
 from subquad.ops.precision import wide, wide_type
-from subquad.ops.rotary import rotate
+from subquad.ops.rotary import turned, turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class RetNet(Recurrent):
         dim, keys = options.dim, options.dim // options.heads
         wide_dim = dim * options.expand_v
         super().__init__(options, keys, keys * options.expand_v, mixed=2 * dim + wide_dim, plain=wide_dim)
+        self.turn_width = keys if options.rotary else None
         self.norm = nn.GroupNorm(options.heads, wide_dim)
 
     def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:
@@ -45,7 +46,8 @@ class RetNet(Recurrent):
         if self.options.rotary:
             at = torch.arange(q.shape[1], device=q.device)
             at = at if position is None else position[:, None] + at
-            q, k = rotate(q, at), rotate(k, at)
+            by = self._turns or turns(at, self.keys, wide_type(q))
+            q, k = turned(q, by), turned(k, by)
         head = torch.arange(self.options.heads, device=q.device, dtype=wide_type(q))
         log_gate = torch.log1p(-torch.exp2(-5 - head)).expand(q.shape[:3])
         return Tokens(q * self.keys**-0.5, k, v, log_gate)

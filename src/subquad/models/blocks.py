@@ -18,6 +18,7 @@ from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
 from subquad.ops.lengths import zero_padding
+from subquad.ops.rotary import Turns
 
 Stream = tuple[Tensor, ...]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
@@ -52,7 +53,7 @@ class FeedForward(nn.Module):
             h = nn.functional.silu(gate) * value
         else:
             h = nn.functional.relu(h) if self.activation == "relu" else nn.functional.gelu(h)
-        return self.out(self.dropout(h))
+        return self.out(self.dropout(h) if self.dropout.p else h)
 
 
 class Residual(nn.Module):
@@ -70,7 +71,7 @@ class Residual(nn.Module):
         return x if self.post else self.norm(x)
 
     def write(self, stream: Stream, y: Tensor) -> Stream:
-        y = self.dropout(y)
+        y = self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
         if len(stream) == 2:
             return stream[1], stream[0] + y
         x = stream[0] + y
@@ -101,14 +102,22 @@ class Block(nn.Module):
         self.ff_residual = Residual(config)
 
     def forward(
-        self, stream: Stream, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None
+        self,
+        stream: Stream,
+        lengths: Tensor | None,
+        memory: Tensor | None,
+        memory_lengths: Tensor | None,
+        turns: Turns | None = None,
     ) -> Stream:
-        """The stream after this block; with pool > 1 it is shorter, `shorten(lengths, pool)`."""
+        """The stream after this block; with pool > 1 it is shorter, `shorten(lengths, pool)`.
+
+        `turns` of the positions, as the mixer takes them; the stack makes them once for all blocks.
+        """
         if self.pool > 1:
-            stream, y = self._mix_pooled(stream, lengths)
+            stream, y = self._mix_pooled(stream, lengths, turns)
             lengths = shorten(lengths, self.pool)
         else:
-            y = self._mix(self.mixer_residual.read(stream), lengths)
+            y = self._mix(self.mixer_residual.read(stream), lengths, turns)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths)
 
     def init_state(self, batch: int, capacity: int | None) -> Any:
@@ -121,25 +130,37 @@ class Block(nn.Module):
         return self.cross.remember(memory, memory_lengths)
 
     def prefill(
-        self, stream: Stream, lengths: Tensor | None, state: Any, memory: Any, memory_lengths: Tensor | None
+        self,
+        stream: Stream,
+        lengths: Tensor | None,
+        state: Any,
+        memory: Any,
+        memory_lengths: Tensor | None,
+        turns: Turns | None = None,
     ) -> tuple[Stream, Any]:
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None:
             h, recent = self.taps.prefill(h, lengths, recent)
-        y, mixed = self.mixer.prefill(h, lengths, mixed)
+        y, mixed = self.mixer.prefill(h, lengths, mixed, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
         return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
 
     def step(
-        self, stream: Stream, state: Any, memory: Any, memory_lengths: Tensor | None, inplace: bool = False
+        self,
+        stream: Stream,
+        state: Any,
+        memory: Any,
+        memory_lengths: Tensor | None,
+        inplace: bool = False,
+        turns: Turns | None = None,
     ) -> tuple[Stream, Any]:
         """The stream of one token, [B, D]."""
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:
             h, recent = self.taps.step(h, recent, inplace)
-        y, mixed = self.mixer.step(h, mixed, inplace)
+        y, mixed = self.mixer.step(h, mixed, inplace, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
         stream = self.mixer_residual.write(stream, y)
         if self.cross is not None and self.cross_residual is not None:
@@ -150,23 +171,25 @@ class Block(nn.Module):
 
     def _feed(self, stream: Stream) -> Stream:
         """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
-        ff, norm = self.ff, self.ff_residual.norm
-        if len(stream) == 2 or self.training or ff.gated or not pays(stream[0], ff.inner.weight):
-            return self.ff_residual.write(stream, ff(self.ff_residual.read(stream)))
+        ff, residual = self.ff, self.ff_residual
+        usual = len(stream) == 2 or self.training or not stream[0].is_cuda or ff.gated
+        if usual or not pays(stream[0], ff.inner.weight):
+            return residual.write(stream, ff(residual.read(stream)))
+        norm = residual.norm
         y = feed_forward(
             stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,
             norm.bias if isinstance(norm, nn.LayerNorm) else None, eps=norm.eps or torch.finfo(stream[0].dtype).eps,
             activation="relu" if ff.activation == "relu" else "gelu",
-            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not self.ff_residual.post,
+            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not residual.post,
         )  # fmt: skip
         return (y,)
 
     def branches(
-        self, lengths: Tensor | None, memory_lengths: Tensor | None
+        self, lengths: Tensor | None, memory_lengths: Tensor | None, turns: Turns | None = None
     ) -> Iterator[tuple[Residual, nn.Module, Branch]]:
         """The branches of `forward` in order: (its residual, its module, the function of what it reads)."""
         mixing = self.mixer if self.taps is None else nn.ModuleList([self.taps, self.mixer])
-        yield self.mixer_residual, mixing, lambda h, _: self._mix(h, lengths)
+        yield self.mixer_residual, mixing, lambda h, _: self._mix(h, lengths, turns)
         cross = self.cross
         if cross is not None and self.cross_residual is not None:
             yield self.cross_residual, cross, lambda h, memory: cross(h, lengths, memory, memory_lengths)
@@ -182,8 +205,8 @@ class Block(nn.Module):
         self.taps.check(state.recent, h.shape[0])
         return state
 
-    def _mix(self, h: Tensor, lengths: Tensor | None) -> Tensor:
-        return self.mixer(self._tap(h, lengths), lengths)
+    def _mix(self, h: Tensor, lengths: Tensor | None, turns: Turns | None) -> Tensor:
+        return self.mixer(self._tap(h, lengths), lengths, turns=turns)
 
     def _tap(self, h: Tensor, lengths: Tensor | None) -> Tensor:
         return h if self.taps is None else self.taps(h, lengths)
@@ -194,7 +217,7 @@ class Block(nn.Module):
             stream = self.cross_residual.write(stream, y)
         return self.ff_residual.write(stream, self.ff(self.ff_residual.read(stream)))
 
-    def _mix_pooled(self, stream: Stream, lengths: Tensor | None) -> tuple[Stream, Tensor]:
+    def _mix_pooled(self, stream: Stream, lengths: Tensor | None, turns: Turns | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
 
         They attend to every position if the mixer has cross-attention. Otherwise the mixed sequence is averaged. It is
@@ -204,7 +227,7 @@ class Block(nn.Module):
         pooled = (mean_pool(stream[0], lengths, self.pool),)
         context = self._tap(self.mixer_residual.read(stream), lengths)
         if not self.mixer.traits.cross or self.mixer.options.rotary or self.mixer.joint_queries:
-            return pooled, mean_pool(self.mixer(context, lengths), lengths, self.pool)
+            return pooled, mean_pool(self.mixer(context, lengths, turns=turns), lengths, self.pool)
         queries = self.mixer_residual.read(pooled)  # means, which taps do not reach
         return pooled, self.mixer(queries, shorten(lengths, self.pool), context, lengths)
 

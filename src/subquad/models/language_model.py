@@ -10,7 +10,7 @@ from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, check_tie, make_head
 from subquad.models.inputs import batch_size
-from subquad.models.loss import Reduction, cross_entropy, shift
+from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, shift
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
 
@@ -61,9 +61,10 @@ class LanguageModel(Model):
         self.transformer = Transformer(config.transformer)
         self.head = None if config.tie else make_head(config.transformer.dim, config.width)
 
-    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits [B, T, vocab]; zeros beyond `lengths`."""
-        return self._logits(self.transformer(self.embedding(tokens, lengths), lengths))
+    def forward(self, tokens: Tensor, lengths: Tensor | None = None, head: bool = True) -> Tensor:
+        """Logits [B, T, vocab]; beyond `lengths` those of a zero vector. With head=False the head's input, [B, T, D]."""
+        y = self.transformer(self.embedding(tokens, lengths), lengths)
+        return self._logits(y) if head else y
 
     def loss(
         self,
@@ -72,14 +73,25 @@ class LanguageModel(Model):
         targets: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
+        pieces: int | None = None,
     ) -> Tensor:
-        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
+        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given.
+
+        `pieces`: compute logits and loss for so many pieces of the tokens, one after the other, which saves memory.
+        None: 8 pieces from 2^26 logits on, where all at once would be most of the memory, otherwise 1.
+        """
         if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
             raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
             tokens, targets, lengths = shift(tokens, lengths)
+        how = lengths, ignore_index, reduction
+        layer = self._plain_head()
+        if layer is not None:
+            return head_cross_entropy(self(tokens, lengths, head=False), *layer, targets, *how, pieces)
+        if pieces not in (None, 1):
+            refuse("pieces", pieces, "None or 1 with a mixture, or with a head that was replaced or has hooks")
         loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-        return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+        return loss(self(tokens, lengths), targets, *how)
 
     generate, stream = generation.generate, generation.stream
 
@@ -100,6 +112,15 @@ class LanguageModel(Model):
         position, _ = self.transformer.check_state(state, batch_size(tokens))
         y, state = self.transformer.step(self.embedding.step(tokens, position), state, inplace=inplace)
         return self._logits(y), state
+
+    def _plain_head(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the output layer; None for a mixture, or if the layer was replaced or has hooks."""
+        if self.config.mixture is not None:
+            return None
+        if self.head is None:
+            return self.embedding.weight, None
+        hooks = self.head._forward_hooks or self.head._forward_pre_hooks or self.head._backward_hooks
+        return None if type(self.head) is not nn.Linear or hooks else (self.head.weight, self.head.bias)
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.embedding.weight) if self.head is None else self.head(y)

@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from subquad.checks import INTEGERS, check_plain, check_strided
+from subquad.checks import INTEGERS, check_count, check_plain, check_strided, refuse
 from subquad.models.inputs import check_ids
+from subquad.ops.cross_entropy import summed_cross_entropy
 from subquad.ops.lengths import check_lengths, keep, shape_of
-from subquad.ops.precision import wide
+from subquad.ops.precision import autocasts, wide
 
 Reduction = Literal["mean", "sum", "none"]
+LARGE = 2**26  # logits from which a loss in pieces pays: 256 MiB in float32, of which plain torch holds several
+PIECES = 8  # so that a piece still keeps a GPU busy
 
 
 def shift(
@@ -45,6 +49,44 @@ def cross_entropy(
     return over_targets(losses, logits, logits.shape[-1], targets, lengths, ignore_index, reduction, name)
 
 
+def head_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lengths: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    pieces: int | None = None,
+    name: str = "targets",
+) -> Tensor:
+    """`cross_entropy` of the logits x W^T + b; x [B, T, D], weight [V, D], bias [V].
+
+    `pieces`: compute it for so many pieces of the tokens, one after the other, so that all logits never exist at once.
+    None: `pieces_of` decides. With reduction="none" there is one piece.
+    """
+    if pieces is not None:
+        check_count("pieces", pieces)
+        if pieces > 1 and reduction == "none":
+            refuse("pieces", pieces, 'None or 1 with reduction="none"')
+    if reduction == "none" or (pieces := pieces_of(x, weight) if pieces is None else pieces) == 1:
+        logits = nn.functional.linear(x, weight, bias)
+        return cross_entropy(logits, targets, lengths, ignore_index, reduction, name)
+    ids, counted = check_targets(x, weight.shape[0], targets, lengths, ignore_index, reduction, name)
+    flat = x.flatten(0, -2), weight, bias, ids.flatten(), counted.flatten()
+    return reduced(summed_cross_entropy(*flat, pieces), counted, reduction)
+
+
+def pieces_of(x: Tensor, weight: Tensor) -> int:
+    """How many pieces pay for these tokens and vocabulary: 8 from 2^26 logits on, otherwise 1.
+
+    One in float16, whose gradients are too small until the loss is scaled, after the pieces have made theirs.
+    """
+    kind = torch.get_autocast_dtype(x.device.type) if autocasts(x.device) else x.dtype
+    tokens = x.shape[:-1].numel()
+    return PIECES if tokens * weight.shape[0] >= LARGE and kind != torch.float16 else 1
+
+
 def over_targets(
     losses_of: Callable[[Tensor], Tensor],
     outputs: Tensor,
@@ -56,6 +98,26 @@ def over_targets(
     name: str = "targets",
 ) -> Tensor:
     """Reduce any loss of integer targets from 0 to `values`, exclusive; one target for each vector of outputs."""
+    ids, counted = check_targets(outputs, values, targets, lengths, ignore_index, reduction, name)
+    losses = losses_of(ids).masked_fill(~counted, 0)
+    return losses if reduction == "none" else reduced(losses.sum(), counted, reduction)
+
+
+def reduced(total: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+    """The sum or the mean over the targets that are counted, from their sum."""
+    return total if reduction == "sum" else total / counted.sum().clamp(min=1)
+
+
+def check_targets(
+    outputs: Tensor,
+    values: int,
+    targets: Tensor,
+    lengths: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """(checked targets with 0 for those that do not count, whether each counts)."""
     shape = outputs.shape[:-1]
     check_plain("reduction", reduction, Reduction)
     if not isinstance(targets, Tensor) or targets.shape != shape:
@@ -69,9 +131,6 @@ def over_targets(
     mask = None if lengths is None else keep(check_lengths(lengths, targets), targets.shape[1])
     if mask is not None:
         counted = counted & mask
-    safe = targets.long().masked_fill(~counted, 0)
-    check_ids(name, safe, values)
-    losses = losses_of(safe).masked_fill(~counted, 0)
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum().clamp(min=1)
+    ids = targets.long().masked_fill(~counted, 0)
+    check_ids(name, ids, values)
+    return ids, counted

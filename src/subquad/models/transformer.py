@@ -15,7 +15,9 @@ from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import check_position, check_type, clean_frames
 from subquad.models.saving import Model
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
-from subquad.ops.precision import wide
+from subquad.ops.precision import wide, wide_type
+from subquad.ops.rotary import Turns
+from subquad.ops.rotary import turns as make_turns
 
 
 class State(NamedTuple):
@@ -74,14 +76,22 @@ class Transformer(Model):
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
         stream = self._open(x)
         if self.config.reversible and torch.is_grad_enabled():
-            branches = (parts for block in self._blocks() for parts in block.branches(lengths, memory_lengths))
+            turns = self._turns(x)
+            branches = (
+                parts
+                for block in self._blocks()
+                for parts in block.branches(lengths, memory_lengths, turns.get(block.mixer.turn_width))
+            )
             return self._close(reversible.run(branches, stream, memory), lengths)
+        turns = self._turns(x)
         for block in self._blocks():
+            given = (stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
             if self.config.checkpoint and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, lengths, memory, memory_lengths, use_reentrant=False)
+                stream = checkpoint(block, *given, use_reentrant=False)
             else:
-                stream = block(stream, lengths, memory, memory_lengths)
-            lengths = shorten(lengths, block.pool)
+                stream = block(*given)
+            if block.pool > 1:
+                lengths, turns = shorten(lengths, block.pool), self._turns(stream[0])
         return self._close(stream, lengths)
 
     def short_lengths(self, lengths: Tensor | None) -> Tensor | None:
@@ -128,8 +138,10 @@ class Transformer(Model):
         else:
             position, states = self.check_state(state, batch)
         stream, layers = self._open(x), []
+        turns = self._turns(x, None if state is None else position)
         for block, before, read in zip(self._blocks(), states, memories, strict=True):
-            stream, after = block.prefill(stream, lengths, before, read, memory_lengths)
+            given = turns.get(block.mixer.turn_width)
+            stream, after = block.prefill(stream, lengths, before, read, memory_lengths, given)
             layers.append(after)
         new = State(tuple(layers), position + (size if lengths is None else lengths))
         return self._close(stream, lengths), new
@@ -151,8 +163,10 @@ class Transformer(Model):
         position, states = self.check_state(state, x.shape[0])
         memories, memory_lengths = self._memories(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
+        turns = self._turns(x[:, None], position)
         for block, before, read in zip(self._blocks(), states, memories, strict=True):
-            stream, after = block.step(stream, before, read, memory_lengths, inplace)
+            given = turns.get(block.mixer.turn_width)
+            stream, after = block.step(stream, before, read, memory_lengths, inplace, given)
             layers.append(after)
         return self._close(stream, None), State(tuple(layers), position.add_(1) if inplace else position + 1)
 
@@ -171,6 +185,16 @@ class Transformer(Model):
     def _weight(self) -> Tensor:
         """A weight of the model, for its width, type and device."""
         return self._blocks()[0].ff.inner.weight
+
+    def _turns(self, x: Tensor, position: Tensor | None = None) -> dict[int | None, Turns]:
+        """The rotary turns of the tokens x [B, T, D], for each width that mixers turn; rows start at `position` [B]."""
+        widths = {block.mixer.turn_width for block in self._blocks()} - {None}
+        again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
+        if not widths or (again and torch.compiler.is_compiling()):
+            return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
+        at = torch.arange(x.shape[1], device=x.device)
+        at = at if position is None else position[:, None] + at
+        return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
 
     def _open(self, x: Tensor) -> Stream:
         if not self.config.reversible:

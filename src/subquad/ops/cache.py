@@ -13,11 +13,21 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 
     Compiled, captured and shape-only programs cannot read `position`: there the caller must allocate the room first.
     """
+    return _with_room(cache, _read(cache, position), more)
+
+
+def _read(cache: Tensor, position: Tensor) -> list[int] | None:
+    """The positions, or None where they cannot be read."""
     traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
     if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return position.tolist()  # one copy from a GPU; min() and max() would be two
+
+
+def _with_room(cache: Tensor, used: list[int] | None, more: int) -> Tensor:
+    if used is None:
         return cache
-    size, used = cache.shape[1], position.tolist()  # one copy from a GPU; min() and max() would be two
-    low, high = min(used), max(used)
+    size, low, high = cache.shape[1], min(used), max(used)
     if low < 0 or (more and high > size):
         raise ValueError(f"state.position ranges from {low} to {high}: this state holds {size} places")
     if high + more <= size:
@@ -32,7 +42,12 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
     Padding in `new` is written too: it is beyond the row's new position, so nothing reads it, and the next append
     overwrites it.
     """
-    cache = with_room(cache, position, new.shape[1])
+    used, count = _read(cache, position), new.shape[1]
+    old, cache = cache, _with_room(cache, used, count)
+    if used is not None and used.count(used[0]) == len(used):  # all rows at one place: copy, not scatter
+        cache = cache.clone() if cache is old and not inplace else cache
+        cache[:, used[0] : used[0] + count] = new
+        return cache
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]  # [B, 1]
     slots = position[:, None] + torch.arange(new.shape[1], device=cache.device)  # [B, T]
     write = cache.index_put_ if inplace else cache.index_put
@@ -68,7 +83,8 @@ def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fuse
         from subquad.ops.cache_triton import attend
 
         return attend(q_t, k, v, count, scale)
-    low, high = (int(n) for n in torch.aminmax(count))
+    counts = count.tolist()
+    low, high = min(counts), max(counts)
     k, v = k[:, :high], v[:, :high]
     if low < high:
         return _masked(q_t, k, v, count, scale)

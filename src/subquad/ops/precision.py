@@ -1,5 +1,8 @@
 """The type of sums: at least float32, and float64 for float64 inputs. Autocast, also for meta, which lacks it."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ def autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def uncast(x: Tensor) -> torch.autocast:
+def uncast(x: Tensor) -> AbstractContextManager[Any]:
     """A context that turns off autocast on x's device."""
+    if not (torch.compiler.is_exporting() or autocasts(x.device)):  # an exported program may meet autocast later
+        return nullcontext()
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

@@ -113,7 +113,11 @@ def window_loss(model: nn.Module, batch: Batch) -> Loss:
     tokens, first = batch["tokens"].long(), batch["first"]
     at = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     targets = tokens[:, 1:].masked_fill(at < first[:, None], IGNORED)
-    total = cross_entropy(model(tokens[:, :-1]), targets, ignore_index=IGNORED, reduction="sum")
+    how: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+    if isinstance(model, LanguageModel):  # it can leave out the logits of a large vocabulary
+        total = model.loss(tokens[:, :-1], targets=targets, **how)
+    else:
+        total = cross_entropy(model(tokens[:, :-1]), targets, **how)
     return Loss(total, (targets != IGNORED).sum())
 
 

@@ -118,6 +118,9 @@ class Pattern(ABC):
         axes.set(title=title or repr(self), xlabel="key", ylabel="query")
         figure.savefig(path, dpi=160)
 
+    def __deepcopy__(self, _: object) -> "Pattern":
+        return self  # nothing in it can change
+
     def to_json(self) -> str:
         return json.dumps([{"atom": type(atom).__name__, **asdict(atom)} for atom in self.atoms])  # type: ignore[call-overload]
 
