@@ -339,6 +339,17 @@ def values_of(model: Any) -> int:
     return head_of(model).values
 
 
+def limit_of(model: Any) -> int | None:
+    """The number of positions that a language model has; None: any number."""
+    stack = stack_of(model)
+    tables = getattr(getattr(model, "embedding", None), "positions", None)
+    limits = [None if tables is None else tables.limit]
+    for block in getattr(stack, "blocks", ()):
+        options = block.mixer.options
+        limits += [options.max_length if block.mixer.traits.fixed_length else None, getattr(options, "length", None)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def position_of(state: State) -> Tensor:
     """[B]: tokens that each stream has seen."""
     return state.position if hasattr(state, "position") else state.decoder.position
