@@ -101,7 +101,7 @@ class Loop:
         unroll: int = 1,
         top: int = 0,
     ):
-        self.decoder, self.head = decoder_of(model), head_of(model)
+        self.decoder, self.head, self.sampling = decoder_of(model), head_of(model), sampling
         self.state, self.seeds = state, seeds
         batch, device = token.shape[0], token.device
         self.token = token.clone()
