@@ -209,7 +209,7 @@ class Loop:
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
                 self._run(self.group, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)

@@ -456,7 +456,8 @@ class Engine:
         if self.abreast == 1:
             ((job, count),) = group
             tokens = torch.tensor([job.request.prompt[job.read : job.read + count]], device=self.model.device)
-            state = None if job.state is None else self.rooms.fit(job.state, job.read + count)
+            room = -(-(job.read + count) // BLOCK) * BLOCK  # what lies behind the piece must not change its numbers
+            state = None if job.state is None else self.rooms.fit(job.state, room)
             outputs, state = self._prefill(tokens, None, state)
             results = [(outputs[0], state)]
         else:
