@@ -38,8 +38,7 @@ class Scripted:
 
     def cancel(self, number: int) -> None:
         with self.lock:
-            self.waiting.pop(number, None)
-            if self.running.pop(number, None) is not None:
+            if self.waiting.pop(number, None) or self.running.pop(number, None):
                 self.cancelled.append(number)
 
     def start(self) -> None:

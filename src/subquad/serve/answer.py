@@ -106,7 +106,7 @@ class Answer:
         await self._start(send, 200, headers)
         usage = ',"usage":null' if self.asked.usage else ""
         head = to_json(self._head())[:-1].decode() + ',"choices":['
-        roles = [f'data: {head}{self._role(choice)}]{usage}}}\n\n' for choice in self.choices if self.asked.chat]
+        roles = [f"data: {head}{self._role(choice)}]{usage}}}\n\n" for choice in self.choices if self.asked.chat]
         status = 200
         while self.open:
             await self.job.ready.wait()

@@ -34,7 +34,9 @@ LARGE = 1 << 16  # bytes of a body that is read in a thread, so that streams do 
 PATIENCE = 30.0  # seconds to send a body
 STALLED = 60.0  # seconds without reading after which a client is cut off
 RETRY = "2"  # seconds after which a refused client may try again
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
+)
 
 
 @dataclass(kw_only=True)
@@ -46,7 +48,6 @@ class Service:
     metrics: Metrics
     about: Mapping[str, Any]  # the model, as /v1/models shows it
     keys: tuple[str, ...] = ()
-    secret: bytes = b""  # makes owners from keys, so that files of a cache do not tell keys
     largest: int = 16_000_000  # bytes of a body
     page: str = ""
     origins: tuple[str, ...] = ()  # that browsers may call from; none: only our own page
@@ -198,7 +199,7 @@ class Service:
         logger.error("%s failed: %s%s\n%s", path, type(error).__name__, what, where)
 
     def _owner(self, request: Request) -> str:
-        """Who asks: a keyed hash of the API key. Takes the same time for every wrong key."""
+        """Who asks: a hash of the API key, which the cache hashes again. Every wrong key takes the same time."""
         if not self.keys:
             return ""
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -206,7 +207,7 @@ class Service:
         if kind.lower() != "bearer" or not any(fits):
             message = "a valid API key is missing: send it as Authorization: Bearer KEY"
             raise Refused(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return hashlib.blake2b(given.strip().encode("latin-1"), key=self.secret, digest_size=16).hexdigest()
+        return hashlib.blake2b(given.strip().encode("latin-1"), person=b"subquad owner").hexdigest()
 
     async def _sweep(self) -> None:
         """Cut off clients that have not read for a minute."""

@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's parameters to what the engine needs. Anything that is not supported is refused by name."""
+"""Bodies of requests: OpenAI's parameters to what the engine needs. What is not supported is refused by name."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -68,8 +68,8 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 BOTH: dict[str, Any] = {
     "model": str, "max_tokens": int, "n": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float,
-    "repetition_penalty": float, "seed": int, "stop": str | list[str], "stream": bool, "stream_options": Mapping[str, Any],
-    "ignore_eos": bool,
+    "repetition_penalty": float, "seed": int, "stop": str | list[str], "stream": bool,
+    "stream_options": Mapping[str, Any], "ignore_eos": bool,
 }  # fmt: skip
 COMPLETION: dict[str, Any] = {**BOTH, "prompt": Any, "logprobs": int, "echo": bool}
 CHAT: dict[str, Any] = {**BOTH, "messages": Any, "max_completion_tokens": int, "logprobs": bool, "top_logprobs": int}
@@ -213,9 +213,7 @@ class Reader:
             read.append({**{k: v for k, v in message.items() if k in ("role", "name") and v}, "content": text})
         return tuple(_checked("messages", self.vocabulary.render, read)) or (self.vocabulary.start,)
 
-    def _steps(
-        self, name: str, steps: int | None, prompts: Sequence[Sequence[int]], default: int, least: int
-    ) -> int:
+    def _steps(self, name: str, steps: int | None, prompts: Sequence[Sequence[int]], default: int, least: int) -> int:
         longest = max(map(len, prompts))
         room = self.longest - longest + 1  # the last token that is drawn takes no position
         if room < 1:
@@ -257,4 +255,6 @@ def _wrong(param: str, message: str) -> NoReturn:
 
 
 def _refuse_prompt(prompt: Any) -> NoReturn:
-    _wrong("prompt", f"prompt={shown(prompt)} cannot work: accepted is text, a list of texts, tokens or lists of tokens")
+    _wrong(
+        "prompt", f"prompt={shown(prompt)} cannot work: accepted is text, a list of texts, tokens or lists of tokens"
+    )

@@ -35,9 +35,7 @@ class Metrics:
         self.stats: Callable[[], Any] | None = None
         self.cache: Callable[[], Any] | None = None
         self.slots = 0
-        self.requests = Counter(
-            "subquad_requests", "Answered requests.", ("path", "status"), registry=self.registry
-        )
+        self.requests = Counter("subquad_requests", "Answered requests.", ("path", "status"), registry=self.registry)
         self.first_token = Histogram(
             "subquad_time_to_first_token_seconds", "From a request to its first token.", buckets=SECONDS,
             registry=self.registry,

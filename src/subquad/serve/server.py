@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 import os
-import secrets
 import signal
 import socket
 import time
@@ -30,8 +29,8 @@ from subquad.serve.exchange import Exchange
 from subquad.serve.metrics import Metrics
 from subquad.serve.settings import GB, MB, ServeSettings
 from subquad.serve.vocabulary import Vocabulary, vocabulary_of
-from subquad.tasks import Images, writer_of
-from subquad.tasks.images import SETS
+from subquad.tasks import writer_of
+from subquad.tasks.images import SETS, Images
 from subquad.tasks.kinds import positions_of
 from subquad.tasks.write_images import image_shape
 
@@ -93,8 +92,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     draft = None if settings.draft is None else _load(shipped.find(settings.draft), device, settings.dtype)
     vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
     capacity = _capacity(model, settings.capacity)
-    secret = _secret(settings.cache_dir)
-    cache = _cache(model, folder, settings)
+    cache = _cache(model, settings)
     metrics = Metrics()
     exchange = Exchange(metrics)
     exchange.engine = Engine(
@@ -110,7 +108,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     }  # fmt: skip
     return Service(
         reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
-        secret=secret, largest=int(settings.body_mb * MB), page=_page(), log_prompts=settings.log_prompts,
+        largest=int(settings.body_mb * MB), page=_page(), log_prompts=settings.log_prompts,
         origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
     )  # fmt: skip
 
@@ -140,18 +138,14 @@ def _capacity(model: LanguageModel, asked: int | None) -> int:
     return CONSTANT_LONGEST if constant else model.config.transformer.max_length or GROWING_LONGEST
 
 
-def _cache(model: LanguageModel, folder: Path, settings: ServeSettings) -> Any:
+def _cache(model: LanguageModel, settings: ServeSettings) -> Any:
     if settings.cache_gb == 0:
         if settings.cache_dir is not None:
             refuse("cache_dir", str(settings.cache_dir), "none with cache_gb=0")
         return None
     from subquad.serve.cache import PrefixCache
 
-    fingerprint = f"{read_header(folder).get('sha256', folder)} {model.dtype}"
-    return PrefixCache(
-        int(settings.cache_gb * GB), folder=settings.cache_dir, fingerprint=fingerprint, like=model.init_state(1, 1),
-        device=model.device,
-    )  # fmt: skip
+    return PrefixCache.of(model, int(settings.cache_gb * GB), folder=settings.cache_dir)
 
 
 def _keys(variable: str | None) -> tuple[str, ...]:
@@ -161,22 +155,6 @@ def _keys(variable: str | None) -> tuple[str, ...]:
     if not keys:
         raise ValueError(f"api_key_env={variable!r} cannot work: that environment variable holds no key")
     return keys
-
-
-def _secret(folder: Path | None) -> bytes:
-    """What hashes of API keys are keyed with: of this process, or of the cache's folder, so that restarts find it."""
-    if folder is None:
-        return secrets.token_bytes(32)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / "secret"
-    with contextlib.suppress(FileExistsError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(32))
-    secret = path.read_bytes()
-    if len(secret) != 32:
-        raise ValueError(f"{path} is damaged: delete {folder} to start a new cache")
-    return secret
 
 
 def _describe(

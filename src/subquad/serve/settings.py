@@ -24,14 +24,18 @@ class ServeSettings:
     queue: int = _option(1024, "Requests that may wait for a slot; others are answered 429.")
     capacity: int | None = _option(None, "Tokens of a prompt and its answer; by default as many as the model allows.")
     cache_gb: float = _option(4.0, "Memory for states of prompts that were read; 0: none.")
-    cache_dir: Path | None = _option(None, "Also keep these states in this folder, across restarts.")
+    cache_dir: Path | None = field(
+        default=None, metadata={"help": "Also keep these states in this folder, across restarts."}
+    )
     draft: str | None = _option(None, "A smaller model that proposes tokens: a checkpoint, a run or a folder.")
     name: str | None = _option(None, "What clients call the model; by default the folder's name.")
     device: str = _option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     dtype: str = _option("auto", "float32 or bfloat16; auto: float32 on a CPU, on a GPU as it was saved.")
     api_key_env: str | None = _option(None, "Environment variable that holds API keys, with commas between them.")
     cors: str | None = _option(None, "Origins of web pages that may call, with commas between them.")
-    chat_template: Path | None = _option(None, "A chat template in Jinja; by default the folder's.")
+    chat_template: Path | None = field(
+        default=None, metadata={"help": "A chat template in Jinja; by default the folder's."}
+    )
     body_mb: float = _option(16.0, "The largest body of a request.")
     drain: float = _option(30.0, "Seconds for requests to finish after SIGTERM or Ctrl-C.")
     log_prompts: bool = _option(False, "Also log prompts, as tokens.")

@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +14,14 @@ from subquad.data import audio, files
 from subquad.disk import blaming, read_object
 from subquad.models import LanguageModel
 from subquad.models.decoding import values_of
-from subquad.tasks import Images, Text, writer_of
-from subquad.tasks.text import BYTES, number_tokens, prompt_tokens
+from subquad.tasks import writer_of
+from subquad.tasks.images import Images
+from subquad.tasks.text import BYTES, Text, number_tokens, prompt_tokens
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no text, or not yet
+LONGEST_CHARACTER = 4  # bytes, and so tokens
 END_OF_TEXT = 0  # a zero byte, as between the novels of eltec-eng
 
 
@@ -132,6 +136,9 @@ class HuggingFace(Vocabulary):
         end, begin = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         super().__init__(vocab, begin if begin is not None else end if end is not None else 0)
         self.ends = () if end is None else (end,)
+        self.byte_of = {
+            char: byte for byte, char in import_module("transformers.convert_slow_tokenizer").bytes_to_unicode().items()
+        }
         self.special = frozenset(self.tokenizer.all_special_ids)
         self.template = getattr(self.tokenizer, "chat_template", None)
 
@@ -143,7 +150,17 @@ class HuggingFace(Vocabulary):
         return _TextDecoder(self.tokenizer, self.special)
 
     def bytes_of(self, token: int) -> bytes:
-        return b"" if token >= len(self.tokenizer) else self.tokenizer.decode([token]).encode()
+        if token >= len(self.tokenizer):
+            return b""
+        text: str = self.tokenizer.decode([token])
+        return text.encode() if BROKEN not in text else self._part_of_character(token) or text.encode()
+
+    def _part_of_character(self, token: int) -> bytes:
+        """The bytes of a token whose name is <0xC3>, or a character for each byte, as byte-level tokenizers have."""
+        name: str = self.tokenizer.convert_ids_to_tokens(token)
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return bytes.fromhex(found[1])
+        return bytes(self.byte_of[char] for char in name) if self.byte_of.keys() >= set(name) else b""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.template is None:
@@ -169,7 +186,7 @@ class _TextDecoder:
             return ""
         self.tokens.append(token)
         new = self._new()
-        if not new or new.endswith(BROKEN):
+        if not new or (new.endswith(BROKEN) and len(self.tokens) - self.given < LONGEST_CHARACTER):
             return ""
         self.tokens = self.tokens[self.given :]  # what was written before is context enough for what comes
         self.given = len(self.tokens)
