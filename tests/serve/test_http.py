@@ -260,7 +260,7 @@ def test_owners_are_hashes_of_keys(live: Live) -> None:
 
 
 def mistake(self: answer.Answer, pieces: Any) -> Any:
-    raise KeyError(self.vocabulary.name_of(pieces[0][0].drawn[0].token) + "y secret")
+    raise KeyError(bytes(self.asked.prompts[0]))
 
 
 def test_failures_are_told_and_logs_hold_no_prompts(live: Live, caplog: pytest.LogCaptureFixture) -> None:
