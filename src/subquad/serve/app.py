@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import hmac
 import logging
@@ -79,6 +80,8 @@ class Service:
     async def lifespan(self, _: ASGIApp) -> AsyncIterator[None]:
         self.exchange.loop = asyncio.get_running_loop()
         self.exchange.engine.start()
+        gc.collect()
+        gc.freeze()  # what was imported stays: the collector need not search it again and again
         sweeper = asyncio.create_task(self._sweep())
         try:
             yield
