@@ -15,7 +15,7 @@ from subquad.models import generation
 from subquad.models.decoding import Lane, Mixture, Recompute, decoder_of, step
 from subquad.models.footprint import bytes_per_stream, check_fits, largest_batch
 from subquad.models.generation import generate
-from subquad.models.sampling import Sampling, draw
+from subquad.models.sampling import Rows, Sampling, draw
 from subquad.models.state import fork, join, leaves, load_state, map_state, save_state, select, size
 
 GREEDY = Sampling(temperature=0)
@@ -377,7 +377,7 @@ def test_a_step_traces_as_one_graph() -> None:
 
     torch._dynamo.reset()
     fast = torch.compile(step, backend=keep, fullgraph=True, dynamic=False)
-    args = (Mixture(), Sampling(), None)
+    args = (Mixture(), Rows.of([Sampling()], 256, state.position.device), None)
     plain = map_state(torch.clone, state), token.clone()
     with torch.no_grad():
         for _ in range(3):

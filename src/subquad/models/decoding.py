@@ -19,7 +19,7 @@ from torch import Tensor
 
 from subquad.mechanisms.linear import Linear
 from subquad.models import logistic_mixture
-from subquad.models.sampling import Sampling, draw
+from subquad.models.sampling import Rows, Sampling, Uses, draw, score
 from subquad.models.state import State, leaves, select
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
@@ -71,6 +71,17 @@ class Lane(NamedTuple):
     done: Tensor  # [B], whether a stop token was drawn
     seen: Tensor | None  # [B, V], tokens so far; only with a repetition penalty
     logprob: Tensor | None  # [B], of the token; only if requested
+    top: "Top | None" = None  # only if requested
+
+
+class Top(NamedTuple):
+    """The most probable tokens under the model, the best first."""
+
+    logprobs: Tensor  # [B, N] float32
+    tokens: Tensor  # [B, N]
+
+    def part(self, rows: slice) -> "Top":
+        return Top(self.logprobs[rows], self.tokens[rows])
 
 
 class Loop:
@@ -82,22 +93,28 @@ class Loop:
         state: State,
         token: Tensor,
         seeds: Tensor,
-        sampling: Sampling,
+        sampling: Sampling | Rows,
         stop: Sequence[int] = (),
         logprobs: bool = False,
         compile: bool = False,
         lanes: int = 1,
         unroll: int = 1,
+        top: int = 0,
     ):
-        self.decoder, self.head, self.sampling = decoder_of(model), head_of(model), sampling
+        self.decoder, self.head = decoder_of(model), head_of(model)
         self.state, self.seeds = state, seeds
         batch, device = token.shape[0], token.device
         self.token = token.clone()
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
         self.stop = torch.tensor(sorted(stop), device=device) if stop else None
         self.logprob = torch.zeros(batch, device=device) if logprobs else None
-        penalty = sampling.repetition_penalty != 1
-        self.seen = torch.zeros(batch, vocab_of(model), dtype=torch.bool, device=device) if penalty else None
+        self.rows = sampling if isinstance(sampling, Rows) else Rows.of([sampling], self.head.values, device)
+        self.vocab = vocab_of(model)
+        self.seen: Tensor | None = None
+        self._make_seen()
+        most = min(top, self.head.values)
+        self.top = Top(*(torch.zeros(batch, most, dtype=kind, device=device) for kind in (torch.float32, torch.int64)))
+        self.tops = False  # whether steps fill `top`
         self.one = compiled_step() if compile else step
         self.capturing = device.type == "cuda" and not isinstance(self.decoder, Recompute)
         self.group, self.warm = unroll if self.capturing else 1, WARM
@@ -105,8 +122,35 @@ class Loop:
         self.record_logprob = torch.zeros(self.group, batch, device=device) if logprobs else None
         rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # compiled kernels expect multiples of 16
         self.lanes = [slice(start, start + rows) for start in range(0, batch, rows)]
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: dict[tuple[Uses, bool], torch.cuda.CUDAGraph] = {}  # a step for each set of things it does
         self.work = work_of(model, state, batch)
+
+    @property
+    def graph(self) -> "torch.cuda.CUDAGraph | None":
+        """What was captured for the present settings."""
+        return self.graphs.get((self.rows.uses, self.tops))
+
+    def configure(self, uses: Uses, tops: bool = False) -> None:
+        """What the following steps do for some row: steps for each combination are captured once."""
+        if (uses, tops) == (self.rows.uses, self.tops):
+            return
+        self.rows, self.tops = self.rows._replace(uses=uses), tops
+        self._make_seen()
+        if self.graph is None:
+            self.warm = max(self.warm, 1)  # run it once, so that its kernels are loaded before the capture
+
+    def assign(self, at: Tensor, new: Rows) -> None:
+        """Write the settings of rows [N] of the batch; `configure` says what steps do with them."""
+        if new.exclude is not None and self.rows.exclude is None:
+            empty = torch.zeros(len(self.token), self.head.values, dtype=torch.bool, device=at.device)
+            self.rows = self.rows._replace(exclude=empty)
+        for old, tensor in zip(self.rows[1:], new[1:], strict=True):
+            if isinstance(old, Tensor):
+                old[at] = False if tensor is None else tensor
+
+    def _make_seen(self) -> None:
+        if self.seen is None and self.rows.uses.penalty:
+            self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.token.device)
 
     @torch.no_grad()
     def advance(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -115,7 +159,7 @@ class Loop:
             steps = min(count, self.group)
             whole = self.capturing and steps == self.group
             if whole and self.graph is None and self.warm <= 0:
-                self.graph = self._capture()
+                self._capture()
             if whole and self.graph is not None:
                 self.graph.replay()
             else:
@@ -147,10 +191,13 @@ class Loop:
 
     def _lane(self, rows: slice, state: State, steps: int) -> State:
         seen, logprob = (None if t is None else t[rows] for t in (self.seen, self.logprob))
-        lane = Lane(self.token[rows], self.seeds[rows], self.done[rows], seen, logprob)
+        top, settings = self.top.part(rows) if self.tops else None, self.rows.part(rows)
+        if not settings.uses.penalty:
+            seen = None
+        lane = Lane(self.token[rows], self.seeds[rows], self.done[rows], seen, logprob, top)
         now = defer(self.decoder, state) if self.group > 1 else state
         for i in range(steps):
-            after = self.one(self.decoder, self.head, self.sampling, self.stop, now, lane)
+            after = self.one(self.decoder, self.head, settings, self.stop, now, lane)
             self.record[i, rows] = lane.token
             if self.record_logprob is not None and logprob is not None:
                 self.record_logprob[i, rows] = logprob
@@ -159,7 +206,7 @@ class Loop:
         settle(self.decoder, now, steps)
         return state
 
-    def _capture(self) -> "torch.cuda.CUDAGraph | None":
+    def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -167,17 +214,21 @@ class Loop:
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)
             self.capturing = False
-            return None
-        return graph
+        else:
+            self.graphs[self.rows.uses, self.tops] = graph
 
 
-def step(decoder: Any, head: Any, sampling: Sampling, stop: Tensor | None, state: State, lane: Lane) -> State:
+def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State, lane: Lane) -> State:
     """Read the token of each stream and draw the next one; the state and the lane are changed in place."""
-    token, seeds, done, seen, logprob = lane
+    token, seeds, done, seen, logprob, top = lane
     if seen is not None:
         seen.scatter_(1, token[:, None], True)
     outputs, state = decoder.step(token, state, inplace=True)
-    new = head.draw(outputs, sampling, seeds, position_of(state), None if seen is None else seen[:, : head.values])
+    new = head.draw(outputs, rows, seeds, position_of(state), None if seen is None else seen[:, : head.values])
+    if top is not None:
+        best = head.log_probs(outputs).topk(top.tokens.shape[-1])
+        top.logprobs.copy_(best.values)
+        top.tokens.copy_(best.indices)
     if logprob is not None:
         logprob.copy_(head.log_prob(outputs, new).masked_fill(done, 0))
     if stop is not None:
@@ -212,13 +263,16 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 class Categorical:
     """One logit per token."""
 
-    draw = staticmethod(draw)
+    draw, score = staticmethod(draw), staticmethod(score)
 
     def __init__(self, values: int):
         self.values = values
 
+    def log_probs(self, outputs: Tensor) -> Tensor:
+        return outputs.float().log_softmax(-1)
+
     def log_prob(self, outputs: Tensor, token: Tensor) -> Tensor:
-        return outputs.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]
+        return self.log_probs(outputs).gather(-1, token[:, None])[:, 0]
 
 
 class Mixture:
@@ -226,11 +280,22 @@ class Mixture:
 
     values = logistic_mixture.VALUES
     log_prob = staticmethod(logistic_mixture.log_prob)
+    log_probs = staticmethod(logistic_mixture.log_probs)
 
-    def draw(self, outputs: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
-        if sampling.plain:
-            return logistic_mixture.draw(outputs, seeds, position)
-        return draw(logistic_mixture.log_probs(outputs), sampling, seeds, position, seen)
+    def draw(self, outputs: Tensor, rows: Rows, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
+        if not rows.uses.plain:
+            return draw(logistic_mixture.log_probs(outputs), rows, seeds, position, seen)
+        plain = logistic_mixture.draw(outputs, seeds, position)
+        if not rows.uses.adjust:
+            return plain
+        others = draw(logistic_mixture.log_probs(outputs), rows, seeds, position, seen)
+        return torch.where(rows.plain[:, 0], plain, others)
+
+    def score(self, outputs: Tensor, rows: Rows, seeds: Tensor, position: Tensor, seen: Tensor | None) -> Tensor:
+        if rows.uses.plain:  # the value is not the largest of 256 numbers, so there is one candidate
+            drawn = self.draw(outputs, rows, seeds, position, seen)
+            return torch.nn.functional.one_hot(drawn, self.values).to(outputs.dtype)
+        return score(logistic_mixture.log_probs(outputs), rows, seeds, position, seen)
 
 
 def decoder_of(model: Any) -> Any:
@@ -272,6 +337,17 @@ def vocab_of(model: Any) -> int:
 def values_of(model: Any) -> int:
     """Number of tokens that can be drawn: from 0 to this, exclusive."""
     return head_of(model).values
+
+
+def limit_of(model: Any) -> int | None:
+    """The number of positions that a language model has; None: any number."""
+    stack = stack_of(model)
+    tables = getattr(getattr(model, "embedding", None), "positions", None)
+    limits = [None if tables is None else tables.limit]
+    for block in getattr(stack, "blocks", ()):
+        options = block.mixer.options
+        limits += [options.max_length if block.mixer.traits.fixed_length else None, getattr(options, "length", None)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def position_of(state: State) -> Tensor:

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from subquad.checks import check_count
 from subquad.machine import free_bytes
 from subquad.models.decoding import decoder_of, defer, stack_of, values_of
-from subquad.models.state import State, size
+from subquad.models.state import State, map_state, size
 
 SHARE = 0.95  # of the free memory that streams may take
 
@@ -40,6 +43,33 @@ def _bytes_at_work(model: Any, capacity: int) -> int:
     stack = stack_of(model).config
     vectors = 4 * (4 * stack.dim + 2 * stack.ff_width) + 16 * values_of(model)
     return size(defer(decoder, state)) + max(size(layer) for layer in layers) + vectors
+
+
+class Rooms:
+    """Gives states room for a number of positions. It remembers shapes, because imagining one takes milliseconds."""
+
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
+        self.shapes: dict[int, State] = {}
+
+    def shape(self, capacity: int) -> State:
+        if capacity not in self.shapes:
+            self.shapes[capacity] = imagine(self.decoder, capacity)
+        return self.shapes[capacity]
+
+    def fit(self, state: State, capacity: int, trim: bool = False) -> State:
+        """The state with as much room as init_state gives; with `trim` not more either, and then nothing else is kept.
+
+        Growing tensors grow at the end of their second dimension. A state that is as wanted is returned as it is.
+        """
+
+        def resize(tensor: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
+            more = wanted.shape[1] - tensor.shape[1] if wanted.shape != least.shape else 0
+            if more > 0:
+                return torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)
+            return tensor[:, :more].clone() if more < 0 and trim else tensor
+
+        return map_state(resize, state, self.shape(1), self.shape(capacity))
 
 
 def imagine(decoder: Any, capacity: int) -> State:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
 from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
-from subquad.models.footprint import check_fits, imagine
+from subquad.models.footprint import Rooms, check_fits
 from subquad.models.inputs import check_ids
 from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
 from subquad.models.saving import Model
@@ -206,7 +206,13 @@ def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> 
 
 
 def read_prompts(
-    model: Any, prompt: Prompt, lengths: Tensor | None, state: State | None, seed: Seed, name: str = "prompt"
+    model: Any,
+    prompt: Prompt,
+    lengths: Tensor | None,
+    state: State | None,
+    seed: Seed,
+    name: str = "prompt",
+    rooms: Rooms | None = None,
 ) -> Prompts:
     """Prompts in any form, with their seeds and the state before them; ValueError if the model cannot read them."""
     if not isinstance(prompt, Tensor):
@@ -242,14 +248,14 @@ def read_prompts(
     check_ids(name, tokens, vocab_of(model))
     seeds = make_seeds(seed, len(tokens), tokens.device)
     if state is not None:
-        _check_given_state(model, state, len(tokens))
+        _check_given_state(model, state, len(tokens), rooms or Rooms(decoder_of(model)))
     return Prompts(tokens, lengths, seeds, state, prompt.ndim == 1)
 
 
-def _check_given_state(model: Any, state: State, batch: int) -> None:
+def _check_given_state(model: Any, state: State, batch: int, rooms: Rooms) -> None:
     """Refuse the state of another model or of another batch."""
     check_state(state)
-    wanted = imagine(decoder_of(model), 1)
+    wanted = rooms.shape(1)
     names, accepted = ([name for name, _ in leaves(nest)] for nest in (state, wanted))
     if type(state) is not type(wanted) or names != accepted:
         raise ValueError(
@@ -262,14 +268,15 @@ def _check_given_state(model: Any, state: State, batch: int) -> None:
         raise ValueError(f"state has batch {batch_of(state)}: prompt has batch {batch}; fork makes one into many")
 
 
-def begin(model: Any, prompts: Prompts, capacity: int) -> State:
+def begin(model: Any, prompts: Prompts, capacity: int, rooms: Rooms | None = None) -> State:
     """A new state after all but the last token of each prompt, with room for `capacity` positions."""
     decoder, (batch, longest), state = decoder_of(model), prompts.tokens.shape, prompts.state
+    rooms = Rooms(decoder) if rooms is None else rooms
     if state is None and hasattr(model, "encode"):
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
     count = longest - 1
     if state is not None:
-        state = _with_capacity(map_state(torch.clone, state), decoder, capacity)
+        state = rooms.fit(map_state(torch.clone, state), capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)
     piece = max(1, PIECE // (batch * values_of(model)))
@@ -280,20 +287,8 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
             # from None, not from an empty state: it tells a mechanism that nothing came before
             work = work_of(model, () if state is None else state, part.numel())
             _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
-            state = after if state is not None else _with_capacity(after, decoder, capacity)
+            state = after if state is not None else rooms.fit(after, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
-
-
-def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
-    """The state with as much room as init_state gives; growing tensors grow at the end of their second dimension."""
-
-    def enlarge(tensor: Tensor, least: Tensor, wanted: Tensor) -> Tensor:
-        more = wanted.shape[1] - tensor.shape[1] if wanted.shape != least.shape else 0
-        if more <= 0:
-            return tensor
-        return torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)
-
-    return map_state(enlarge, state, imagine(decoder, 1), imagine(decoder, capacity))
 
 
 class _Modes(NamedTuple):

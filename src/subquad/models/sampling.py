@@ -3,14 +3,17 @@
 Noise is a hash of (seed of the stream, position, candidate). So a stream's tokens depend only on its own seed and its
 own outputs: not on the batch, its order, the device, or how often the loop was interrupted.
 
-To add an option, add a field of `Sampling` with its check, a line in `SamplingOptions` and a line in `adjust`.
-`generate`, `stream`, `Streams` and the command line then have it too.
+The rows of a batch may have different settings: `Rows` holds them as tensors. A setting that a row does not use changes
+no bit of it, so a row draws the same token whatever the others use.
+
+To add an option, add a field of `Sampling` with its check, a line in `SamplingOptions`, a tensor in `Rows` and a line in
+`adjust`. `generate`, `stream`, `Streams` and the command line then have it too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -97,44 +100,129 @@ class SamplingOptions(TypedDict, total=False):
 PLAIN = Sampling()
 
 
-def draw(logits: Tensor, sampling: Sampling, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
+class Uses(NamedTuple):
+    """What some row of a batch needs. A compiled or captured step does only this."""
+
+    greedy: bool
+    noise: bool  # a row draws, so not all are greedy
+    plain: bool  # a row draws with exactly the model's probabilities
+    adjust: bool  # a row does not
+    exclude: bool
+    penalty: bool
+    temperature: bool
+    ranks: bool  # top_k or top_p, which sort the tokens
+    min_p: bool
+
+    @classmethod
+    def of(cls, samplings: Iterable[Sampling]) -> "Uses":
+        chosen = list(samplings)
+        draws = [s for s in chosen if s.temperature > 0]  # no filter removes the token that a greedy row takes
+        return cls(
+            greedy=len(draws) < len(chosen),
+            noise=bool(draws),
+            plain=any(s.plain for s in chosen),
+            adjust=any(not s.plain for s in chosen),
+            exclude=any(s.exclude for s in chosen),
+            penalty=any(s.repetition_penalty != 1 for s in chosen),
+            temperature=any(s.temperature != 1 for s in draws),
+            ranks=any(s.top_k is not None or s.top_p < 1 for s in draws),
+            min_p=any(s.min_p > 0 for s in draws),
+        )
+
+
+class Rows(NamedTuple):
+    """The settings of each row of a batch, or of one row that holds for all; N is 1 or B."""
+
+    uses: Uses
+    plain: Tensor  # [N, 1] bool
+    greedy: Tensor  # [N, 1] bool
+    penalty: Tensor  # [N, 1] float64, as all numbers below; 1 for none
+    temperature: Tensor  # [N, 1], 1 for none and for greedy rows
+    top_k: Tensor  # [N, 1] int64, LARGEST for none
+    top_p: Tensor  # [N, 1], 2 for none, since sums of probabilities may round to a little above 1
+    min_p: Tensor  # [N, 1], its logarithm
+    exclude: Tensor | None  # [N, V] bool; None: nothing
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], values: int, device: torch.device) -> "Rows":
+        """The settings for a model of `values` tokens."""
+
+        def column(numbers: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(numbers, dtype=dtype).to(device)[:, None]
+
+        uses, exclude = Uses.of(samplings), None
+        if uses.exclude:
+            exclude = torch.zeros(len(samplings), values, dtype=torch.bool)
+            for row, sampling in zip(exclude, samplings, strict=True):
+                row[list(sampling.exclude)] = True
+        return cls(
+            uses,
+            column([s.plain for s in samplings], torch.bool),
+            column([s.temperature == 0 for s in samplings], torch.bool),
+            column([s.repetition_penalty for s in samplings]),
+            column([s.temperature or 1.0 for s in samplings]),
+            column([LARGEST if s.top_k is None else s.top_k for s in samplings], torch.int64),
+            column([s.top_p if s.top_p < 1 else 2.0 for s in samplings]),
+            column([math.log(s.min_p) if s.min_p else -math.inf for s in samplings]),
+            None if exclude is None else exclude.to(device),
+        )
+
+    def part(self, rows: slice) -> "Rows":
+        """The settings of some rows: views of the same memory."""
+        if len(self.plain) == 1:
+            return self
+        return type(self)(self.uses, *(None if t is None else t[rows] for t in self[1:]))  # type: ignore[arg-type]
+
+
+def draw(logits: Tensor, sampling: Sampling | Rows, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
     """One token per row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
 
     A repetition penalty reads `seen` [B, V]: whether each stream has seen each token.
     """
-    scores = adjust(logits, sampling, seen)
-    if sampling.temperature == 0:
-        return scores.argmax(-1)
+    return score(logits, sampling, seeds, position, seen).argmax(-1)
+
+
+def score(
+    logits: Tensor, sampling: Sampling | Rows, seeds: Tensor, position: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """Of each token, [B, V]; the largest one is drawn."""
+    rows = sampling if isinstance(sampling, Rows) else Rows.of([sampling], logits.shape[-1], logits.device)
+    scores = adjust(logits, rows, seen)
+    if not rows.uses.noise:
+        return scores
     # The largest of log p + Gumbel noise is a draw from p
-    return (scores + gumbel(seeds, position, scores.shape[-1])).argmax(-1)
+    noise = gumbel(seeds, position, scores.shape[-1])
+    return scores + (noise.masked_fill(rows.greedy, 0) if rows.uses.greedy else noise)
 
 
-def adjust(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+def adjust(logits: Tensor, sampling: Sampling | Rows, seen: Tensor | None = None) -> Tensor:
     """Logits after penalty, temperature and filters: at least float32, -inf for excluded tokens."""
-    scores = wide(logits)
-    if sampling.exclude:
-        scores = scores.clone()
-        for token in sampling.exclude:
-            scores[..., token] = -math.inf
-    if sampling.repetition_penalty != 1:
+    rows = sampling if isinstance(sampling, Rows) else Rows.of([sampling], logits.shape[-1], logits.device)
+    uses, scores = rows.uses, wide(logits)
+    if not uses.adjust:
+        return scores
+    penalty, temperature, top_p, min_p = (
+        numbers.to(scores.dtype) for numbers in (rows.penalty, rows.temperature, rows.top_p, rows.min_p)
+    )
+    if rows.exclude is not None and uses.exclude:
+        scores = scores.masked_fill(rows.exclude, -math.inf)
+    if uses.penalty:
         if seen is None:
             raise ValueError("seen=None: a repetition penalty needs the tokens seen, [B, V]")
-        penalised = torch.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
+        penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
         scores = torch.where(seen, penalised, scores)
-    if sampling.temperature not in (0, 1):
-        scores = scores / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        best = scores.topk(sampling.top_k).indices  # exactly k, even if several are equal
-        scores = torch.full_like(scores, -math.inf).scatter(-1, best, scores.gather(-1, best))
-    if sampling.top_p < 1:
-        ranked, order = scores.sort(-1, descending=True)
-        probabilities = ranked.softmax(-1)
+    if uses.temperature:
+        scores = scores / temperature
+    if uses.ranks:
+        ranked, order = scores.sort(dim=-1, descending=True, stable=True)  # of equal tokens the first one ranks higher
+        keep = torch.arange(scores.shape[-1], device=scores.device) < rows.top_k  # [B, V]
+        probabilities = ranked.masked_fill(~keep, -math.inf).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         # keep a token if those before it add up to less than top_p; the first one always stays
-        keep = (before < sampling.top_p).scatter(-1, order, before < sampling.top_p)
-        scores = scores.masked_fill(~keep, -math.inf)
-    if sampling.min_p > 0:
-        least = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        keep = keep & (before < top_p)
+        scores = scores.masked_fill(~keep.scatter(-1, order, keep), -math.inf)
+    if uses.min_p:
+        least = scores.amax(-1, keepdim=True) + min_p
         scores = scores.masked_fill(scores < least, -math.inf)
     return scores
 

@@ -4,12 +4,36 @@ What a request gets depends on its own prompt, sampling and seed only. Prompts a
 is there, and whether or not a cache knows a part of them.
 """
 
+import sys
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
+import torch
+from torch import Tensor
+
+from subquad.checks import LARGEST, check_count, check_plain, refuse
+from subquad.disk import logger
+from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of, work_of
+from subquad.models.footprint import Rooms
+from subquad.models.generation import evaluating
 from subquad.models.sampling import Sampling
-from subquad.models.state import State
+from subquad.models.state import State, map_state, select
+from subquad.models.streams import Streams
+from subquad.models.threads import run_small
+from subquad.serve.drafting import Draft, Drafter
+
+PIECE = 256  # tokens of a prompt between two steps
+ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be idle with one
+LEAST = 16  # reading fewer tokens than this takes as long
+SEATS = 16  # prompts that are read at the same time
+TOP = 20  # the most probable tokens that a request may ask for
+GROWING = 2048  # positions of a stream by default if its state grows with each of them
+UNLIMITED = 1 << 40  # positions of one whose state does not
+SWITCH = 0.0005  # seconds after which a busy thread gives the interpreter to the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +48,9 @@ class Request:
     logprobs: int | None = None  # None: none; n: of the drawn token and of the n most probable ones
     prompt_logprobs: bool = False  # also of the prompt's tokens
     owner: str = ""  # requests of different owners never share cached states
+
+
+_HINTS = get_type_hints(Request)
 
 
 class Drawn(NamedTuple):
@@ -78,14 +105,44 @@ class Cache(Protocol):
         """Keep the state after exactly these tokens."""
 
 
+class _Job:
+    """A request and how far it is."""
+
+    def __init__(self, number: int, request: Request):
+        self.number, self.request = number, request
+        self.state: State | None = None  # after the first `read` tokens of the prompt, until the stream starts
+        self.read = 0
+        self.cached = 0
+        self.looked = False  # in the cache
+        self.prompt: list[Drawn] = []  # log-probabilities
+        self.id: int | None = None  # of the stream
+        self.made = 0
+        self.text: list[int] = []  # prompt and drawn tokens, for the draft model
+        self.draft: Draft | None = None
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the prompt to read before the stream starts: its first step reads the last one."""
+        return len(self.request.prompt) - 1
+
+
 class Engine:
     """engine = Engine(model, slots=256)
 
     number = engine.submit(Request(prompt=(1, 2, 3), steps=100))
     updates = engine.turn()                       # or engine.start(), and `deliver` gets the updates of every turn
 
-    piece    tokens of a prompt that are read between two steps; the states of the cache lie at multiples of it
-    deliver  called with the updates of each turn, from the engine's thread
+    slots     streams that run at the same time; the batch always has that many rows
+    capacity  positions that a stream may fill; None: as many as the model has, and 2,048 if its state grows
+    queue     requests that may wait
+    cache     keeps states of prompts at multiples of cache.every tokens
+    draft     a smaller model that guesses tokens, which the model then checks in one pass
+    piece     tokens of a prompt that are read between two steps, from its first one on; it divides cache.every
+    deliver   called with the updates of each turn, from the engine's thread
+    abreast   pieces of different prompts that are read in one call, on a GPU: always a batch of that many rows, so that
+              a row's numbers do not depend on the others. On a CPU a piece is read alone
+    ahead     tokens that the draft model guesses; it rests while more than `crowd` streams run, since a step of many
+              streams is the better use of the machine
     """
 
     def __init__(
@@ -99,29 +156,429 @@ class Engine:
         draft: Any = None,
         piece: int | None = None,
         deliver: Callable[[list[Update]], None] | None = None,
+        abreast: int | None = None,
+        ahead: int = 4,
+        crowd: int = 4,
     ):
-        raise NotImplementedError
+        cuda = model.device.type == "cuda"
+        if piece is None:
+            piece = PIECE if cache is None else cache.every
+        abreast = (ABREAST if cuda else 1) if abreast is None else abreast
+        for name, count in (("slots", slots), ("queue", queue), ("piece", piece), ("abreast", abreast), ("ahead", ahead)):
+            check_count(name, count)
+        check_count("crowd", crowd, 0)
+        if cache is not None and cache.every % piece:
+            refuse("piece", piece, f"a divisor of cache.every={cache.every}: states lie between pieces")
+        self.limit = limit_of(model)
+        if capacity is None:
+            grows = stack_of(model).traits.state in ("growing", None)
+            capacity = self.limit or (GROWING if grows else UNLIMITED)
+        check_count("capacity", capacity)
+        if self.limit is not None and capacity > self.limit:
+            refuse("capacity", capacity, f"at most {self.limit}, the positions of this model")
+        self.model, self.modules = model, list(model.modules())
+        self.slots, self.capacity, self.most = slots, capacity, queue
+        self.cache, self.piece, self.abreast, self.deliver = cache, piece, abreast, deliver
+        self.ahead, self.crowd = ahead, crowd
+        self.drafter = None if draft is None else Drafter(draft, model)
+        self.values, self.vocab = values_of(model), vocab_of(model)
+        self.decoder, self.head, self.rooms = decoder_of(model), head_of(model), Rooms(decoder_of(model))
+        self.streams = self._make_streams()
+
+        self.work = threading.Condition()  # guards what other threads touch: the next four
+        self.waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by owner; the first owner is served next
+        self.known: dict[int, _Job] = {}  # requests that have not ended
+        self.leaving: set[int] = set()  # numbers to cancel
+        self.closed = self.ending = False
+        self.turning = threading.Lock()
+        self.thread: threading.Thread | None = None
+        self.reading: deque[_Job] = deque()
+        self.drawing: dict[int, _Job] = {}  # by the id of the stream
+        self.next_number = 0
+        self.counts = dict.fromkeys(("steps", "tokens", "prompt_tokens", "cached_tokens", "drafted", "accepted"), 0)
+
+    def _make_streams(self) -> Streams:
+        return Streams(self.model, slots=self.slots, capacity=self.capacity, top=min(TOP, self.values))
+
+    # What other threads call
+
+    def check(self, request: Request) -> None:
+        """ValueError if a request cannot work; it names the limit."""
+        for name, hint in _HINTS.items():
+            check_plain(name, getattr(request, name), hint)
+        check_count("steps", request.steps)
+        if not request.prompt:
+            raise ValueError("prompt is empty: at least one token is needed, such as a start token")
+        for name, tokens, most in (("prompt", request.prompt, self.vocab), ("stop", request.stop, self.values)):
+            wrong = next((token for token in tokens if not 0 <= token < most), None)
+            if wrong is not None:
+                raise ValueError(f"{name} holds {wrong}: accepted are tokens from 0 to {most - 1}")
+        request.sampling.check(self.values)
+        if request.logprobs is not None and not 0 <= request.logprobs <= self.streams.most:
+            refuse("logprobs", request.logprobs, f"None, or a number from 0 to {self.streams.most}")
+        if not -LARGEST <= request.seed < LARGEST:
+            refuse("seed", request.seed, "an integer of 64 bits")
+        reached = len(request.prompt) + request.steps - 1
+        if reached > self.capacity:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and steps={request.steps} reach position {reached}: "
+                f"accepted is at most capacity={self.capacity}"
+            )
 
     def submit(self, request: Request) -> int:
         """Queue a request from any thread; returns its number. Full if the queue is; ValueError if it cannot work."""
-        raise NotImplementedError
+        self.check(request)
+        with self.work:
+            if self.closed:
+                raise Full("the engine stops: no new requests")
+            if (waiting := self._queued()) >= self.most:
+                raise Full(f"{waiting} requests wait: accepted are at most queue={self.most}")
+            job = _Job(self.next_number, request)
+            self.next_number += 1
+            self.known[job.number] = job
+            self.waiting.setdefault(request.owner, deque()).append(job)
+            self.work.notify_all()
+            return job.number
 
     def cancel(self, number: int) -> None:
         """End a request from any thread, such as one whose client has left; a finished one is left alone."""
-        raise NotImplementedError
-
-    def turn(self) -> list[Update]:
-        """Admit requests, read pieces of their prompts, and draw one token for every running stream."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Take turns in a thread while there is work."""
-        raise NotImplementedError
-
-    def stop(self, drain: bool = True, seconds: float = 30.0) -> None:
-        """Refuse new requests, finish those that run for at most `seconds` if `drain`, cancel the rest, end the thread."""
-        raise NotImplementedError
+        with self.work:
+            if number in self.known:
+                self.leaving.add(number)
+                self.work.notify_all()
 
     @property
     def stats(self) -> Stats:
-        raise NotImplementedError
+        with self.work:
+            queued = self._queued()
+        each = self.streams.bytes_per_stream
+        running, reading = len(self.drawing), len(self.reading)
+        return Stats(
+            running, queued, reading, self.slots - running - reading, **self.counts,
+            bytes_per_stream=each, state_bytes=each * self.slots,
+        )  # fmt: skip
+
+    def _queued(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def start(self) -> None:
+        """Take turns in a thread while there is work."""
+        with self.work:
+            if self.thread is not None:
+                raise RuntimeError("the engine runs already")
+            self.closed = self.ending = False
+            self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # torch gives the interpreter up in every operation. By default a busy thread gives it back after 5 ms only,
+        # which a step of a hundred operations cannot wait for
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH))
+        self.thread.start()
+
+    def stop(self, drain: bool = True, seconds: float = 30.0) -> None:
+        """Refuse new requests, finish those that run for at most `seconds` if `drain`, cancel the rest, end the thread."""
+        with self.work:
+            self.closed = True
+            if drain and self.thread is not None:
+                self.work.wait_for(lambda: not self.known, timeout=seconds)
+            self.leaving.update(self.known)
+            self.ending = True
+            thread, self.thread = self.thread, None
+            self.work.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
+        with device:
+            while True:
+                with self.work:
+                    self.work.wait_for(lambda: self.known or self.leaving or self.ending)
+                    if self.ending and not self.known:
+                        return
+                try:
+                    updates = self.turn()
+                except Exception as error:
+                    updates = self._fail(error)
+                if updates and self.deliver is not None:
+                    try:
+                        self.deliver(updates)
+                    except Exception:
+                        logger.exception("deliver failed: its updates are lost")
+
+    def _fail(self, error: Exception) -> list[Update]:
+        """End all requests after an error that no part of a turn expects, such as too little memory for new streams."""
+        logger.exception("a turn failed, so all requests end")
+        with self.work:
+            jobs, self.known = list(self.known.values()), {}
+            self.waiting.clear()
+            self.work.notify_all()
+        self.reading.clear()
+        return [self._end(job, "error", error=describe(error)) for job in jobs]
+
+    # A turn
+
+    def turn(self) -> list[Update]:
+        """Admit requests, read pieces of their prompts, and draw at least one token for every running stream."""
+        with self.turning, torch.no_grad(), evaluating(self.model, self.modules):
+            updates = self._cancel()
+            self._admit()
+            updates += self._read()
+            try:
+                updates += self._draw()
+            except Exception as error:
+                logger.exception("a step failed: its requests end, and the next ones get new streams")
+                updates += [self._end(job, "error", error=describe(error)) for job in list(self.drawing.values())]
+                self.streams = self._make_streams()
+            for update in updates:
+                if update.end is not None:
+                    self._forget(update.number)
+            return updates
+
+    def _cancel(self) -> list[Update]:
+        with self.work:
+            leaving, self.leaving = self.leaving, set()
+            jobs = [self.known[number] for number in sorted(leaving) if number in self.known]
+            for job in jobs:
+                queued = self.waiting.get(job.request.owner, deque())
+                if job in queued:
+                    queued.remove(job)
+                    if not queued:
+                        del self.waiting[job.request.owner]
+        for job in jobs:
+            if job in self.reading:
+                self.reading.remove(job)
+        return [self._end(job, "cancelled") for job in jobs]
+
+    def _admit(self) -> None:
+        """Owners take turns, so that one with many requests does not hold up the others."""
+        with self.work:
+            while self.waiting and len(self.reading) < SEATS and len(self.drawing) + len(self.reading) < self.slots:
+                owner, jobs = self.waiting.popitem(last=False)
+                job = jobs.popleft()
+                if jobs:
+                    self.waiting[owner] = jobs
+                self.reading.append(job)
+
+    def _read(self) -> list[Update]:
+        """Pieces of prompts, of about `piece` tokens for each row; prompts take turns."""
+        updates: list[Update] = []
+        budget = self.piece
+        while self.reading and budget > 0:
+            group = self._next_group()
+            budget -= max(LEAST, max(count for _, count in group))
+            try:
+                self._read_pieces(group)
+            except Exception as error:
+                if len(group) == 1:
+                    updates.append(self._end(group[0][0], "error", error=describe(error)))
+                    continue
+                logger.exception("reading %d prompts together failed, so each is read alone", len(group))
+                for part in group:
+                    try:
+                        self._read_pieces([part])
+                    except Exception as own:
+                        updates.append(self._end(part[0], "error", error=describe(own)))
+                        group = [other for other in group if other is not part]
+            for job, _ in group:
+                if job.read < job.needed:
+                    self.reading.append(job)
+                    continue
+                try:
+                    self._place(job)
+                except Exception as error:
+                    updates.append(self._end(job, "error", error=describe(error)))
+            self._admit()  # a prompt that is done leaves its seat
+        return updates
+
+    def _next_group(self) -> list[tuple[_Job, int]]:
+        """Jobs that leave the queue of readers, with the number of tokens to read for each."""
+        group: list[tuple[_Job, int]] = []
+        for job in list(self.reading):
+            if self._waits(job):
+                job.looked = False
+                continue
+            if not job.looked:
+                job.looked = True
+                self._find(job)
+            count = self._border(job) - job.read
+            if not group or (count and self._width(count) == self._width(group[0][1])):
+                group.append((job, count))
+                self.reading.remove(job)
+            if len(group) == self.abreast or group[0][1] == 0:
+                break
+        return group
+
+    def _border(self, job: _Job) -> int:
+        """Where the next piece of a prompt ends."""
+        return min(job.read - job.read % self.piece + self.piece, job.needed)
+
+    def _waits(self, job: _Job) -> bool:
+        """Whether an earlier request reads the same piece next, which the cache will then have."""
+        end, request = self._border(job), job.request
+        if self.cache is None or request.prompt_logprobs or end == job.read or end % self.cache.every:
+            return False
+        return any(
+            other.number < job.number
+            and other.read < end <= other.needed
+            and other.request.owner == request.owner
+            and other.request.prompt[:end] == request.prompt[:end]
+            for other in self.reading
+        )
+
+    def _width(self, count: int) -> int:
+        """Columns of a call that reads pieces of several prompts: a few sizes, that depend on the piece only."""
+        return min(self.piece, max(LEAST, 1 << (count - 1).bit_length()))
+
+    def _find(self, job: _Job) -> None:
+        request = job.request
+        # log-probabilities of a prompt need the outputs at all its tokens, which no cache has
+        if self.cache is None or request.prompt_logprobs:
+            return
+        try:
+            found, state = self.cache.find(request.prompt, request.owner)
+        except Exception:
+            logger.exception("the cache failed: a prompt is read from its start")
+            return
+        if state is not None and job.read < found <= job.needed:
+            job.read = job.cached = found
+            job.state = state
+
+    def _read_pieces(self, group: list[tuple[_Job, int]]) -> None:
+        if group[0][1] == 0:
+            return
+        if self.abreast == 1:
+            ((job, count),) = group
+            tokens = torch.tensor([job.request.prompt[job.read : job.read + count]], device=self.model.device)
+            state = None if job.state is None else self.rooms.fit(job.state, job.read + count)
+            outputs, state = self._prefill(tokens, None, state)
+            results = [(outputs[0], state)]
+        else:
+            width, rows = self._width(group[0][1]), len(group)
+            tokens = torch.zeros(self.abreast, width, dtype=torch.int64)
+            for row, (job, count) in zip(tokens, group, strict=False):
+                row[:count] = torch.tensor(job.request.prompt[job.read : job.read + count])
+            counts = [count for _, count in group]
+            lengths = torch.tensor(counts + [1] * (self.abreast - rows), device=self.model.device)
+            empty = self.decoder.init_state(1, self.capacity)
+            states = [empty if job.state is None else self.rooms.fit(job.state, self.capacity) for job, _ in group]
+            states += [empty] * (self.abreast - rows)
+            joined = map_state(lambda *parts: torch.cat(parts), *states)
+            outputs, state = self._prefill(tokens.to(self.model.device), lengths, joined)
+            results = [
+                (outputs[i, :count], map_state(torch.clone, select(state, slice(i, i + 1))))
+                for i, count in enumerate(counts)
+            ]
+        for (job, count), (outputs, state) in zip(group, results, strict=True):
+            if job.request.prompt_logprobs:
+                self._note(job, outputs, count)
+            job.state, job.read = state, job.read + count
+            if self.cache is not None and job.read % self.cache.every == 0:
+                kept = self.rooms.fit(state, job.read, trim=True)
+                try:
+                    self.cache.put(job.request.prompt[: job.read], kept, job.request.owner)
+                except Exception:
+                    logger.exception("the cache failed: it does not keep a state")
+
+    def _prefill(self, tokens: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        work = work_of(self.model, () if state is None else state, tokens.numel())
+        return run_small(work, lambda: self.decoder.prefill(tokens, lengths, state))
+
+    def _note(self, job: _Job, outputs: Tensor, count: int) -> None:
+        """Log-probabilities of the tokens after those that were read."""
+        request = job.request
+        logprobs = self.head.log_probs(outputs)  # [T, V]
+        later = request.prompt[job.read + 1 : job.read + count + 1]
+        own = logprobs.gather(-1, torch.tensor(later, device=logprobs.device)[:, None].clamp(max=self.values - 1))
+        best = logprobs.topk(request.logprobs or 0)
+        rows = zip(later, own[:, 0].tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        for token, logprob, tokens, values in rows:
+            logprob = logprob if token < self.values else None  # the model cannot draw it, such as a start token
+            job.prompt.append(Drawn(token, logprob, tuple(zip(tokens, values, strict=True))))
+
+    def _place(self, job: _Job) -> None:
+        """Start the stream of a prompt that has been read."""
+        request = job.request
+        penalty = request.sampling.repetition_penalty != 1
+        (job.id,) = self.streams.admit(
+            [[request.prompt[-1]]],
+            state=job.state,
+            seed=[request.seed],
+            before=[request.prompt[:-1]] if penalty and job.state is not None else None,
+            sampling=request.sampling,
+            stop=request.stop,
+            top=request.logprobs or 0,
+        )
+        job.state = None
+        if request.prompt_logprobs:
+            job.prompt.insert(0, Drawn(request.prompt[0]))
+        if self.drafter is not None:
+            job.text, job.draft = list(request.prompt), Draft(request.sampling, request.seed)
+        self.drawing[job.id] = job
+        self.counts["prompt_tokens"] += len(request.prompt)
+        self.counts["cached_tokens"] += job.cached
+
+    def _draw(self) -> list[Update]:
+        if not self.drawing:
+            return []
+        drawn: dict[int, list[Drawn]] = {}
+        if self.drafter is not None and len(self.drawing) <= self.crowd:
+            drawn = self._draft(self.drafter)
+        if any(not drawn.get(id) for id in self.drawing if id in self.streams.streams):
+            made = self.streams.step()
+            self.counts["steps"] += 1
+            logprobs, tops = self.streams.logprobs, self.streams.top
+            for id, token in made.items():
+                wanted = self.drawing[id].request.logprobs is not None
+                new = Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if wanted else Drawn(token)
+                drawn.setdefault(id, []).append(new)
+        updates = []
+        for id, new in drawn.items():
+            if new:
+                updates.append(self._report(self.drawing[id], new))
+        return updates
+
+    def _draft(self, drafter: Drafter) -> dict[int, list[Drawn]]:
+        """Tokens of streams whose drafts held, at least partly."""
+        drafts = {}
+        for id, job in self.drawing.items():
+            # one token may follow the draft, and one may come from a step
+            count = min(self.ahead, job.request.steps - job.made - 2, self.capacity - len(job.text) - 1)
+            if count >= 1 and job.draft is not None and (guess := drafter.guess(job.draft, job.text, count)):
+                drafts[id] = guess
+        drawn = {}
+        for id, checked in self.streams.propose(drafts).items():
+            self.counts["drafted"] += len(drafts[id])
+            self.counts["accepted"] += checked.accepted
+            wanted = self.drawing[id].request.logprobs is not None
+            parts = zip(checked.tokens, checked.logprobs, checked.top, strict=True)
+            drawn[id] = [Drawn(t, p, tuple(top)) if wanted else Drawn(t) for t, p, top in parts]
+        return drawn
+
+    def _report(self, job: _Job, drawn: list[Drawn]) -> Update:
+        request, last = job.request, drawn[-1].token
+        first = job.made == 0
+        job.made += len(drawn)
+        self.counts["tokens"] += len(drawn)
+        if job.draft is not None:
+            job.text += [one.token for one in drawn]
+        end = "stop" if last in request.stop else "length" if job.made >= request.steps else None
+        if end is not None:
+            return self._end(job, end, tuple(drawn), first)
+        prompt = tuple(job.prompt) if first else ()
+        return Update(job.number, tuple(drawn), None, job.cached, prompt)
+
+    def _end(self, job: _Job, end: str, drawn: tuple[Drawn, ...] = (), first: bool = False, error: str = "") -> Update:
+        if job.id is not None:
+            self.drawing.pop(job.id, None)
+            if job.id in self.streams.streams:
+                self.streams.retire(job.id)
+        return Update(job.number, drawn, end, job.cached, tuple(job.prompt) if first else (), error)
+
+    def _forget(self, number: int) -> None:
+        with self.work:
+            self.known.pop(number, None)
+            self.work.notify_all()
+
+
+def describe(error: Exception) -> str:
+    """An error as a client may see it."""
+    return f"{type(error).__name__}: {error}"[:500]
