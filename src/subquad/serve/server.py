@@ -21,6 +21,7 @@ from subquad.checks import check_plain, refuse
 from subquad.machine import available
 from subquad.models import LanguageModel, load, shipped
 from subquad.models.decoding import stack_of, values_of
+from subquad.models.footprint import bytes_per_stream
 from subquad.models.saving import check_finite, read_header
 from subquad.serve.app import Service, logger
 from subquad.serve.body import Reader
@@ -108,7 +109,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     }  # fmt: skip
     return Service(
         reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
-        largest=int(settings.body_mb * MB), page=_page(), log_prompts=settings.log_prompts,
+        largest=int(settings.body_mb * MB), log_prompts=settings.log_prompts,
         origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
     )  # fmt: skip
 
@@ -180,6 +181,7 @@ def _describe(
         "slots": settings.slots,
         "draft": settings.draft is not None,
         "state_bytes": state,  # of one request, at its full length
+        "state_bytes_first": bytes_per_stream(model, 1),  # after one token; the same unless states grow
         "kv_bytes_per_token": 2 * stack.depth * stack.dim * width,  # what softmax attention of this size would keep
     }
 
@@ -199,12 +201,6 @@ def _image(model: LanguageModel, card: Mapping[str, Any]) -> dict[str, int] | No
     return {
         "rows": rows, "columns": columns, "channels": channels, "shades": shades, "tokens": math.prod(shape),
     }  # fmt: skip
-
-
-def _page() -> str:
-    from subquad.serve.page import page
-
-    return page()
 
 
 def _listen(host: str, port: int) -> socket.socket:
