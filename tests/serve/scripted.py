@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from subquad.models.decoding import limit_of
 from subquad.serve.engine import Drawn, Full, Request, Stats, Update
 
 OTHER = ord("?")  # the second most probable token, always
@@ -16,6 +17,7 @@ class Scripted:
         deliver: Callable[[list[Update]], None], pause: float = 0.0005,
     ):  # fmt: skip
         self.slots, self.queue, self.deliver, self.pause = slots, queue, deliver, pause
+        self.capacity = capacity or limit_of(model) or 1 << 40
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, tuple[Request, int]] = {}
         self.cancelled: list[int] = []

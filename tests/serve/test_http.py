@@ -3,10 +3,12 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(folder: Path) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "Engine", Scripted)
-        patch.setattr(server, "_page", lambda: "<title>subquad</title>")
         patch.setenv("TEST_KEYS", f"{KEY}, sk-two")
         options = ServeSettings(
             cache_gb=0.0, capacity=400, device="cpu", api_key_env="TEST_KEYS", body_mb=0.05, slots=128
@@ -380,3 +381,72 @@ def test_no_body_makes_the_server_fail(live: Live, body: Any, path: str) -> None
     assert done.status_code in (200, 400, 404), done.text
     if done.status_code != 200:
         assert done.json()["error"]["message"]
+
+
+class Process:
+    """`subquad serve` as users run it."""
+
+    def __init__(self, folder: Path, *words: str):
+        command = [sys.executable, "-m", "subquad.cli", "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+        assert "http://" in self.said, self.said + self.process.stdout.read()
+        self.http = httpx.Client(base_url=self.said.split()[-1], timeout=30)
+
+    def ask(self, **body: Any) -> dict[str, Any]:
+        until(self._listens)
+        done: dict[str, Any] = self.http.post("/v1/completions", json=body).json()
+        return done
+
+    def _listens(self) -> bool:
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def end(self, sign: int) -> int:
+        self.process.send_signal(sign)
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()
+        self.process.stdout.close()
+        self.http.close()
+        return self.process.wait()
+
+
+def test_a_process_is_killed_restarts_with_its_cache_and_drains(folder: Path, tmp_path: Path) -> None:
+    words = ("--slots", "4", "--cache-gb", "0.1", "--cache-dir", str(tmp_path / "cache"))
+    prompt = "A long prompt, which is read once. " * 20
+    served = Process(folder, *words)
+    try:
+        model = LanguageModel.load(folder)
+        first = served.ask(prompt=prompt, max_tokens=30, temperature=0)
+        expected = model.generate([list(prompt.encode())], 30, temperature=0, stop=0)[0].tolist()
+        tokens = first["choices"][0]["tokens"]
+        assert tokens == expected[: len(tokens)]
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 2)
+    finally:
+        assert served.end(signal.SIGKILL) == -signal.SIGKILL
+    served = Process(folder, *words)
+    try:
+        again = served.ask(prompt=prompt, max_tokens=30, temperature=0)
+        assert again["choices"][0]["tokens"] == tokens
+        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
+        body = {"prompt": "my secret", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+        with served.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{served.http.base_url}/health").status_code == 503)
+            refused = httpx.post(f"{served.http.base_url}/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    finally:
+        status = served.end(signal.SIGTERM)
+    assert status == 0, served.said
+    assert "made=3000" in served.said
+    assert "secret" not in served.said

@@ -50,6 +50,7 @@ class Service:
     largest: int = 16_000_000  # bytes of a body
     origins: tuple[str, ...] = ()  # that browsers may call from; none: only our own page
     log_prompts: bool = False
+    close: Callable[[], None] = lambda: None  # after the engine has stopped
     draining: bool = False
     answers: set[Answer] = field(default_factory=set)
 
@@ -82,6 +83,7 @@ class Service:
         finally:
             sweeper.cancel()
             await asyncio.to_thread(self.exchange.engine.stop, drain=False)
+            await asyncio.to_thread(self.close)
 
     async def complete(self, request: Request) -> Any:
         return await self._answer(request, self.reader.completion)

@@ -37,7 +37,9 @@ class Drafter:
             refuse("draft", shown(model), "a language model")
         sizes = [(vocab_of(one), values_of(one)) for one in (model, target)]
         if sizes[0] != sizes[1]:
-            refuse("draft", f"a model of {sizes[0][0]} tokens", f"a model of the same {sizes[1][0]} tokens as the other")
+            refuse(
+                "draft", f"a model of {sizes[0][0]} tokens", f"a model of the same {sizes[1][0]} tokens as the other"
+            )
         if model.device != target.device:
             refuse("draft", f"a model on {model.device}", f"a model on {target.device}")
         self.model, self.modules = model, list(model.modules())

@@ -164,7 +164,13 @@ class Engine:
         if piece is None:
             piece = PIECE if cache is None else cache.every
         abreast = (ABREAST if cuda else 1) if abreast is None else abreast
-        for name, count in (("slots", slots), ("queue", queue), ("piece", piece), ("abreast", abreast), ("ahead", ahead)):
+        for name, count in (
+            ("slots", slots),
+            ("queue", queue),
+            ("piece", piece),
+            ("abreast", abreast),
+            ("ahead", ahead),
+        ):
             check_count(name, count)
         check_count("crowd", crowd, 0)
         if cache is not None and cache.every % piece:

@@ -25,6 +25,7 @@ TOTALS = {
     "drafted": ("drafted_tokens", "Tokens that the draft model proposed."),
     "accepted": ("accepted_tokens", "Tokens of the draft model that were accepted."),
 }
+LEVELS = ("entries", "bytes", "limit", "files", "file_bytes")  # counts of the cache that go up and down
 
 
 class Metrics:
@@ -68,8 +69,12 @@ class Metrics:
                 yield CounterMetricFamily(f"subquad_{name}", help, value=getattr(stats, field))
         if self.cache is not None:
             stats = self.cache()
-            for field in stats._fields:
-                yield _gauge(f"cache_{field}", f"The prefix cache: {field.replace('_', ' ')}.", getattr(stats, field))
+            for field, value in stats._asdict().items():
+                help = f"The prefix cache: {field.replace('_', ' ')}."
+                if field in LEVELS:
+                    yield _gauge(f"cache_{field}", help, value)
+                else:
+                    yield CounterMetricFamily(f"subquad_cache_{field}", help, value=value)
 
     @property
     def rate(self) -> float:

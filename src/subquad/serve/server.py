@@ -20,7 +20,7 @@ from rich.console import Console
 from subquad.checks import check_plain, refuse
 from subquad.machine import available
 from subquad.models import LanguageModel, load, shipped
-from subquad.models.decoding import stack_of, values_of
+from subquad.models.decoding import values_of
 from subquad.models.footprint import bytes_per_stream
 from subquad.models.saving import check_finite, read_header
 from subquad.serve.app import Service, logger
@@ -32,11 +32,9 @@ from subquad.serve.settings import GB, MB, ServeSettings
 from subquad.serve.vocabulary import Vocabulary, vocabulary_of
 from subquad.tasks import writer_of
 from subquad.tasks.images import SETS, Images
-from subquad.tasks.kinds import positions_of
 from subquad.tasks.write_images import image_shape
 
-CONSTANT_LONGEST = 1 << 20  # tokens of a request where the state does not grow
-GROWING_LONGEST = 4096  # where it does, and the model does not say how many it was made for
+LONGEST = 1 << 20  # tokens of a prompt and its answer, where the model sets no limit
 CONNECTIONS = 65536  # files that the process may open, if the system lets it
 CLOSING = 5  # seconds for answers that were cancelled to be sent
 
@@ -92,14 +90,14 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     model, card = _load(folder, device, settings.dtype), shipped.card(folder)
     draft = None if settings.draft is None else _load(shipped.find(settings.draft), device, settings.dtype)
     vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
-    capacity = _capacity(model, settings.capacity)
     cache = _cache(model, settings)
     metrics = Metrics()
     exchange = Exchange(metrics)
     exchange.engine = Engine(
-        model, slots=settings.slots, capacity=capacity, queue=settings.queue, cache=cache, draft=draft,
+        model, slots=settings.slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,
         deliver=exchange.deliver,
     )  # fmt: skip
+    capacity = min(exchange.engine.capacity, LONGEST) if settings.capacity is None else settings.capacity
     metrics.slots, metrics.stats = settings.slots, lambda: exchange.engine.stats
     metrics.cache = None if cache is None else lambda: cache.stats
     name = settings.name or (folder.parent if folder.name == "model" else folder).resolve().name
@@ -110,6 +108,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     return Service(
         reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
         largest=int(settings.body_mb * MB), log_prompts=settings.log_prompts,
+        close=cache.close if cache is not None else lambda: None,
         origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
     )  # fmt: skip
 
@@ -124,19 +123,6 @@ def _load(folder: Path, device: str, dtype: str) -> LanguageModel:
         model = model.to(torch.float32 if dtype == "auto" else getattr(torch, dtype))
     assert isinstance(model, LanguageModel)
     return model
-
-
-def _capacity(model: LanguageModel, asked: int | None) -> int:
-    """Positions of a slot: as asked, as many as the model has, or a number that a client is likely to need."""
-    most = positions_of(model)
-    if asked is not None:
-        if most is not None and asked > most:
-            refuse("capacity", asked, f"at most {most:,}, the positions of this model")
-        return asked
-    if most is not None:
-        return most
-    constant = stack_of(model).traits.state in ("constant", "window")
-    return CONSTANT_LONGEST if constant else model.config.transformer.max_length or GROWING_LONGEST
 
 
 def _cache(model: LanguageModel, settings: ServeSettings) -> Any:
