@@ -74,7 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(folder: Path) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "Engine", Scripted)
-        patch.setattr(server, "_page", lambda: "<title>subquad</title>")
         patch.setenv("TEST_KEYS", f"{KEY}, sk-two")
         options = ServeSettings(
             cache_gb=0.0, capacity=400, device="cpu", api_key_env="TEST_KEYS", body_mb=0.05, slots=128

@@ -29,15 +29,14 @@ from subquad.serve.body import Asked, Reader, Refused
 from subquad.serve.engine import Full
 from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
+from subquad.serve.page import page, policy
 
 logger = logging.getLogger("subquad.serve")
 LARGE = 1 << 16  # bytes of a body that is read in a thread, so that streams do not wait for it
 PATIENCE = 30.0  # seconds to send a body
 STALLED = 60.0  # seconds without reading after which a client is cut off
+SAFE = {"cache-control": "no-cache", "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
 RETRY = "2"  # seconds after which a refused client may try again
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
-)
 
 
 @dataclass(kw_only=True)
@@ -50,7 +49,6 @@ class Service:
     about: Mapping[str, Any]  # the model, as /v1/models shows it
     keys: tuple[str, ...] = ()
     largest: int = 16_000_000  # bytes of a body
-    page: str = ""
     origins: tuple[str, ...] = ()  # that browsers may call from; none: only our own page
     log_prompts: bool = False
     close: Callable[[], None] = lambda: None  # after the engine has stopped
@@ -120,7 +118,7 @@ class Service:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def home(self, request: Request) -> Response:  # noqa: ARG002
-        return Response(self.page, media_type="text/html", headers={"content-security-policy": POLICY})
+        return Response(page(), media_type="text/html", headers={"content-security-policy": policy(), **SAFE})
 
     async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Any:
         if self.draining:

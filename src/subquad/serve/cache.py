@@ -297,7 +297,7 @@ class PrefixCache:
 
     def _continues(self, node: Node) -> bool:
         """Whether later states can share rows with this node's."""
-        return node.kept is not None and intact(node) and any(self._shared(node))
+        return any(self.growing) and node.kept is not None and intact(node) and any(self._shared(node))
 
     def _shared(self, base: Node | None) -> list[int]:
         """How many rows of each tensor a later state shares with the whole state of `base`, counted from row `edge`.
@@ -305,7 +305,7 @@ class PrefixCache:
         Rows once written stay, but for two kinds: a window at the beginning, and rows at the end that later tokens
         still add to. Neither has more rows than a state of one token, which are `edge`.
         """
-        if base is None:
+        if base is None:  # as always where nothing grows
             return [0] * len(self.growing)
         sizes = zip(self.growing, self.rows(1), self.rows(base.depth), strict=True)
         return [max(0, before - 2 * edge) if grows else 0 for grows, edge, before in sizes]

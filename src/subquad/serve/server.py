@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import math
 import os
@@ -22,6 +21,7 @@ from subquad.checks import check_plain, refuse
 from subquad.machine import available
 from subquad.models import LanguageModel, load, shipped
 from subquad.models.decoding import values_of
+from subquad.models.footprint import bytes_per_stream
 from subquad.models.saving import check_finite, read_header
 from subquad.serve.app import Service, logger
 from subquad.serve.body import Reader
@@ -107,7 +107,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     }  # fmt: skip
     return Service(
         reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
-        largest=int(settings.body_mb * MB), page=_page(), log_prompts=settings.log_prompts,
+        largest=int(settings.body_mb * MB), log_prompts=settings.log_prompts,
         close=cache.close if cache is not None else lambda: None,
         origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
     )  # fmt: skip
@@ -167,6 +167,7 @@ def _describe(
         "slots": settings.slots,
         "draft": settings.draft is not None,
         "state_bytes": state,  # of one request, at its full length
+        "state_bytes_first": bytes_per_stream(model, 1),  # after one token; the same unless states grow
         "kv_bytes_per_token": 2 * stack.depth * stack.dim * width,  # what softmax attention of this size would keep
     }
 
@@ -186,14 +187,6 @@ def _image(model: LanguageModel, card: Mapping[str, Any]) -> dict[str, int] | No
     return {
         "rows": rows, "columns": columns, "channels": channels, "shades": shades, "tokens": math.prod(shape),
     }  # fmt: skip
-
-
-def _page() -> str:
-    if importlib.util.find_spec("subquad.serve.page") is None:
-        return ""
-    from subquad.serve.page import page
-
-    return page()
 
 
 def _listen(host: str, port: int) -> socket.socket:
