@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import hmac
 import logging
@@ -78,8 +77,6 @@ class Service:
     async def lifespan(self, _: ASGIApp) -> AsyncIterator[None]:
         self.exchange.loop = asyncio.get_running_loop()
         self.exchange.engine.start()
-        gc.collect()
-        gc.freeze()  # what was imported stays: the collector need not search it again and again
         sweeper = asyncio.create_task(self._sweep())
         try:
             yield
