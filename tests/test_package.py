@@ -21,6 +21,7 @@ HEAVY = (
     "torchvision",
     "tensorboard",
 )
+MOST = 35_000_000  # bytes of the wheel: checkpoints of at most 30 MB, and the code
 
 
 def test_importing_loads_nothing_heavy_beside_torch() -> None:
@@ -49,4 +50,8 @@ def test_the_wheel_is_pure_python_and_carries_the_data(tmp_path: Path) -> None:
     assert name.endswith("-py3-none-any.whl")
     held = zipfile.ZipFile(tmp_path / name).namelist()
     assert {"subquad/py.typed", "subquad/data/digits.npz", "subquad/mechanisms/linear.py"} <= set(held)
+    shipped = {path.relative_to(root) for path in (root / "checkpoints").rglob("*") if path.is_file()}
+    assert shipped
+    assert {f"subquad/{path}" for path in shipped} <= set(held)
+    assert (tmp_path / name).stat().st_size < MOST
     assert not [path for path in held if path.endswith((".so", ".c", ".cpp", ".cu"))]

@@ -18,6 +18,7 @@ from subquad.checks import refuse
 from subquad.disk import check_file, check_folder
 from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
+from subquad.serve.settings import ServeSettings
 from subquad.studies.settings import GenerationSettings, Settings, parse_length, parse_lengths, parse_mechanisms
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
@@ -299,6 +300,23 @@ def generate(
         sampling=sampling, seed=seed,
     )  # fmt: skip
     run(checkpoint, options, console, device)
+
+
+@_command()
+@_options_of(ServeSettings, "settings")
+def serve(
+    checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
+    *,
+    settings: ServeSettings,
+) -> None:
+    """Serve a saved language model over HTTP, in OpenAI's protocol: completions, chat, streams, metrics, a page."""
+    from subquad.data.files import extra
+
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        extra(package, "serve", "servers")
+    from subquad.serve.server import serve as run
+
+    run(checkpoint, settings, console)
 
 
 @_command()

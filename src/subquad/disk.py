@@ -20,15 +20,15 @@ DEEPEST = 100  # most levels of nesting; files of this package have fewer than t
 logger = logging.getLogger("subquad")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+def write_whole(path: Path, data: bytes, private: bool = False) -> None:
+    """Write a file whole or not at all; a private one is readable by its owner only."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner reads
+        os.chmod(temporary, 0o600 if private else 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

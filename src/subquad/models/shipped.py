@@ -3,7 +3,8 @@
     model.safetensors, config.json    written by Model.save, in bfloat16
     card.json                         its task, data and figures; how, when and on which machine it was trained
 
-`subquad generate NAME` looks in ./checkpoints, in checkpoints/ of the data folder, and in the source tree.
+`subquad generate NAME` looks in ./checkpoints, in checkpoints/ of the data folder, in the installed package, which has
+a copy, and in the source tree.
 """
 
 import os
@@ -31,7 +32,9 @@ def folders() -> Iterator[Path]:
     yield Path(FOLDER)
     if os.environ.get("SUBQUAD_DATA"):
         yield Path(os.environ["SUBQUAD_DATA"]).expanduser() / FOLDER
-    yield Path(__file__).resolve().parents[3] / FOLDER  # of a source tree
+    here = Path(__file__).resolve()
+    yield here.parents[1] / FOLDER  # of an installed package
+    yield here.parents[3] / FOLDER  # of a source tree
 
 
 def names() -> list[str]:

@@ -105,8 +105,8 @@ def size(state: State) -> int:
 
 
 @checked
-def save_state(state: State, path: str | Path) -> None:
-    """Write a state to one safetensors file, whole or not at all."""
+def save_state(state: State, path: str | Path, private: bool = False) -> None:
+    """Write a state to one safetensors file, whole or not at all; a private one is readable by its owner only."""
     from safetensors.torch import save
 
     check_state(state)
@@ -117,7 +117,7 @@ def save_state(state: State, path: str | Path) -> None:
     # cloned, because safetensors refuses tensors that share memory
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in leaves(state)}
     about = json.dumps({**HEADER, DIGEST: digest_tensors(tensors, HEADER)})
-    write_whole(Path(path), save(tensors, metadata={"subquad": about}))
+    write_whole(Path(path), save(tensors, metadata={"subquad": about}), private)
 
 
 @checked

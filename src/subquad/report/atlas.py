@@ -68,7 +68,7 @@ class _Site:
     def write(self) -> Path:
         for folder in ("assets", "mechanisms", "lessons"):
             (self.out / folder).mkdir(parents=True, exist_ok=True)
-        for asset in ("style.css", "page.js"):
+        for asset in ("style.css", "theme.js", "page.js"):
             (self.out / "assets" / asset).write_text(template(asset), encoding="utf-8")
         self._index()
         for name, before, after in _with_neighbours([(n, n) for names in self.names.values() for n in names]):

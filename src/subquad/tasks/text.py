@@ -78,7 +78,7 @@ class Text(Task):
         prompt, steps = options.prompt or "", 500 if options.steps is None else options.steps
         vocab = model.config.embedding.vocab or 0
         check_count("steps", steps)
-        tokens = _prompt_tokens(prompt, vocab)
+        tokens = prompt_tokens(prompt, vocab)
         longest = positions_of(model)
         if longest is not None and len(tokens) + steps - 1 > longest:
             accepted = f"at most {longest:,} with the prompt's {len(tokens):,}, the positions of this model"
@@ -92,18 +92,22 @@ class Text(Task):
         return Written([])
 
 
-def _prompt_tokens(prompt: str, vocab: int) -> list[int]:
+def prompt_tokens(prompt: str, vocab: int) -> list[int]:
     """The bytes of a prompt, or its numbers if the model has fewer than 256 tokens; never empty."""
+    if vocab < BYTES:
+        return number_tokens(prompt, vocab) or [vocab - 1]
     try:
-        tokens = list(prompt.encode())
+        return list(prompt.encode()) or [vocab - 1 if vocab > BYTES else ord("\n")]
     except UnicodeEncodeError:
         refuse("prompt", prompt, "text in UTF-8")
-    if vocab >= BYTES:
-        return tokens or [vocab - 1 if vocab > BYTES else ord("\n")]
+
+
+def number_tokens(prompt: str, vocab: int) -> list[int]:
+    """Tokens that are written as numbers with spaces between them."""
     if not all(part.isdecimal() and len(part) < 10 for part in prompt.split()):
         raise ValueError(f"prompt={prompt!r} cannot work: this model has {vocab} tokens; give their numbers, as 3 1 4")
-    tokens = [int(part) for part in prompt.split()] or [vocab - 1]
-    if max(tokens) >= vocab:
+    tokens = [int(part) for part in prompt.split()]
+    if max(tokens, default=0) >= vocab:
         refuse("prompt", prompt, f"tokens from 0 to {vocab - 1}")
     return tokens
 

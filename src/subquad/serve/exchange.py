@@ -1,0 +1,132 @@
+"""Between the engine's thread and the event loop: requests go one way, updates the other."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from subquad.serve.engine import Engine, Request, Update
+from subquad.serve.metrics import Metrics
+
+JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
+BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
+
+
+class Job:
+    """The engine's requests of one HTTP request."""
+
+    def __init__(self, exchange: "Exchange", streams: bool):
+        self.exchange, self.streams = exchange, streams
+        self.numbers: dict[int, int] = {}  # of the engine's requests to choices
+        self.inbox: list[tuple[int, Update]] = []
+        self.waiter: asyncio.Future[None] | None = None  # of who writes the answer
+        self.begun = time.monotonic()
+        self.first: float | None = None  # seconds to the first token
+        self.behind = 0  # tokens in the inbox
+        self.waiting = 0  # requests that have not ended
+        self.gone = ""  # why nobody reads the answer any more
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """All requests or none: Full and ValueError are the engine's."""
+        engine = self.exchange.engine
+        try:
+            for choice, request in enumerate(requests):
+                number = engine.submit(request)
+                self.numbers[number] = choice
+                self.exchange.jobs[number] = self
+        except BaseException:
+            self.cancel()
+            raise
+        self.waiting = len(requests)
+
+    def take(self) -> list[tuple[int, Update]]:
+        inbox, self.inbox, self.behind = self.inbox, [], 0
+        return inbox
+
+    async def wait(self) -> None:
+        """Until there is something to take, or nobody reads."""
+        if not self.inbox and not self.gone:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def end(self, choice: int) -> None:
+        """End one choice early: its text is complete."""
+        for number in [number for number, other in self.numbers.items() if other == choice]:
+            self._forget(number)
+
+    def cancel(self) -> None:
+        for number in list(self.numbers):
+            self._forget(number)
+
+    def leave(self, why: str) -> None:
+        """The client does not read the answer: free the slots at once."""
+        self.gone = self.gone or why
+        self.cancel()
+        self.wake()
+
+    def _forget(self, number: int) -> None:
+        if self.exchange.jobs.pop(number, None) is not None:
+            self.exchange.engine.cancel(number)
+        del self.numbers[number]
+
+
+class Exchange:
+    """Made and used in the event loop; only `deliver` is called from the engine's thread."""
+
+    engine: Engine
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.jobs: dict[int, Job] = {}
+        self.ready: set[Job] = set()
+        self.turned = 0.0  # when the last updates came
+        self.timer: asyncio.TimerHandle | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def deliver(self, updates: list[Update]) -> None:
+        if self.loop is not None and updates:
+            self.loop.call_soon_threadsafe(self._take, updates)
+
+    def _take(self, updates: list[Update]) -> None:
+        assert self.loop is not None
+        now, made = time.monotonic(), 0
+        for update in updates:
+            job = self.jobs.get(update.number)
+            made += len(update.drawn)
+            if job is None:
+                continue
+            job.inbox.append((job.numbers[update.number], update))
+            job.behind += len(update.drawn)
+            first = job.first is None and bool(update.drawn)
+            if first:
+                job.first = now - job.begun
+                self.metrics.first_token.observe(job.first)
+            if update.end is not None:
+                del self.jobs[update.number]
+                del job.numbers[update.number]
+            if job.streams and job.behind > BEHIND:
+                job.leave(f"the client reads too slowly: it is more than {BEHIND:,} tokens behind")
+            elif first or update.end is not None:
+                job.wake()  # without waiting for others
+            elif job.streams:
+                self.ready.add(job)
+        self.metrics.made(made, now)
+        if self.ready and self.timer is None:
+            # nothing to wait for if the turns of the engine are further apart than updates may wait
+            wait = JOIN if now - self.turned < JOIN else 0.0
+            self.timer = self.loop.call_later(wait, self._flush)
+        self.turned = now
+
+    def _flush(self) -> None:
+        self.timer = None
+        for job in self.ready:
+            job.wake()
+        self.ready.clear()
+
+    @property
+    def counts(self) -> Any:
+        return self.engine.stats

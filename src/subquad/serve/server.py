@@ -1,0 +1,211 @@
+"""`subquad serve`: load a model, start its engine, listen, and stop gracefully."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import uvicorn
+from rich.console import Console
+
+from subquad.checks import check_plain, refuse
+from subquad.machine import available
+from subquad.models import LanguageModel, load, shipped
+from subquad.models.decoding import values_of
+from subquad.models.footprint import bytes_per_stream
+from subquad.models.saving import check_finite, read_header
+from subquad.serve.app import Service, logger
+from subquad.serve.body import Reader
+from subquad.serve.engine import Engine
+from subquad.serve.exchange import Exchange
+from subquad.serve.metrics import Metrics
+from subquad.serve.settings import GB, MB, ServeSettings
+from subquad.serve.vocabulary import Vocabulary, vocabulary_of
+from subquad.tasks import writer_of
+from subquad.tasks.images import SETS, Images
+from subquad.tasks.write_images import image_shape
+
+LONGEST = 1 << 20  # tokens of a prompt and its answer, where the model sets no limit
+CONNECTIONS = 65536  # files that the process may open, if the system lets it
+CLOSING = 5  # seconds for answers that were cancelled to be sent
+
+
+def serve(checkpoint: str, settings: ServeSettings, console: Console) -> None:
+    """Serve a saved model until SIGTERM or Ctrl-C. `checkpoint`: a run, a model's folder, or a checkpoint's name."""
+    service = make_service(checkpoint, settings)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    _allow_connections()
+    with _listen(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        console.print(f"serving {service.reader.name} at {address}", highlight=False, soft_wrap=True, markup=False)
+        if not service.keys and host not in ("127.0.0.1", "::1"):
+            logger.warning("%s can be reached from other machines, and no API key is asked for", address)
+        gc.collect()
+        gc.freeze()  # what was imported stays: the collector need not search it again and again
+        Server(service, settings.drain).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, which after a signal answers 503 to new requests while others finish, and only then closes."""
+
+    def __init__(self, service: Service, drain: float):
+        config = uvicorn.Config(
+            service.app(), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=CLOSING,
+            server_header=False,
+        )  # fmt: skip
+        super().__init__(config)
+        self.service, self.drain = service, drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.should_exit:  # a second signal: do not wait
+            self.force_exit = True
+        self.should_exit = True
+        logger.info("%s: finishing what runs", signal.Signals(sig).name)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.draining = True
+        until = time.monotonic() + self.drain
+        while self.service.answers and time.monotonic() < until and not self.force_exit:
+            await asyncio.sleep(0.05)
+        # ends the rest: their clients get an error
+        await asyncio.to_thread(self.service.exchange.engine.stop, drain=False)
+        await super().shutdown(sockets)
+
+
+def make_service(checkpoint: str, settings: ServeSettings) -> Service:
+    """Everything but the sockets."""
+    keys, device = _keys(settings.api_key_env), available(settings.device)
+    folder = shipped.find(checkpoint)
+    model, card = _load(folder, device, settings.dtype), shipped.card(folder)
+    draft = None if settings.draft is None else _load(shipped.find(settings.draft), device, settings.dtype)
+    vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
+    cache = _cache(model, settings)
+    metrics = Metrics()
+    exchange = Exchange(metrics)
+    exchange.engine = Engine(
+        model, slots=settings.slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,
+        deliver=exchange.deliver,
+    )  # fmt: skip
+    capacity = min(exchange.engine.capacity, LONGEST) if settings.capacity is None else settings.capacity
+    metrics.slots, metrics.stats = settings.slots, lambda: exchange.engine.stats
+    metrics.cache = None if cache is None else lambda: cache.stats
+    name = settings.name or (folder.parent if folder.name == "model" else folder).resolve().name
+    about = {
+        "id": name, "object": "model", "created": int((folder / "config.json").stat().st_mtime), "owned_by": "subquad",
+        "subquad": _describe(model, card, vocabulary, capacity, exchange.engine.stats.bytes_per_stream, settings),
+    }  # fmt: skip
+    return Service(
+        reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
+        largest=int(settings.body_mb * MB), log_prompts=settings.log_prompts,
+        close=cache.close if cache is not None else lambda: None,
+        origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
+    )  # fmt: skip
+
+
+def _load(folder: Path, device: str, dtype: str) -> LanguageModel:
+    kind = read_header(folder)["model"]
+    if kind != LanguageModel.__name__:
+        raise ValueError(f"{folder} is a saved {kind}, which cannot be served: accepted is a language model")
+    model = load(folder, device)
+    check_finite(model, folder)
+    if dtype != "auto" or torch.device(device).type == "cpu":  # shipped models have 16 bits, which are slow on CPUs
+        model = model.to(torch.float32 if dtype == "auto" else getattr(torch, dtype))
+    assert isinstance(model, LanguageModel)
+    return model
+
+
+def _cache(model: LanguageModel, settings: ServeSettings) -> Any:
+    if settings.cache_gb == 0:
+        if settings.cache_dir is not None:
+            refuse("cache_dir", str(settings.cache_dir), "none with cache_gb=0")
+        return None
+    from subquad.serve.cache import PrefixCache
+
+    return PrefixCache.of(model, int(settings.cache_gb * GB), folder=settings.cache_dir)
+
+
+def _keys(variable: str | None) -> tuple[str, ...]:
+    if variable is None:
+        return ()
+    keys = tuple(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
+    if not keys:
+        raise ValueError(f"api_key_env={variable!r} cannot work: that environment variable holds no key")
+    return keys
+
+
+def _describe(
+    model: LanguageModel, card: Mapping[str, Any], vocabulary: Vocabulary, capacity: int, state: int,
+    settings: ServeSettings,
+) -> dict[str, Any]:  # fmt: skip
+    """What the page and other clients can know of a model, beyond OpenAI's fields."""
+    stack = model.config.transformer
+    width = torch.finfo(model.dtype).bits // 8
+    names = dict.fromkeys(mixer.name for mixer in stack.mechanism)
+    return {
+        "writes": vocabulary.kind,
+        "vocab": vocabulary.vocab,
+        "start": vocabulary.start,  # what an empty prompt is
+        "ends": list(vocabulary.ends),
+        "image": _image(model, card),
+        "chat": vocabulary.template is not None,
+        "longest": capacity,  # tokens of a prompt and its answer
+        "mechanisms": list(names),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "slots": settings.slots,
+        "draft": settings.draft is not None,
+        "state_bytes": state,  # of one request, at its full length
+        "state_bytes_first": bytes_per_stream(model, 1),  # after one token; the same unless states grow
+        "kv_bytes_per_token": 2 * stack.depth * stack.dim * width,  # what softmax attention of this size would keep
+    }
+
+
+def _image(model: LanguageModel, card: Mapping[str, Any]) -> dict[str, int] | None:
+    task = writer_of(model, card)
+    if not issubclass(task, Images):
+        return None
+    data = card.get("data")
+    named = data.get("set") if isinstance(data, Mapping) else None
+    known = SETS.get(named) if isinstance(named, str) else None
+    shape = image_shape(model, None, None if known is None else known.shape)
+    if shape is None:
+        return None
+    rows, columns, channels = shape
+    shades = min(values_of(model), (model.config.embedding.vocab or 0) - 1)
+    return {
+        "rows": rows, "columns": columns, "channels": channels, "shades": shades, "tokens": math.prod(shape),
+    }  # fmt: skip
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    check_plain("host", host, str)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host={host!r}, port={port} cannot be listened on: {error}") from error
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have: a connection is one."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, CONNECTIONS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -1,0 +1,259 @@
+"""What a model's tokens mean: bytes of text, tokens of a Hugging Face tokenizer, or numbers (pixels, notes, sound)."""
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from subquad.checks import refuse
+from subquad.data import audio, files
+from subquad.disk import blaming, read_object
+from subquad.models import LanguageModel
+from subquad.models.decoding import values_of
+from subquad.tasks import writer_of
+from subquad.tasks.images import Images
+from subquad.tasks.text import BYTES, Text, number_tokens, prompt_tokens
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TEMPLATE = "chat_template.jinja"
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no text, or not yet
+LONGEST_CHARACTER = 4  # bytes, and so tokens
+END_OF_TEXT = 0  # a zero byte, as between the novels of eltec-eng
+
+
+class Decoder(Protocol):
+    def push(self, token: int) -> str:
+        """The text that became whole with this token."""
+
+    def flush(self) -> str:
+        """What is left, with a replacement character for a cut one."""
+
+
+class Vocabulary(ABC):
+    """Text to tokens and back."""
+
+    kind: str = "text"
+    template: str | None = None  # a chat template in Jinja, if there is one
+    ends: tuple[int, ...] = ()  # tokens that end a text
+    never: tuple[int, ...] = ()  # tokens that are never drawn
+
+    def __init__(self, vocab: int, start: int):
+        self.vocab, self.start = vocab, start  # `start` stands for an empty prompt
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def decoder(self) -> Decoder: ...
+
+    @abstractmethod
+    def bytes_of(self, token: int) -> bytes:
+        """What one token writes, which may be a part of a character."""
+
+    def name_of(self, token: int) -> str:
+        """A token as log-probabilities show it; a part of a character as OpenAI shows it, bytes:\\xc3."""
+        written = self.bytes_of(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a chat, up to where the assistant's next message begins."""
+        if self.template is None:
+            accepted = f"a model whose folder has a {TEMPLATE}, or the option --chat-template; use /v1/completions"
+            raise ValueError(f"messages cannot work: this model has no chat template; accepted is {accepted}")
+        return self.encode(render_template(self.template, messages))
+
+
+class Bytes(Vocabulary):
+    """Byte-level models of `subquad train text`."""
+
+    def __init__(self, vocab: int):
+        super().__init__(vocab, prompt_tokens("", vocab)[0])
+        self.ends = (END_OF_TEXT,)
+
+    def encode(self, text: str) -> list[int]:
+        return prompt_tokens(text, self.vocab) if text else []
+
+    def decoder(self) -> Decoder:
+        return _ByteDecoder()
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes((token,)) if token < BYTES else b""
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self.utf8.decode(bytes((token,))) if token < BYTES else ""
+
+    def flush(self) -> str:
+        return self.utf8.decode(b"", final=True)
+
+
+class Numbers(Vocabulary):
+    """Models of images, music and sound: the text of a token is its number, after a space."""
+
+    def __init__(self, vocab: int, start: int, kind: str, never: tuple[int, ...] = ()):
+        super().__init__(vocab, start)
+        self.kind, self.never = kind, never
+
+    def encode(self, text: str) -> list[int]:
+        return number_tokens(text, self.vocab)
+
+    def decoder(self) -> Decoder:
+        return _NumberDecoder()
+
+    def bytes_of(self, token: int) -> bytes:
+        return f" {token}".encode()
+
+
+class _NumberDecoder:
+    def push(self, token: int) -> str:
+        return f" {token}"
+
+    def flush(self) -> str:
+        return ""
+
+
+class HuggingFace(Vocabulary):
+    """A folder's own tokenizer, which `transformers` reads."""
+
+    def __init__(self, folder: Path, vocab: int):
+        transformers = files.extra("transformers", "hf", "this folder's tokenizer")
+        with blaming(f"the tokenizer in {folder}", OSError, ValueError):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+        if len(self.tokenizer) > vocab:
+            accepted = f"at most {vocab:,}, the tokens of the model"
+            raise ValueError(f"{folder} has a tokenizer of {len(self.tokenizer):,} tokens: accepted is {accepted}")
+        end, begin = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        super().__init__(vocab, begin if begin is not None else end if end is not None else 0)
+        self.ends = () if end is None else (end,)
+        self.byte_of = {
+            char: byte for byte, char in import_module("transformers.convert_slow_tokenizer").bytes_to_unicode().items()
+        }
+        self.special = frozenset(self.tokenizer.all_special_ids)
+        self.template = getattr(self.tokenizer, "chat_template", None)
+
+    def encode(self, text: str) -> list[int]:
+        _check_utf8(text)
+        return list(self.tokenizer.encode(text))
+
+    def decoder(self) -> Decoder:
+        return _TextDecoder(self.tokenizer, self.special)
+
+    def bytes_of(self, token: int) -> bytes:
+        if token >= len(self.tokenizer):
+            return b""
+        text: str = self.tokenizer.decode([token])
+        return text.encode() if BROKEN not in text else self._part_of_character(token) or text.encode()
+
+    def _part_of_character(self, token: int) -> bytes:
+        """The bytes of a token whose name is <0xC3>, or a character for each byte, as byte-level tokenizers have."""
+        name: str = self.tokenizer.convert_ids_to_tokens(token)
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return bytes.fromhex(found[1])
+        return bytes(self.byte_of[char] for char in name) if self.byte_of.keys() >= set(name) else b""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self.template is None:
+            return super().render(messages)
+        with blaming("messages", Exception):
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True
+            )
+        _check_utf8(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class _TextDecoder:
+    """Decodes the last few tokens with and without the new one: the difference is the new text, once it is whole."""
+
+    def __init__(self, tokenizer: Any, special: frozenset[int]):
+        self.tokenizer, self.special = tokenizer, special
+        self.tokens: list[int] = []
+        self.given = 0  # how many of them are written
+
+    def push(self, token: int) -> str:
+        if token in self.special or token >= len(self.tokenizer):
+            return ""
+        self.tokens.append(token)
+        new = self._new()
+        if not new or (new.endswith(BROKEN) and len(self.tokens) - self.given < LONGEST_CHARACTER):
+            return ""
+        self.tokens = self.tokens[self.given :]  # what was written before is context enough for what comes
+        self.given = len(self.tokens)
+        return new
+
+    def flush(self) -> str:
+        return self._new()
+
+    def _new(self) -> str:
+        before: str = self.tokenizer.decode(self.tokens[: self.given])
+        return self.tokenizer.decode(self.tokens)[len(before) :]
+
+
+def vocabulary_of(folder: Path, model: LanguageModel, card: Mapping[str, Any], template: Path | None) -> Vocabulary:
+    """The vocabulary of a saved model: its folder's tokenizer, else what its task writes."""
+    vocab, task = model.config.embedding.vocab or 0, writer_of(model, card)
+    found: Vocabulary
+    if any((folder / name).is_file() for name in TOKENIZER):
+        found = HuggingFace(folder, vocab)
+    elif task is Text and vocab >= BYTES:
+        found = Bytes(vocab)
+    else:
+        # sound begins with silence, anything else with the last token, which is no shade and no note
+        sound = not issubclass(task, Images | Text) and vocab == audio.LEVELS
+        start = audio.LEVELS // 2 if sound else vocab - 1
+        drawn = sound or task is Text or start >= values_of(model)
+        found = Numbers(vocab, start, "tokens" if task is Text else task.writes, () if drawn else (start,))
+    chosen = template or (folder / TEMPLATE if found.template is None and (folder / TEMPLATE).is_file() else None)
+    if chosen is not None:
+        if isinstance(found, Numbers):
+            refuse("chat_template", str(chosen), f"none for a model of {found.kind}")
+        found.template = _read_template(chosen)
+    return found
+
+
+def _read_template(path: Path) -> str:
+    """A chat template: a Jinja file, or a tokenizer_config.json that holds one."""
+    if path.suffix == ".json":
+        template = read_object(path).get("chat_template")
+        if not isinstance(template, str):
+            raise ValueError(f"{path} holds no chat_template: accepted is a Jinja file, or a JSON file that has one")
+        return template
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        refuse("chat_template", str(path), "a Jinja file in UTF-8")
+
+
+def render_template(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a chat, in a sandbox; ValueError if the template refuses the messages."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refused(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = refused
+    try:
+        return environment.from_string(template).render(messages=list(messages), add_generation_prompt=True)
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"messages cannot work with this model's chat template: {error}") from error
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        refuse("prompt", text, "text in UTF-8")

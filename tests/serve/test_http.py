@@ -1,0 +1,452 @@
+"""The server against clients nobody here wrote: openai, httpx and curl; and against clients that misbehave."""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from subquad.models import LanguageModel
+from subquad.serve import answer, exchange, server
+from subquad.serve.settings import ServeSettings
+from tests.serve.scripted import Scripted
+
+KEY = "sk-one"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+class Live:
+    """A server in a thread of this process."""
+
+    def __init__(self, service: Any):
+        self.service, self.engine = service, service.exchange.engine
+        listener = server._listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.server = server.Server(service, drain=5.0)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+        until(lambda: self.server.started)
+        self.http = httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=20)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.handle_exit(signal.SIGTERM, None)
+        self.thread.join()
+
+
+def until(true: Callable[[], Any], seconds: float = 20) -> None:
+    """Wait for something that another thread or process does."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    LanguageModel(vocab=256, dim=16, depth=1, heads=2, mechanism="linear", positions="none").save(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "Engine", Scripted)
+        patch.setenv("TEST_KEYS", f"{KEY}, sk-two")
+        options = ServeSettings(
+            cache_gb=0.0, capacity=400, device="cpu", api_key_env="TEST_KEYS", body_mb=0.05, slots=128
+        )
+        found = Live(server.make_service(str(folder), options))
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def test_openai_completes(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="tiny", prompt=["añb", "xyz"], max_tokens=7, n=2, seed=3)
+    texts = [choice.text for choice in done.choices]
+    assert texts == ["añbañ", "añbañ", "xyzxyzx", "xyzxyzx"]
+    assert {choice.finish_reason for choice in done.choices} == {"length"}
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (7, 28)
+    assert done.usage.prompt_tokens_details.cached_tokens == 3
+    assert client.completions.create(model="tiny", prompt=list(b"hello"), max_tokens=5).choices[0].text == "hello"
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+
+
+def test_openai_streams(client: openai.OpenAI) -> None:
+    events = list(client.completions.create(
+        model="tiny", prompt="añb stop me", max_tokens=100, stop=["p m", "zzz"], stream=True,
+        stream_options={"include_usage": True},
+    ))  # fmt: skip
+    assert "".join(choice.text for event in events for choice in event.choices) == "añb sto"
+    assert events[-2].choices[0].finish_reason == "stop"
+    assert (events[-1].choices, events[-1].usage.completion_tokens) == ([], 11)
+
+
+def test_openai_chats(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    done = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=9, logprobs=True, top_logprobs=2
+    )
+    (choice,) = done.choices
+    assert choice.message.content == "user: hi\n"
+    first = choice.logprobs.content[0]
+    assert (first.token, first.logprob, first.bytes) == ("u", -0.5, [ord("u")])
+    assert [other.token for other in first.top_logprobs] == ["u", "?"]
+    events = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, stream=True, n=2))
+    assert [events[0].choices[0].delta.role, events[1].choices[0].index] == ["assistant", 1]
+    for index in range(2):
+        parts = [choice.delta.content for event in events for choice in event.choices if choice.index == index]
+        assert "".join(parts) == "user: "
+
+
+def test_openai_streams_to_many_at_once(live: Live) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="sk-two") as many:
+
+            async def one(number: int) -> None:
+                prompt, text = f"prompt {number} ", ""
+                stream = await many.completions.create(model="tiny", prompt=prompt, max_tokens=60, stream=True)
+                async for event in stream:
+                    text += event.choices[0].text
+                assert text == (prompt * 60)[:60]
+
+            await asyncio.gather(*(one(number) for number in range(40)))
+
+    asyncio.run(main())
+
+
+def test_echo_and_logprobs(client: openai.OpenAI) -> None:
+    (choice,) = client.completions.create(model="tiny", prompt="ñab", max_tokens=0, echo=True, logprobs=1).choices
+    assert (choice.text, choice.finish_reason) == ("ñab", "length")
+    assert choice.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xb1", "a", "b"]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert choice.logprobs.text_offset == [0, 0, 1, 2]
+    (choice,) = client.completions.create(model="tiny", prompt="ab", max_tokens=3, echo=True, logprobs=0).choices
+    assert choice.text == "ababa"
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert choice.model_extra["tokens"] == list(b"aba")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(live: Live) -> None:
+    words = ["curl", "-sN", "-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+    body = json.dumps({"prompt": "abc", "max_tokens": 5, "stream": True})
+    done = subprocess.run(
+        [*words, "-d", body, f"{live.url}/v1/completions"], capture_output=True, text=True, check=True
+    )
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "abcab"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", {"prompt": 3}, 400, "prompt"),
+        ("completions", {"prompt": ["a", [1]]}, 400, "prompt"),
+        ("completions", {"prompt": [1, 256]}, 400, "prompt"),
+        ("completions", {"prompt": [True]}, 400, "prompt"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("completions", {"prompt": "a" * 401}, 400, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": 401}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "a", "n": 0}, 400, "n"),
+        ("completions", {"prompt": ["a"] * 600, "n": 2}, 400, "n"),
+        ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
+        ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+        ("completions", {"promt": "a"}, 400, "promt"),
+        ("completions", {"prompt": "a", "model": "gpt-5"}, 404, "model"),
+        ("chat/completions", {}, 400, "messages"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, 400, "top_logprobs"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(live: Live, path: str, body: Any, status: int, param: str) -> None:
+    done = live.http.post(f"/v1/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
+    error = done.json()["error"]
+    assert (done.status_code, error["param"]) == (status, param)
+    assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error")
+    assert param in error["message"] or param == "prompt"
+
+
+def test_neutral_values_are_accepted(live: Live) -> None:
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "best_of": 1,
+        "user": "me",
+        "suffix": None,
+    }
+    done = live.post("/v1/completions", prompt="a", max_tokens=1, top_k=-1, min_p=0.1, metadata={"a": "b"}, **neutral)
+    assert done.status_code == 200, done.text
+
+
+def test_statuses_of_http(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    def status(done: httpx.Response) -> tuple[int, str]:
+        return done.status_code, done.json()["error"]["type"]
+
+    path, json_type = "/v1/completions", {"content-type": "application/json"}
+    wrong = "invalid_request_error"
+    assert status(live.http.post(path, content=b'{"prompt": "a"', headers=json_type)) == (400, wrong)
+    assert status(live.http.post(path, content=b"\xff", headers=json_type)) == (400, wrong)
+    assert status(live.http.post(path, content=b"[" * 9000, headers=json_type)) == (400, wrong)
+    assert status(live.http.post(path, content=b"[]", headers=json_type)) == (400, wrong)
+    assert status(live.http.post(path, data={"prompt": "a"})) == (415, wrong)
+    assert status(live.post(path, prompt="a" * 60_000)) == (413, wrong)
+    chunks = (b"x" * 1000 for _ in range(100))  # without a length
+    assert status(live.http.post(path, content=chunks, headers=json_type)) == (413, wrong)
+    assert status(live.http.get("/v1/nowhere")) == (404, "not_found_error")
+    assert status(live.http.get("/v1/models/gpt")) == (404, "not_found_error")
+    done = live.http.get(path)
+    assert (*status(done), done.headers["allow"]) == (405, wrong, "POST")
+    for key in ("", "Bearer wrong", "Bearer", f"Basic {KEY}", "Bearer \xff"):
+        done = live.http.post(path, json={"prompt": "a"}, headers={"authorization": key.encode("latin-1")})
+        assert status(done) == (401, "authentication_error")
+    assert live.http.get("/health", headers={"authorization": ""}).json() == {"status": "ok"}
+    assert "<title>" in live.http.get("/").text
+    live.engine.queue = 0
+    done = live.post(path, prompt=["a", "b"])
+    live.engine.queue = 1024
+    assert (*status(done), done.headers["retry-after"]) == (429, "rate_limit_error", "2")
+    assert "access-control-allow-origin" not in live.http.get("/health", headers={"origin": "http://evil"}).headers
+
+
+def test_owners_are_hashes_of_keys(live: Live) -> None:
+    live.engine.owners.clear()
+    for key in (KEY, "sk-two", KEY):
+        live.http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
+    assert len(live.engine.owners) == 2
+    assert not any("sk-" in owner or not owner for owner in live.engine.owners)
+
+
+def mistake(self: answer.Answer, pieces: Any) -> Any:
+    raise KeyError(bytes(self.asked.prompts[0]))
+
+
+def test_failures_are_told_and_logs_hold_no_prompts(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    live.post("/v1/completions", prompt="my secret", max_tokens=3)
+    live.engine.fails = True
+    try:
+        for stream in (False, True):
+            done = live.post("/v1/completions", prompt="my secret", stream=stream)
+            assert (done.status_code, done.json()["error"]["type"]) == (500, "server_error")
+    finally:
+        live.engine.fails = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer.Answer, "_object", mistake)
+        assert live.post("/v1/completions", prompt="my secret", max_tokens=3).status_code == 500
+    until(lambda: "KeyError" in caplog.text)
+    assert "/v1/completions 200 prompt=9" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_metrics_are_prometheus_text(live: Live) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    live.post("/v1/completions", prompt="abc", max_tokens=3)
+    families = {family.name: family for family in text_string_to_metric_families(live.http.get("/metrics").text)}
+    values = {name: family.samples[0].value for name, family in families.items() if family.samples}
+    assert values["subquad_slots"] == 128
+    assert values["subquad_generated_tokens"] > 3
+    assert values["subquad_tokens_per_second"] > 0
+    assert families["subquad_time_to_first_token_seconds"].type == "histogram"
+    assert {"subquad_queued_requests", "subquad_free_slots", "subquad_cached_tokens"} <= set(families)
+
+
+def test_clients_that_vanish_leave_no_slot_taken(live: Live) -> None:
+    """Every second one waits for a whole answer, the others read a little of a stream first."""
+    address = ("127.0.0.1", int(live.url.rpartition(":")[2]))
+    clients, before = [], live.engine.submitted
+    live.engine.pause, kept = 0.02, live.engine.pause
+    for number in range(100):
+        body = json.dumps({"prompt": "abc", "max_tokens": 390, "stream": number % 2 == 0, "n": 1}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}"
+        clients.append(socket.create_connection(address))
+        clients[-1].sendall(head.encode() + b"\r\n\r\n" + body)
+    until(lambda: live.engine.submitted == before + 100)
+    clients[0].recv(10)
+    for vanishing in clients:
+        vanishing.close()
+    until(lambda: not live.engine.running and not live.engine.waiting)
+    live.engine.pause = kept
+    until(lambda: not live.service.answers)
+    assert not live.service.exchange.jobs
+    assert len(live.engine.cancelled) >= 100
+
+
+def test_slow_readers_are_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that takes nothing: its slot is free once it is too far behind, and later its connection closes."""
+    monkeypatch.setattr(exchange, "BEHIND", 50)
+    asked = live.service.reader.completion({"prompt": "abc", "max_tokens": 300, "stream": True})
+
+    async def main() -> answer.Answer:
+        job = exchange.Job(live.service.exchange, True)
+        slow = answer.Answer(asked, job, live.service.reader.vocabulary, "tiny", lambda *_: None)
+        forever = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await forever.wait()
+
+        async def receive() -> Any:
+            await forever.wait()
+
+        loop, live.service.exchange.loop = live.service.exchange.loop, asyncio.get_running_loop()
+        try:
+            job.submit(answer.requests_of(asked, ""))
+            task = asyncio.create_task(slow({}, receive, send))
+            while not job.gone:
+                await asyncio.sleep(0.005)
+            assert not live.engine.running
+            assert slow.sending is not None
+            task.cancel()
+            await task
+        finally:
+            live.service.exchange.loop = loop
+        return slow
+
+    slow = asyncio.run(main())
+    assert "too slowly" in slow.job.gone
+    assert slow.job.behind <= 51
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> Any:
+    """Bodies that are nearly right, and any JSON."""
+    anything = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=5,
+    )
+    right: dict[str, Any] = {
+        "prompt": draw(st.sampled_from(["ab", ["a", "b"], [1, 2], [[1], [2]], "", [], None])),
+        "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "n": 2, "temperature": 0.5, "top_p": 0.5,
+        "top_k": 2, "min_p": 0.1, "seed": -1, "stop": ["b"], "stream": draw(st.booleans()), "logprobs": 1,
+        "top_logprobs": 1, "echo": draw(st.booleans()), "stream_options": {}, "repetition_penalty": 1.1,
+        "model": "tiny", "user": "x", "tools": [], "ignore_eos": True, "logit_bias": {},
+    }  # fmt: skip
+    names = list(right)
+    body = {name: right[name] for name in draw(st.sets(st.sampled_from(names), max_size=5))}
+    for name in draw(st.sets(st.sampled_from(names), max_size=2)):
+        body[name] = draw(anything)
+    return draw(st.sampled_from([body] * 9 + [draw(anything)]))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(bodies(), st.sampled_from(["completions", "chat/completions"]))
+def test_no_body_makes_the_server_fail(live: Live, body: Any, path: str) -> None:
+    done = live.http.post(f"/v1/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert done.status_code in (200, 400, 404), done.text
+    if done.status_code != 200:
+        assert done.json()["error"]["message"]
+
+
+class Process:
+    """`subquad serve` as users run it."""
+
+    def __init__(self, folder: Path, *words: str):
+        command = [sys.executable, "-m", "subquad.cli", "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+        assert "http://" in self.said, self.said + self.process.stdout.read()
+        self.http = httpx.Client(base_url=self.said.split()[-1], timeout=30)
+
+    def ask(self, **body: Any) -> dict[str, Any]:
+        until(self._listens)
+        done: dict[str, Any] = self.http.post("/v1/completions", json=body).json()
+        return done
+
+    def _listens(self) -> bool:
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def end(self, sign: int) -> int:
+        self.process.send_signal(sign)
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()
+        self.process.stdout.close()
+        self.http.close()
+        return self.process.wait()
+
+
+def test_a_process_is_killed_restarts_with_its_cache_and_drains(folder: Path, tmp_path: Path) -> None:
+    words = ("--slots", "4", "--cache-gb", "0.1", "--cache-dir", str(tmp_path / "cache"))
+    prompt = "A long prompt, which is read once. " * 20
+    served = Process(folder, *words)
+    try:
+        model = LanguageModel.load(folder)
+        first = served.ask(prompt=prompt, max_tokens=30, temperature=0)
+        expected = model.generate([list(prompt.encode())], 30, temperature=0, stop=0)[0].tolist()
+        tokens = first["choices"][0]["tokens"]
+        assert tokens == expected[: len(tokens)]
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 2)
+    finally:
+        assert served.end(signal.SIGKILL) == -signal.SIGKILL
+    served = Process(folder, *words)
+    try:
+        again = served.ask(prompt=prompt, max_tokens=30, temperature=0)
+        assert again["choices"][0]["tokens"] == tokens
+        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 512}
+        body = {"prompt": "my secret", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+        with served.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{served.http.base_url}/health").status_code == 503)
+            refused = httpx.post(f"{served.http.base_url}/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            events = [json.loads(line[6:]) for line in lines if line and line != "data: [DONE]"]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    finally:
+        status = served.end(signal.SIGTERM)
+    assert status == 0, served.said
+    assert "made=3000" in served.said
+    assert "secret" not in served.said
