@@ -104,7 +104,14 @@ class Load:
 
     async def ask(self, server: Server, prompt: str, steps: int, going: asyncio.Event | None = None) -> None:
         """One streamed answer over a connection of its own; stops in the middle when `going` is cleared."""
-        body = {"prompt": prompt, "max_tokens": steps, "stream": True, "ignore_eos": True, "temperature": 0.8, "seed": 1}
+        body = {
+            "prompt": prompt,
+            "max_tokens": steps,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0.8,
+            "seed": 1,
+        }
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
         begun, before = time.perf_counter(), len(self.first)

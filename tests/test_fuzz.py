@@ -337,6 +337,7 @@ MODELS: dict[str, Callable[[random.Random, Path], Call]] = {
         },
     ),
     "Streams.admit": lambda rng, _: _admitting(rng),
+    "Streams.propose": lambda rng, _: method(streams(rng), "propose", drafts={0: [1, 2], 1: []}),
     "Streams.step": lambda rng, _: method(streams(rng), "step"),
     "Streams.state": lambda rng, _: method(streams(rng), "state", id=0),
     "Streams.retire": lambda rng, _: method(streams(rng), "retire", id=1),
@@ -499,6 +500,7 @@ def _fields(rng: random.Random, config: Any, **more: Any) -> dict[str, Any]:
 def _admitting(rng: random.Random) -> Call:
     made = streams(rng)
     arguments = {"prompts": rng.choice([[1, 2], [[3]], ids(1, 4)]), "seed": 3}
+    arguments |= {"sampling": rng.choice([Sampling(top_k=2), [Sampling()]]), "stop": 3, "before": [[1]], "top": 0}
     if can_step(made.model) and rng.random() < 0.5:
         arguments["state"] = made.state(0)
     return made.admit, arguments

@@ -121,6 +121,31 @@ def test_mechanisms() -> None:
     assert names["o"].shape == (1, 1000, 4, 16)
 
 
+def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's Python code against a server of text and one of images."""
+    pytest.importorskip("starlette")
+    from subquad.models import LanguageModel
+    from subquad.serve.server import make_service
+    from subquad.serve.settings import ServeSettings
+    from tests.serve.test_http import Live
+
+    sizes: dict[str, Any] = {"dim": 16, "depth": 1, "heads": 2, "mechanism": "linear"}
+    LanguageModel(vocab=256, positions="none", **sizes).save(tmp_path / "text")
+    LanguageModel(vocab=17, positions="grid", shape=(4, 4), max_length=16, **sizes).save(tmp_path / "images")
+    options = ServeSettings(device="cpu", slots=4)
+    text, images = (Live(make_service(str(tmp_path / name), options)) for name in ("text", "images"))
+    try:
+        for source in blocks("serve.md", "python"):
+            names = run(
+                [source.replace("http://127.0.0.1:8000", text.url).replace("http://127.0.0.1:8001", images.url)],
+                "serve.md",
+            )
+    finally:
+        text.stop()
+        images.stop()
+    assert max(names["pixels"]) < 16
+
+
 def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's mechanism obeys the laws, and its known answer holds."""
     definition, known_answer = blocks("add_mechanism.md", "python")

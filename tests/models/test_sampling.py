@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import math
+import random
 import typing
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad.models.generation import generate, stream
-from subquad.models.sampling import Sampling, SamplingOptions, adjust, draw, gumbel, make_seeds, uniform
+from subquad.models.sampling import Rows, Sampling, SamplingOptions, adjust, draw, gumbel, make_seeds, score, uniform
 from subquad.models.streams import Streams
 
 
@@ -153,3 +154,35 @@ def test_every_field_of_sampling_is_a_keyword() -> None:
     assert typing.get_type_hints(SamplingOptions).keys() == {field.name for field in dataclasses.fields(Sampling)}
     for call in (generate, stream, Streams.__init__):
         assert typing.get_type_hints(inspect.unwrap(call))["options"] == typing.Unpack[SamplingOptions]
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_a_row_draws_the_same_whatever_the_others_use(number: int) -> None:
+    """Bit by bit: a setting that a row does not use changes none of its scores."""
+    rng = random.Random(number)
+
+    def any_sampling() -> Sampling:
+        return Sampling(
+            exclude=tuple(rng.sample(range(30), rng.choice([0, 0, 3]))),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            temperature=rng.choice([0.0, 1.0, 1.0, 0.7, 1.9]),
+            top_k=rng.choice([None, None, 1, 5, 99]),
+            top_p=rng.choice([1.0, 1.0, 0.9, 0.3]),
+            min_p=rng.choice([0.0, 0.0, 0.1, 1.0]),
+        )
+
+    generator = torch.Generator().manual_seed(number)
+    batch = rng.randrange(2, 7)
+    logits = torch.randn(batch, 30, generator=generator).mul(3).bfloat16()  # with ties
+    seen = torch.rand(batch, 30, generator=generator) < 0.3
+    seeds, at = torch.arange(batch) * 17, torch.arange(batch) * 5
+    chosen = [any_sampling() for _ in range(batch)]
+    rows = Rows.of(chosen, 30, torch.device("cpu"))
+    together = score(logits, rows, seeds, at, seen)
+    drawn = draw(logits, rows, seeds, at, seen)
+    for b, sampling in enumerate(chosen):
+        row = slice(b, b + 1)
+        assert drawn[b] == draw(logits[row], sampling, seeds[row], at[row], seen[row])
+        if sampling.temperature > 0:  # a greedy row alone is not filtered
+            assert torch.equal(together[row], score(logits[row], sampling, seeds[row], at[row], seen[row]))

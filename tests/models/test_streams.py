@@ -182,3 +182,93 @@ def test_what_cannot_work_raises() -> None:
         streams.retire(7)
     with pytest.raises(ValueError, match="slots=0"):
         Streams(model, slots=0, capacity=4)
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "softmax"])
+def test_each_stream_has_its_own_sampling(mechanism: Any) -> None:
+    model = make(mechanism, vocab=40)
+    settings = [
+        Sampling(temperature=0),
+        Sampling(),
+        Sampling(temperature=0.6),
+        Sampling(top_k=4),
+        Sampling(top_p=0.7, min_p=0.05),
+        Sampling(temperature=0, repetition_penalty=1.4),
+        Sampling(repetition_penalty=2.0, temperature=1.5),
+        Sampling(exclude=tuple(range(30))),
+    ]
+    streams = Streams(model, slots=9, capacity=24, temperature=0.5)
+    made: dict[int, list[int]] = {}
+    ids: list[int] = []
+    for start in range(0, 8, 2):  # they come and go at different times
+        ids += streams.admit([[1, 2], [3]], seed=[start, 9], sampling=settings[start : start + 2])
+        for _ in range(3):
+            for id, token in streams.step().items():
+                made.setdefault(id, []).append(token)
+    (default,) = streams.admit([[5, 6]], seed=3)
+    while streams.running:
+        for id, token in streams.step().items():
+            made.setdefault(id, []).append(token)
+    for number, (id, sampling) in enumerate(zip(ids, settings, strict=True)):
+        prompt, seed = ([1, 2], number) if number % 2 == 0 else ([3], 9)
+        assert made[id] == model.generate(prompt, len(made[id]), seed=seed, sampling=sampling).tolist()
+    assert made[default] == model.generate([5, 6], 23, seed=3, temperature=0.5).tolist()
+
+
+def test_mixtures_draw_as_each_stream_asks() -> None:
+    model = make(vocab=257, mixture=2, max_length=30)
+    streams = Streams(model, slots=3, capacity=12)
+    settings = [Sampling(), Sampling(temperature=0), Sampling(top_k=9)]
+    ids = streams.admit([[256]] * 3, seed=[1, 2, 3], sampling=settings)
+    made = [streams.step() for _ in range(12)]
+    for seed, (id, sampling) in enumerate(zip(ids, settings, strict=True), 1):
+        assert [step[id] for step in made] == model.generate([256], 12, seed=seed, sampling=sampling).tolist()
+
+
+def test_streams_have_their_own_stop_tokens_and_most_probable_tokens() -> None:
+    model = make()
+    free = model.generate([1], 12, seed=2).tolist()
+    stop = next(token for token in free if free.index(token) > 2)
+    streams = Streams(model, slots=3, capacity=24, top=4)
+    (first,), (second,) = streams.admit([[1]], seed=2, stop=[stop], top=2), streams.admit([[1]], seed=2)
+    made: dict[int, list[int]] = {first: [], second: []}
+    with torch.no_grad():
+        while first in streams.running:
+            tokens = streams.step()
+            for id, token in tokens.items():
+                made[id].append(token)
+            expected = model(torch.tensor([[1, *made[first][:-1]]])).log_softmax(-1)[0, -1].topk(2)
+            assert list(streams.top) == [first]
+            assert [token for token, _ in streams.top[first]] == expected.indices.tolist()
+            assert [score for _, score in streams.top[first]] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    assert made[first] == free[: free.index(stop) + 1]
+    streams.step()
+    assert streams.top == {}
+    assert streams.running == [second]
+
+
+def test_a_repetition_penalty_counts_the_tokens_before_a_state() -> None:
+    model = make()
+    with torch.no_grad():
+        model.head.bias.fill_(50)
+        _, state = model.prefill(torch.tensor([[1, 2, 3, 4]]))
+    streams = Streams(model, slots=2, capacity=24)
+    (id,) = streams.admit(
+        [[5]], state=state, before=[[1, 2, 3, 4]], sampling=Sampling(temperature=0, repetition_penalty=1e6)
+    )
+    assert len({1, 2, 3, 4, 5, *(streams.step()[id] for _ in range(15))}) == 20
+
+
+def test_wrong_settings_of_a_stream_raise() -> None:
+    streams = Streams(make(), slots=2, capacity=8, top=2)
+    for match, arguments in {
+        "sampling has 1 settings": {"sampling": [Sampling()]},
+        "exclude=": {"sampling": Sampling(exclude=(20,))},
+        "stop=": {"stop": 20},
+        "top=3": {"top": 3},
+        "before=": {"before": [[1]]},
+        "before=<|before=": {"before": [[1], [20]]},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            streams.admit([[1], [2]], **arguments)
+    assert streams.free == 2

@@ -101,7 +101,7 @@ class Loop:
         unroll: int = 1,
         top: int = 0,
     ):
-        self.decoder, self.head = decoder_of(model), head_of(model)
+        self.decoder, self.head, self.sampling = decoder_of(model), head_of(model), sampling
         self.state, self.seeds = state, seeds
         batch, device = token.shape[0], token.device
         self.token = token.clone()
@@ -209,7 +209,7 @@ class Loop:
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
                 self._run(self.group, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)

@@ -1,5 +1,6 @@
 """How much memory streams take, computed before it is allocated."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 from subquad.checks import check_count
 from subquad.machine import free_bytes
 from subquad.models.decoding import decoder_of, defer, stack_of, values_of
-from subquad.models.state import State, map_state, size
+from subquad.models.state import State, leaves, map_state, size
 
+FAR = 1 << 20  # positions for which every state that grows is larger than for one
 SHARE = 0.95  # of the free memory that streams may take
 
 
@@ -52,6 +54,12 @@ class Rooms:
         self.decoder = decoder
         self.shapes: dict[int, State] = {}
 
+    @functools.cached_property
+    def grows(self) -> bool:
+        """Whether a state needs more room for more positions."""
+        least, more = ([tensor.shape for _, tensor in leaves(self.shape(count))] for count in (1, FAR))
+        return least != more
+
     def shape(self, capacity: int) -> State:
         if capacity not in self.shapes:
             self.shapes[capacity] = imagine(self.decoder, capacity)
@@ -69,7 +77,7 @@ class Rooms:
                 return torch.cat((tensor, tensor.new_zeros(len(tensor), more, *tensor.shape[2:])), 1)
             return tensor[:, :more].clone() if more < 0 and trim else tensor
 
-        return map_state(resize, state, self.shape(1), self.shape(capacity))
+        return map_state(resize, state, self.shape(1), self.shape(capacity)) if self.grows else state
 
 
 def imagine(decoder: Any, capacity: int) -> State:

@@ -6,8 +6,8 @@ own outputs: not on the batch, its order, the device, or how often the loop was 
 The rows of a batch may have different settings: `Rows` holds them as tensors. A setting that a row does not use changes
 no bit of it, so a row draws the same token whatever the others use.
 
-To add an option, add a field of `Sampling` with its check, a line in `SamplingOptions`, a tensor in `Rows` and a line in
-`adjust`. `generate`, `stream`, `Streams` and the command line then have it too.
+To add an option, add a field of `Sampling` with its check, a line in `SamplingOptions`, a tensor in `Rows` and a line
+in `adjust`. `generate`, `stream`, `Streams` and the command line then have it too.
 """
 
 import math
@@ -129,6 +129,12 @@ class Uses(NamedTuple):
             min_p=any(s.min_p > 0 for s in draws),
         )
 
+    @property
+    def coarse(self) -> "Uses":
+        """The same with cheap things that need not be done, so that few combinations are captured or compiled."""
+        scales = self.temperature or self.ranks or self.min_p
+        return self._replace(greedy=True, temperature=scales, min_p=scales)
+
 
 class Rows(NamedTuple):
     """The settings of each row of a batch, or of one row that holds for all; N is 1 or B."""
@@ -174,7 +180,9 @@ class Rows(NamedTuple):
         return type(self)(self.uses, *(None if t is None else t[rows] for t in self[1:]))  # type: ignore[arg-type]
 
 
-def draw(logits: Tensor, sampling: Sampling | Rows, seeds: Tensor, position: Tensor, seen: Tensor | None = None) -> Tensor:
+def draw(
+    logits: Tensor, sampling: Sampling | Rows, seeds: Tensor, position: Tensor, seen: Tensor | None = None
+) -> Tensor:
     """One token per row: logits [B, V], seeds [B], position [B] of the drawn token -> [B].
 
     A repetition penalty reads `seen` [B, V]: whether each stream has seen each token.

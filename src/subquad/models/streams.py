@@ -17,9 +17,9 @@ from subquad.models.sampling import Rows, Sampling, SamplingOptions, Uses
 from subquad.models.state import State, overwrite, positions, select
 from subquad.models.threads import run_small
 
-# By how much the largest score must exceed the next one, relative to its size, so that rounding cannot change which one
-# is the largest: numbers of a parallel pass and of steps differ by some 1e-6 in float32. In fewer bits they differ by so
-# much that no draft would ever be sure: there a draft may change the text
+# By how much the largest score must exceed the next one, relative to its size, so that rounding does not change which
+# one is the largest: numbers of a parallel pass and of steps differ by some 1e-6 in float32. In fewer bits they differ
+# so much that no draft would ever be sure: there a draft may change the text
 SURE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 Top = list[tuple[int, float]]  # tokens with their log-probabilities, the best first
@@ -58,8 +58,8 @@ class Streams:
     Memory is allocated once: `slots` rows of `bytes_per_stream`. The batch always has that many rows, so that a
     stream's numbers do not depend on the other streams. A stream is retired when it draws a stop token or is full.
 
-    Each stream may have its own sampling and stop tokens, and with Streams(..., top=20) may ask for up to so many of the
-    most probable tokens: admit([[1, 2, 3]], sampling=Sampling(top_p=0.9), stop=0, top=5), then `streams.top[id]`.
+    Each stream may have its own sampling and stop tokens, and with Streams(..., top=20) may ask for up to so many of
+    the most probable tokens: admit([[1, 2, 3]], sampling=Sampling(top_p=0.9), stop=0, top=5), then `streams.top[id]`.
 
     `state(id)` has not seen the stream's last token. To continue from it, pass that token again as the prompt:
 
@@ -140,7 +140,9 @@ class Streams:
             chosen = [self.sampling] * count if sampling is None else sampling
             chosen = [chosen] * count if isinstance(chosen, Sampling) else list(chosen)
             if len(chosen) != count:
-                raise ValueError(f"sampling has {len(chosen)} settings: accepted is one, or {count}, one for each prompt")
+                raise ValueError(
+                    f"sampling has {len(chosen)} settings: accepted is one, or {count}, one for each prompt"
+                )
             for one in chosen:
                 _, stops = check_drawing(self.model, one, stop)
             check_count("top", top, 0)
@@ -172,7 +174,7 @@ class Streams:
         overwrite(loop.state, rows, state)
         loop.token[rows], loop.seeds[rows], loop.done[rows] = prompts.last, prompts.seeds, False
         loop.assign(rows, Rows.of(samplings, self.head.values, self.model.device))
-        with_new = Uses.of([*self.samplings, *samplings])
+        with_new = Uses.of([*self.samplings, *samplings]).coarse
         loop.configure(with_new, loop.tops)  # it makes `seen` for the first stream with a repetition penalty
         if with_new.penalty:
             loop.mark_seen(prompts.tokens, rows)
@@ -205,6 +207,7 @@ class Streams:
             for counter in positions(self.loop.state):
                 counter.mul_(self.active)
         (token, logprob), *_ = self.loop.advance(1)
+        assert logprob is not None
         parts = [token[None], logprob[None], *(tensor.T for tensor in self.loop.top if self.loop.tops)]
         drawn, scores, *best = torch.cat([part.double() for part in parts]).tolist()  # waits for the GPU once
         made = {id: int(drawn[stream.slot]) for id, stream in self.streams.items()}
@@ -237,9 +240,7 @@ class Streams:
             values = values_of(self.model)
             for id, draft in drafts.items():
                 self._slot(id)
-                if isinstance(draft, str) or any(
-                    type(token) is not int or not 0 <= token < values for token in draft
-                ):
+                if any(type(token) is not int or not 0 <= token < values for token in draft):
                     refuse("drafts", shown(draft), f"tokens from 0 to {values - 1} for each stream")
             return {id: self._check_draft(id, list(draft)) for id, draft in drafts.items()}
 
@@ -258,9 +259,8 @@ class Streams:
             seen = loop.seen[row] | (read.cumsum(0) > 0)
         settings = Rows.of([stream.sampling], self.head.values, device)
         places = position_of(before) + torch.arange(1, count + 1, device=device)
-        scores = self.head.score(
-            outputs, settings, loop.seeds[row].expand(count), places, None if seen is None else seen[:, : self.head.values]
-        )
+        seen_values = None if seen is None else seen[:, : self.head.values]
+        scores = self.head.score(outputs, settings, loop.seeds[row].expand(count), places, seen_values)
         best = scores.topk(min(2, scores.shape[-1]))
         tokens = best.indices[:, 0]
         gap = best.values[:, 0] - best.values[:, -1] if scores.shape[-1] > 1 else torch.ones_like(best.values[:, 0])
@@ -298,9 +298,7 @@ class Streams:
 
     def _read(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Tokens [1, T] in parallel, after a state that is not changed."""
-        return run_small(
-            work_of(self.model, state, tokens.numel()), lambda: self.decoder.prefill(tokens, state=state)
-        )
+        return run_small(work_of(self.model, state, tokens.numel()), lambda: self.decoder.prefill(tokens, state=state))
 
     def state(self, id: int) -> State:
         """A copy of a stream's state, to save, fork or admit again; it has not seen the stream's last token."""
@@ -322,7 +320,7 @@ class Streams:
     def _configure(self) -> None:
         """Tell the loop what the running streams need."""
         if self.samplings:
-            self.loop.configure(Uses.of(self.samplings), self.asking > 0)
+            self.loop.configure(Uses.of(self.samplings).coarse, self.asking > 0)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -7,6 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from subquad.ops.impl import Impl, choose
 
+BLOCK = 64  # entries; sums over whole vectors of a CPU add up in the same order whatever follows them
+
 
 def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
     """The cache, with room for `more` entries in every row. When it grows, its size at least doubles.
@@ -68,11 +70,12 @@ def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fuse
         from subquad.ops.cache_triton import attend
 
         return attend(q_t, k, v, count, scale)
-    low, high = (int(n) for n in torch.aminmax(count))
-    k, v = k[:, :high], v[:, :high]
-    if low < high:
-        return _masked(q_t, k, v, count, scale)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    high = int(count.max())
+    if len(count) > 1:
+        # always masked and in whole blocks: else a row's rounding would depend on how long the other rows are
+        high = -(-high // BLOCK) * BLOCK
+        return _masked(q_t, k[:, :high], v[:, :high], count, scale)
+    k, v = k[:, :high].transpose(1, 2), v[:, :high].transpose(1, 2)
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
 
 

@@ -1,1 +1,1 @@
-"""Serve a model: continuous batching, an exact prefix cache, and an HTTP endpoint in OpenAI's form (`subquad[serve]`)."""
+"""Serve a model: continuous batching, an exact prefix cache, an HTTP endpoint in OpenAI's form (`subquad[serve]`)."""

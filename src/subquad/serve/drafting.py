@@ -1,5 +1,6 @@
 """Guess the next tokens of a stream with a smaller model, for `Streams.propose`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class Drafter:
         with evaluating(self.model, self.modules):
             missing = torch.tensor(text[draft.read : draft.read + PIECE], dtype=torch.int64, device=device)[None]
             work = work_of(self.model, () if draft.state is None else draft.state, missing.numel())
-            outputs, state = run_small(work, lambda: self.decoder.prefill(missing, state=draft.state))
+            outputs, state = run_small(work, functools.partial(self.decoder.prefill, missing, state=draft.state))
             draft.state, draft.read = state, draft.read + missing.shape[1]
             if draft.read < len(text):
                 return []
@@ -75,5 +76,4 @@ class Drafter:
                 if seen is not None:
                     seen[0, token] = True
                 work = work_of(self.model, state, 1)
-                step = self.decoder.step
-                outputs, state = run_small(work, lambda t=token, s=state: step(t, s))  # type: ignore[misc]
+                outputs, state = run_small(work, functools.partial(self.decoder.step, token, state))

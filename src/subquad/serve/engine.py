@@ -20,10 +20,11 @@ from subquad.disk import logger
 from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import Rooms
 from subquad.models.generation import evaluating
-from subquad.models.sampling import Sampling
+from subquad.models.sampling import PLAIN, Sampling
 from subquad.models.state import State, map_state, select
 from subquad.models.streams import Streams
 from subquad.models.threads import run_small
+from subquad.ops.cache import BLOCK
 from subquad.serve.drafting import Draft, Drafter
 
 PIECE = 256  # tokens of a prompt between two steps
@@ -42,7 +43,7 @@ class Request:
 
     prompt: tuple[int, ...]  # tokens, at least one
     steps: int  # at most this many new tokens
-    sampling: Sampling = Sampling()
+    sampling: Sampling = PLAIN
     seed: int = 0
     stop: tuple[int, ...] = ()  # tokens that end the text
     logprobs: int | None = None  # None: none; n: of the drawn token and of the n most probable ones
@@ -204,7 +205,9 @@ class Engine:
         self.counts = dict.fromkeys(("steps", "tokens", "prompt_tokens", "cached_tokens", "drafted", "accepted"), 0)
 
     def _make_streams(self) -> Streams:
-        return Streams(self.model, slots=self.slots, capacity=self.capacity, top=min(TOP, self.values))
+        # whole blocks, so that the end of a cache is no special case in ops/cache.py; `check` keeps to the capacity
+        room = -(-self.capacity // BLOCK) * BLOCK
+        return Streams(self.model, slots=self.slots, capacity=room, top=min(TOP, self.values))
 
     # What other threads call
 
@@ -280,7 +283,7 @@ class Engine:
         self.thread.start()
 
     def stop(self, drain: bool = True, seconds: float = 30.0) -> None:
-        """Refuse new requests, finish those that run for at most `seconds` if `drain`, cancel the rest, end the thread."""
+        """Refuse new requests, with `drain` wait `seconds` for the others, cancel what is left, and end the thread."""
         with self.work:
             self.closed = True
             if drain and self.thread is not None:
@@ -399,12 +402,11 @@ class Engine:
         """Jobs that leave the queue of readers, with the number of tokens to read for each."""
         group: list[tuple[_Job, int]] = []
         for job in list(self.reading):
-            if self._waits(job):
-                job.looked = False
-                continue
-            if not job.looked:
-                job.looked = True
+            if not job.looked and not self._waits(job):
                 self._find(job)
+            job.looked = not self._waits(job)  # otherwise it looks again when the other request has read the piece
+            if not job.looked:
+                continue
             count = self._border(job) - job.read
             if not group or (count and self._width(count) == self._width(group[0][1])):
                 group.append((job, count))
@@ -454,7 +456,8 @@ class Engine:
         if self.abreast == 1:
             ((job, count),) = group
             tokens = torch.tensor([job.request.prompt[job.read : job.read + count]], device=self.model.device)
-            state = None if job.state is None else self.rooms.fit(job.state, job.read + count)
+            room = -(-(job.read + count) // BLOCK) * BLOCK  # what lies behind the piece must not change its numbers
+            state = None if job.state is None else self.rooms.fit(job.state, room)
             outputs, state = self._prefill(tokens, None, state)
             results = [(outputs[0], state)]
         else:
@@ -534,8 +537,8 @@ class Engine:
             logprobs, tops = self.streams.logprobs, self.streams.top
             for id, token in made.items():
                 wanted = self.drawing[id].request.logprobs is not None
-                new = Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if wanted else Drawn(token)
-                drawn.setdefault(id, []).append(new)
+                one = Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if wanted else Drawn(token)
+                drawn.setdefault(id, []).append(one)
         updates = []
         for id, new in drawn.items():
             if new:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -53,6 +54,8 @@ def serve(checkpoint: str, settings: ServeSettings, console: Console) -> None:
         console.print(f"serving {service.reader.name} at {address}", highlight=False, soft_wrap=True, markup=False)
         if not service.keys and host not in ("127.0.0.1", "::1"):
             logger.warning("%s can be reached from other machines, and no API key is asked for", address)
+        gc.collect()
+        gc.freeze()  # what was imported stays: the collector need not search it again and again
         Server(service, settings.drain).run(sockets=[listener])
 
 
