@@ -145,8 +145,30 @@ def text(browser: Browser, name: str) -> str:
     return found
 
 
+FAINT = """(() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = parts(colour).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (e) => {
+    const colour = getComputedStyle(e).backgroundColor;
+    return (parts(colour)[3] ?? 1) > 0 || !e.parentElement ? colour : behind(e.parentElement);
+  };
+  const words = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  const written = (e) => words(e) || e.matches("input, textarea, select");
+  const shown = [...document.querySelectorAll("body *")].filter((e) => e.offsetParent && written(e) && !e.disabled);
+  return shown.map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.outerHTML.slice(0, 80)];
+  }).filter(([contrast]) => contrast < 4.5);
+})()"""
+
+
 def fits(browser: Browser) -> bool:
-    """Whether nothing has to be scrolled sideways, and no word is cut off."""
+    """Whether nothing has to be scrolled sideways, no word is cut off, and all can be read: WCAG's contrast of 4.5."""
+    assert browser.run(FAINT) == []
     wide = "[...document.querySelectorAll('main *')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
     odd = browser.run(f"{wide}.map(e => e.outerHTML.slice(0, 80))")
     assert odd == [], odd

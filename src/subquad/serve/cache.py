@@ -144,14 +144,24 @@ class PrefixCache:
             self.writer.start()
 
     @classmethod
-    def of(cls, model: Any, limit: int, *, every: int = EVERY, folder: Path | None = None, **how: Any) -> "PrefixCache":
-        """The cache of a model; `how`: folder_limit, device."""
+    def of(
+        cls,
+        model: Any,
+        limit: int,
+        *,
+        every: int = EVERY,
+        folder: Path | None = None,
+        folder_limit: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> "PrefixCache":
+        """The cache of a model."""
         decoder = decoder_of(model)
         with torch.no_grad():
             like = decoder.init_state(1, 1)
-        room = functools.partial(imagine, decoder)
-        name = "" if folder is None else fingerprint(model)
-        return cls(limit, every=every, folder=folder, fingerprint=name, like=like, room=room, **how)
+        return cls(
+            limit, every=every, folder=folder, folder_limit=folder_limit, like=like, device=device,
+            fingerprint="" if folder is None else fingerprint(model), room=functools.partial(imagine, decoder),
+        )  # fmt: skip
 
     def find(self, tokens: Sequence[int], owner: str = "") -> tuple[int, State | None]:
         """The longest known prefix of the tokens that leaves at least one to read: (its length, its state).
@@ -495,15 +505,19 @@ def tokens_of(node: Node) -> bytes:
 
 
 def fingerprint(model: Any) -> str:
-    """What states depend on besides tokens: a hash of the model's weights and config, of versions and kind of device.
+    """What the bits of a state depend on besides tokens, hashed: weights, config, versions, and how numbers are added.
 
     ValueError if the config holds code.
     """
+    if model.device.type == "cuda":
+        machine: list[Any] = [torch.cuda.get_device_name(model.device)]
+    else:
+        machine = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     header = {
         "model": type(model).__name__,
         "config": model.config.to_dict(),
-        "device": model.device.type,
         "versions": [subquad.__version__, torch.__version__],
+        "machine": [model.device.type, *machine],
     }
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors_of(model).items()}
     return digest_tensors(tensors, header)
