@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from subquad import Classifier, LanguageModel
 from subquad.machine import commit, machine, tell_commit
+from subquad.models.loss import cross_entropy
 from subquad.studies.reproduce.scaling import Iteration, iterations
 from subquad.studies.results import save
 from subquad.tasks.lra.task import Classification, Labelled
@@ -41,6 +42,7 @@ Figures = dict[str, Any]
 GPT2_SMALL: Mapping[str, int] = {"vocab": 8192, "dim": 768, "depth": 12, "heads": 12}
 TINY: Mapping[str, int] = {"vocab": 256, "dim": 32, "depth": 2, "heads": 2}
 OURS: Mapping[str, Any] = {"softmax": "softmax", "linear": "linear", "local": ("local", {"window": 512})}
+ALL_LOGITS = ", all logits"
 TOKENS = 32768  # of a training step
 MODES = ("eager", "compiled", "blocks", "step")  # the model compiled; each block; the loss, as the trainer compiles it
 BARS: Mapping[str, Any] = {  # must, goal
@@ -126,6 +128,15 @@ class PlainText(Text):
         return Loss(total, total.new_tensor(tokens[:, 1:].numel()))
 
 
+class AllLogits(Text):
+    """Our model with the loss of all its logits at once, to see what the loss in pieces changes."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        tokens = batch["tokens"]
+        total = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
+        return Loss(total, total.new_tensor(tokens[:, 1:].numel()))
+
+
 def ours(name: str, sizes: Mapping[str, Any]) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(**sizes, mechanism=OURS[name], positions="rotary")
@@ -156,8 +167,9 @@ def check(device: str, sizes: Mapping[str, int]) -> Figures:
 
 def training_step(name: str, mode: str, length: int, tokens: int, sizes: Mapping[str, int], device: str) -> Iteration:
     """`name` with the loss on `tokens` tokens, in windows of `length`."""
-    model: nn.Module = (plain(sizes) if name == "plain" else ours(name, sizes)).to(device)
-    task = (PlainText if name == "plain" else Text)(length=length)
+    model: nn.Module = (plain(sizes) if name == "plain" else ours(name.removesuffix(ALL_LOGITS), sizes)).to(device)
+    kind = PlainText if name == "plain" else AllLogits if name.endswith(ALL_LOGITS) else Text
+    task = kind(length=length)
     batch = {"tokens": torch.randint(sizes["vocab"], (tokens // length, length + 1), device=device)}
     batch["first"] = torch.zeros(len(batch["tokens"]), dtype=torch.int64, device=device)
     if mode == "compiled":
@@ -187,7 +199,7 @@ def train(device: str, sizes: Mapping[str, int], lengths: Sequence[int], tokens:
     for length in lengths:
         for mode in modes:
             key = f"T = {length}, {mode}"
-            names = ("plain", *OURS)
+            names = ("plain", *OURS, "softmax" + ALL_LOGITS)
             makers = {name: partial(training_step, name, mode, length, tokens, sizes, device) for name in names}
             try:
                 figures[key] = iterations(makers, on_line=partial(print, flush=True))
@@ -195,7 +207,7 @@ def train(device: str, sizes: Mapping[str, int], lengths: Sequence[int], tokens:
                     tidy(compiled=False)
                     row["peak_bytes"] = peak(makers[name]) if mode == "eager" else None
                     ratio, ms = row["ratio"]["median"], row["iteration_ms"]["median"]
-                    print(f"{key:24s} {name:8s} {ms:9.2f} ms {ratio:6.3f} of plain, {row['peak_bytes']}", flush=True)
+                    print(f"{key:24s} {name:19s} {ms:9.2f} ms {ratio:6.3f} of plain, {row['peak_bytes']}", flush=True)
             except Exception as error:
                 figures[key] = failed(error)
             tidy()

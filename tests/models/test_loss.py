@@ -143,6 +143,7 @@ def test_other_heads_are_called() -> None:
     model, batch = model_and_batch(False, torch.float64)
     want = loss_and_gradients(model, batch)
     seen: list[Any] = []
+    assert model.head is not None
     hook = model.head.register_forward_hook(lambda *given: seen.append(given))
     got = loss_and_gradients(model, batch)
     assert len(seen) == 1
@@ -151,7 +152,7 @@ def test_other_heads_are_called() -> None:
     with pytest.raises(ValueError, match=r"pieces=2 cannot work: accepted is None or 1 with a mixture, or with a head"):
         model.loss(**batch, pieces=2)
     hook.remove()
-    model.head = torch.nn.Sequential(model.head)
+    model.head = torch.nn.Sequential(model.head)  # type: ignore[assignment]
     torch.testing.assert_close(model.loss(**batch).detach(), want[0])
     model, batch = model_and_batch(False, torch.float64)
     with pytest.raises(ValueError, match="pieces=0 cannot work"):

@@ -345,7 +345,12 @@ def test_a_stack_turns_as_its_mixers_do_alone(name: str, fields: dict[str, Any])
 def test_a_stack_makes_its_turns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     made = rotary._turns
-    monkeypatch.setattr(rotary, "_turns", lambda at, *how: calls.append(tuple(at.shape)) or made(at, *how))
+
+    def count(at: Tensor, *how: Any) -> Any:
+        calls.append(tuple(at.shape))
+        return made(at, *how)
+
+    monkeypatch.setattr(rotary, "_turns", count)
     mechanism = ["softmax", "linear", ("linear", {"feature_map": "taylor", "features": 6}), "retnet", "reformer"]
     model = Transformer(dim=16, heads=2, depth=10, mechanism=mechanism, causal=True, rotary=True).eval()
     x = torch.randn(2, 7, 16)

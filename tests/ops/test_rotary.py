@@ -94,8 +94,14 @@ def test_gradients() -> None:
 
 
 def test_backward_keeps_the_turns_alone() -> None:
-    x, by, kept = draw(2, 5, 3, 8).requires_grad_(), turns(torch.arange(5), 8, torch.float64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    x, by = draw(2, 5, 3, 8).requires_grad_(), turns(torch.arange(5), 8, torch.float64)
+    kept: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         turned(x, by)
     assert [t.data_ptr() for t in kept] == [by.cos.data_ptr(), by.sin.data_ptr()]
 

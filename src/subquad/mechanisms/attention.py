@@ -123,7 +123,7 @@ class Attention(Mixer):
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
+        """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] or at 0."""
         if not self.options.rotary:
             return q, k
         by = self._turns_at(q, position)

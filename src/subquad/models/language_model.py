@@ -62,7 +62,7 @@ class LanguageModel(Model):
         self.head = None if config.tie else make_head(config.transformer.dim, config.width)
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, head: bool = True) -> Tensor:
-        """Logits [B, T, vocab]; beyond `lengths` those of a zero vector. With head=False the head's input, [B, T, D]."""
+        """Logits [B, T, vocab]; beyond `lengths` those of a zero vector. head=False: what the head reads, [B, T, D]."""
         y = self.transformer(self.embedding(tokens, lengths), lengths)
         return self._logits(y) if head else y
 
@@ -84,14 +84,14 @@ class LanguageModel(Model):
             raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
             tokens, targets, lengths = shift(tokens, lengths)
-        how = lengths, ignore_index, reduction
         layer = self._plain_head()
         if layer is not None:
-            return head_cross_entropy(self(tokens, lengths, head=False), *layer, targets, *how, pieces)
+            y = self(tokens, lengths, head=False)
+            return head_cross_entropy(y, *layer, targets, lengths, ignore_index, reduction, pieces)
         if pieces not in (None, 1):
             refuse("pieces", pieces, "None or 1 with a mixture, or with a head that was replaced or has hooks")
         loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-        return loss(self(tokens, lengths), targets, *how)
+        return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
 
     generate, stream = generation.generate, generation.stream
 

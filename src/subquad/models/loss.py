@@ -69,7 +69,8 @@ def head_cross_entropy(
         check_count("pieces", pieces)
         if pieces > 1 and reduction == "none":
             refuse("pieces", pieces, 'None or 1 with reduction="none"')
-    if reduction == "none" or (pieces := pieces_of(x, weight) if pieces is None else pieces) == 1:
+    pieces = pieces_of(x, weight) if pieces is None else pieces
+    if reduction == "none" or pieces == 1:
         logits = nn.functional.linear(x, weight, bias)
         return cross_entropy(logits, targets, lengths, ignore_index, reduction, name)
     ids, counted = check_targets(x, weight.shape[0], targets, lengths, ignore_index, reduction, name)

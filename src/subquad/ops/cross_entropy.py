@@ -23,17 +23,25 @@ def summed_cross_entropy(
     Like F.linear it computes in autocast's type; like cross_entropy its losses and their sum are at least float32.
     """
     kind = torch.get_autocast_dtype(x.device.type) if autocasts(x.device) else x.dtype
-    inputs = (x, weight, bias, ids, counted, pieces, kind)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        total: Tensor = _Summed.apply(*inputs)
+        total: Tensor = _Summed.apply(x, weight, bias, ids, counted, pieces, kind)
         return total
-    return _sum(*inputs, grads=False)[0]
+    return _sum(x, weight, bias, ids, counted, pieces, kind, grads=False)[0]
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        total, grads = _sum(*inputs, grads=True)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        counted: Tensor,
+        pieces: int,
+        kind: torch.dtype,
+    ) -> Tensor:
+        total, grads = _sum(x, weight, bias, ids, counted, pieces, kind, grads=True)
         ctx.save_for_backward(*grads)
         return total
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from subquad.ops.precision import wide, wide_type
 
-BASE = 10000.0
-
 
 class Turns(NamedTuple):
     """The cosines and sines of some positions, at least float32."""
@@ -20,10 +18,10 @@ class Turns(NamedTuple):
     sin: Tensor
 
 
-def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, base: float = BASE) -> Turns:
+def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, base: float = 10000.0) -> Turns:
     """Turns for `rotate`, of the pairs of `width` channels at positions [T] or [B, T].
 
-    Angles are float64: in float32 they would be off by whole turns at some millions of positions.
+    Angles are float64: in float32 an angle of p radians would be off by p/2²⁴.
     """
     # Under torch.compile one operator: Inductor would put plain expressions into the loops of those who read them, and
     # compute cosines anew for each head of each layer. An exported program has plain expressions, and needs no subquad.
@@ -32,8 +30,9 @@ def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, bas
 
 
 def _turns(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> tuple[Tensor, Tensor]:
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64  # which that device lacks
     last = 2 / width - 1  # rates base^(-2j/D) from 1 to base^last
-    rates = torch.logspace(0, last, width // 2, base=base, device=positions.device, dtype=torch.float64)
+    rates = torch.logspace(0, last, width // 2, base=base, device=positions.device, dtype=exact)
     angle = positions[..., None, None] * rates  # [T, 1, D/2] or [B, T, 1, D/2]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -46,7 +45,7 @@ def _shapes(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> t
 torch.library.custom_op("subquad::turns", _turns, mutates_args=()).register_fake(_shapes)
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn the pair (x_j, x_{j + D/2}) at position p by p / base^(2j/D) radians.
 
     x [B, T, H, D] with D even, positions [T], or [B, T] if rows differ -> the shape and type of x.
@@ -117,7 +116,7 @@ class _Turned(torch.autograd.Function):
         return _fast(x, cos, sin, way)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return turned(grad, Turns(*ctx.saved_tensors), -ctx.way), None, None, None
 
 
@@ -130,7 +129,7 @@ class _TurnedPair(torch.autograd.Function):
         return _fast(both, cos, sin, 1).chunk(2, dim=2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         by = Turns(*ctx.saved_tensors)
         if torch.is_grad_enabled():  # of a gradient that is differentiated itself
             return turned(torch.cat(grads, dim=2), by, -1), None, None
