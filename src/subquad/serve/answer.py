@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -48,6 +48,7 @@ class Answer:
         self.choices = [Choice(number, vocabulary, asked.stop, asked.ends) for number in range(size)]
         self.cached = [0] * size
         self.echo: list[Piece | None] = [None] * size  # the prompt, where it is part of the answer
+        self.plain = not (asked.stop or asked.echoed) and asked.logprobs is None
         self.open = size  # choices that have not ended
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -86,7 +87,7 @@ class Answer:
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         try:
             while self.open:
-                await self.job.ready.wait()
+                await self.job.wait()
                 if self.job.gone:
                     return 499
                 for number, update in self.job.take():
@@ -96,8 +97,7 @@ class Answer:
         return await self._send_json(send, 200, self._object(pieces))
 
     async def _stream(self, send: Send) -> int:
-        while not self.job.inbox and not self.job.gone:  # before the first event an error still has a status
-            await self.job.ready.wait()
+        await self.job.wait()  # before the first event an error still has a status
         headers = {"content-type": "text/event-stream; charset=utf-8", **HEADERS}
         first = self.job.inbox[0][1] if self.job.inbox else None
         if first is not None and first.end in ("error", "cancelled"):
@@ -105,35 +105,45 @@ class Answer:
             return await self._send_json(send, refused.status, refused.content())
         await self._start(send, 200, headers)
         usage = ',"usage":null' if self.asked.usage else ""
-        head = to_json(self._head())[:-1].decode() + ',"choices":['
-        roles = [f"data: {head}{self._role(choice)}]{usage}}}\n\n" for choice in self.choices if self.asked.chat]
+        head = "data: " + to_json(self._head())[:-1].decode() + ',"choices":['
+        tail = f"]{usage}}}\n\n"
+        roles = [f"{head}{self._role(choice)}{tail}" for choice in self.choices if self.asked.chat]
         status = 200
         while self.open:
-            await self.job.ready.wait()
+            await self.job.wait()
             if self.job.gone:
                 return 499
             events, roles = roles, []
-            joined: dict[int, list[Piece]] = {}
             try:
-                for number, update in self.job.take():
-                    joined.setdefault(number, []).extend(self._push(number, update))
+                for number, pieces in self._joined(self.job.take()):
+                    if pieces or self.choices[number].finish is not None:
+                        events.append(f"{head}{self._delta(number, pieces)}{tail}")
             except Refused as refused:
                 events.append(f"data: {to_json(refused.content()).decode()}\n\n")
                 status, self.open = refused.status, 0
-            for number, pieces in joined.items():
-                if pieces or self.choices[number].finish is not None:
-                    events.append(f"data: {head}{self._delta(number, pieces)}]{usage}}}\n\n")
             if not self.open and status == 200 and self.asked.usage:
-                events.append(f'data: {head}],"usage":{to_json(self.usage()).decode()}}}\n\n')
+                events.append(f'{head}],"usage":{to_json(self.usage()).decode()}}}\n\n')
             if not self.open:
                 events.append("data: [DONE]\n\n")
             if events:
                 await self._body(send, "".join(events).encode(), more=bool(self.open))
         return status
 
+    def _joined(self, inbox: list[tuple[int, Update]]) -> Iterable[tuple[int, list[Piece]]]:
+        """Choices and what may be given of each."""
+        if len(inbox) == 1:
+            ((number, update),) = inbox
+            return ((number, self._push(number, update)),)
+        joined: dict[int, list[Piece]] = {}
+        for number, update in inbox:
+            joined.setdefault(number, []).extend(self._push(number, update))
+        return joined.items()
+
     def _push(self, number: int, update: Update) -> list[Piece]:
         """What may be given of a choice after an update."""
         choice = self.choices[number]
+        if self.plain and update.end is None and update.drawn:
+            return [choice.quick(update.drawn)]
         if choice.finish is not None:
             return []
         if update.end in ("error", "cancelled"):
@@ -167,8 +177,13 @@ class Answer:
 
     def _delta(self, number: int, pieces: list[Piece]) -> str:
         """One choice in an event; written by hand, because it is written for every token."""
-        text = json.dumps("".join(piece.text for piece in pieces))
-        tokens = ",".join(str(one.token) for one in self._new(pieces, number))
+        if len(pieces) == 1 and self.plain:
+            (piece,) = pieces
+            written, drawn = piece.text, piece.drawn
+        else:
+            written, drawn = "".join([piece.text for piece in pieces]), self._new(pieces, number)
+        text = json.dumps(written)
+        tokens = str(drawn[0].token) if len(drawn) == 1 else ",".join([str(one.token) for one in drawn])
         finish = self.choices[number].finish
         said = "null" if finish is None else f'"{finish}"'
         what = f'"delta":{{"content":{text}}}' if self.asked.chat else f'"text":{text}'

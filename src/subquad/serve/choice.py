@@ -14,8 +14,8 @@ class Piece(NamedTuple):
     """New text, the tokens that it ends, and at which character each of them begins."""
 
     text: str
-    drawn: list[Drawn]
-    offsets: list[int]
+    drawn: Sequence[Drawn]
+    offsets: Sequence[int]
 
 
 class Choice:
@@ -41,17 +41,28 @@ class Choice:
                 self.finish = end
         return False
 
+    def quick(self, drawn: Sequence[Drawn]) -> Piece:
+        """`push` and `take` where there is no stop text, no end and no log-probability: almost every token."""
+        push = self.decoder.push
+        text = push(drawn[0].token) if len(drawn) == 1 else "".join([push(one.token) for one in drawn])
+        self.made += len(drawn)
+        self.written = self.given = self.given + len(text)
+        return Piece(text, drawn, ())
+
     def take(self) -> Piece | None:
         """What may be given now; None if nothing."""
         keep = 0 if self.finish is not None or not self.stop else self._may_stop()
         text = self.held[: len(self.held) - keep]
         self.held = self.held[len(text) :]
         self.given += len(text)
-        drawn, offsets = [], []
-        while self.waiting and self.waiting[0][2] <= self.given:
-            one, begin, _ = self.waiting.popleft()
-            drawn.append(one)
-            offsets.append(begin)
+        count = 0
+        for number, (_, begin, end) in enumerate(self.waiting, 1):
+            if end > self.given:
+                break
+            if begin < end or self.finish is not None or not self.stop:
+                count = number  # a part of a character goes with the whole, which may belong to a stop text
+        ended = [self.waiting.popleft() for _ in range(count)]
+        drawn, offsets = [one for one, _, _ in ended], [begin for _, begin, _ in ended]
         return Piece(text, drawn, offsets) if text or drawn else None
 
     def _add(self, one: Drawn | None, text: str) -> None:

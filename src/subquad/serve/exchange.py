@@ -8,7 +8,7 @@ from typing import Any
 from subquad.serve.engine import Engine, Request, Update
 from subquad.serve.metrics import Metrics
 
-JOIN = 0.02  # seconds for which updates of a stream are collected, so that they become one event
+JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
 
 
@@ -19,7 +19,7 @@ class Job:
         self.exchange, self.streams = exchange, streams
         self.numbers: dict[int, int] = {}  # of the engine's requests to choices
         self.inbox: list[tuple[int, Update]] = []
-        self.ready = asyncio.Event()
+        self.waiter: asyncio.Future[None] | None = None  # of who writes the answer
         self.begun = time.monotonic()
         self.first: float | None = None  # seconds to the first token
         self.behind = 0  # tokens in the inbox
@@ -41,8 +41,17 @@ class Job:
 
     def take(self) -> list[tuple[int, Update]]:
         inbox, self.inbox, self.behind = self.inbox, [], 0
-        self.ready.clear()
         return inbox
+
+    async def wait(self) -> None:
+        """Until there is something to take, or nobody reads."""
+        if not self.inbox and not self.gone:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     def end(self, choice: int) -> None:
         """End one choice early: its text is complete."""
@@ -57,7 +66,7 @@ class Job:
         """The client does not read the answer: free the slots at once."""
         self.gone = self.gone or why
         self.cancel()
-        self.ready.set()
+        self.wake()
 
     def _forget(self, number: int) -> None:
         if self.exchange.jobs.pop(number, None) is not None:
@@ -74,7 +83,7 @@ class Exchange:
         self.metrics = metrics
         self.jobs: dict[int, Job] = {}
         self.ready: set[Job] = set()
-        self.flushed = 0.0  # when streams were last woken
+        self.turned = 0.0  # when the last updates came
         self.timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -102,18 +111,20 @@ class Exchange:
             if job.streams and job.behind > BEHIND:
                 job.leave(f"the client reads too slowly: it is more than {BEHIND:,} tokens behind")
             elif first or update.end is not None:
-                job.ready.set()  # without waiting for others
+                job.wake()  # without waiting for others
             elif job.streams:
                 self.ready.add(job)
         self.metrics.made(made, now)
         if self.ready and self.timer is None:
-            self.timer = self.loop.call_at(max(self.loop.time(), self.flushed + JOIN), self._flush)
+            # nothing to wait for if the turns of the engine are further apart than updates may wait
+            wait = JOIN if now - self.turned < JOIN else 0.0
+            self.timer = self.loop.call_later(wait, self._flush)
+        self.turned = now
 
     def _flush(self) -> None:
-        assert self.loop is not None
-        self.flushed, self.timer = self.loop.time(), None
+        self.timer = None
         for job in self.ready:
-            job.ready.set()
+            job.wake()
         self.ready.clear()
 
     @property
