@@ -151,7 +151,8 @@ class Block(nn.Module):
     def _feed(self, stream: Stream) -> Stream:
         """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
         ff, norm = self.ff, self.ff_residual.norm
-        if len(stream) == 2 or self.training or ff.gated or not pays(stream[0], ff.inner.weight):
+        plain = type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
+        if len(stream) == 2 or self.training or ff.gated or not plain or not pays(stream[0], ff.inner.weight):
             return self.ff_residual.write(stream, ff(self.ff_residual.read(stream)))
         y = feed_forward(
             stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,

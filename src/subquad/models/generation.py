@@ -269,7 +269,7 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
         raise ValueError("state=None cannot work: a model that reads a source starts from init_state(*encode(source))")
     count = longest - 1
     if state is not None:
-        state = _with_capacity(map_state(torch.clone, state), decoder, capacity)
+        state = with_capacity(map_state(torch.clone, state), decoder, capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)
     piece = max(1, PIECE // (batch * values_of(model)))
@@ -280,11 +280,11 @@ def begin(model: Any, prompts: Prompts, capacity: int) -> State:
             # from None, not from an empty state: it tells a mechanism that nothing came before
             work = work_of(model, () if state is None else state, part.numel())
             _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
-            state = after if state is not None else _with_capacity(after, decoder, capacity)
+            state = after if state is not None else with_capacity(after, decoder, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
 
 
-def _with_capacity(state: State, decoder: Any, capacity: int) -> State:
+def with_capacity(state: State, decoder: Any, capacity: int) -> State:
     """The state with as much room as init_state gives; growing tensors grow at the end of their second dimension."""
 
     def enlarge(tensor: Tensor, least: Tensor, wanted: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """A stack of blocks over vectors. Models use it as an encoder, a decoder, or a decoder with a memory."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,10 @@ class Transformer(Model):
             names = ", ".join(sorted({spec.name for spec in config.mechanism}))
             raise ValueError(f"rotary=True cannot work: none of the mechanisms ({names}) knows rotary positions")
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
+        # how blocks run in training, if not plainly: a function like torch's checkpoint
+        self.recompute: Callable[..., Stream] | None = None
+        if config.checkpoint:
+            self.recompute = functools.partial(checkpoint, use_reentrant=False)
         if config.norm_position == "pre":
             self._shrink_outputs()
 
@@ -77,8 +83,8 @@ class Transformer(Model):
             branches = (parts for block in self._blocks() for parts in block.branches(lengths, memory_lengths))
             return self._close(reversible.run(branches, stream, memory), lengths)
         for block in self._blocks():
-            if self.config.checkpoint and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, lengths, memory, memory_lengths, use_reentrant=False)
+            if self.recompute is not None and torch.is_grad_enabled():
+                stream = self.recompute(block, stream, lengths, memory, memory_lengths)
             else:
                 stream = block(stream, lengths, memory, memory_lengths)
             lengths = shorten(lengths, block.pool)
