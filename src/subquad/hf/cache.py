@@ -1,5 +1,6 @@
 """The states of our models as transformers handles them: one object that the steps of a generation share."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -80,7 +81,8 @@ class SubquadCache(Cache):
     def __init__(self, layers: list[LayerState], capacity: int | None = None):
         super().__init__(layers=layers)
         self.capacity = capacity  # columns for which growing states have room from the start
-        self.padded = 0  # columns up to the last padding
+        self.padded: Tensor | int = 0  # columns up to the last padding
+        self.last: Tensor | None = None  # [B, D], the vector of each row's last token
         self._position: Tensor | None = None  # [B]
 
     @property
@@ -105,14 +107,15 @@ class SubquadCache(Cache):
             return first
         return State(tuple(layer.state for layer in self.parts), self._position)  # type: ignore[arg-type]
 
-    def advance(self, state: Any, columns: int, padded: bool) -> None:
-        """Keep the state after that many more columns, some of them padding if `padded`."""
+    def advance(self, state: Any, columns: int, padded: Tensor | int) -> None:
+        """Keep the state after that many more columns; those up to `padded` hold padding."""
+        start = self.columns
         states = (state,) if isinstance(state, Prefix) else state.layers
         for layer, own in zip(self.parts, states, strict=True):
             layer.state, layer.is_initialized = own, True
             layer.columns += columns
         self._position = None if isinstance(state, Prefix) else state.position
-        self.padded = self.columns if padded else self.padded
+        self.padded = start + padded if isinstance(padded, Tensor) or padded else self.padded
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The columns that a layer has read."""
@@ -139,17 +142,17 @@ class SubquadCache(Cache):
                 "cannot be removed again; take copy.deepcopy(cache) before the tokens that may be dropped and continue "
                 "from the copy, or read the shorter text from an empty cache"
             )
-        if self.columns + tokens_to_remove < self.padded:
-            least = self.padded - self.columns
+        if (least := int(self.padded) - self.columns) > tokens_to_remove:
             refuse("tokens_to_remove", tokens_to_remove, f"at least {least}: columns before that hold padding")
         for layer in self.parts:
             layer.crop(tokens_to_remove)
+        self.last = None
         if self._position is not None:
             self._position = self._position + tokens_to_remove
 
     def reset(self) -> None:
         super().reset()
-        self._position, self.padded = None, 0
+        self._position, self.last, self.padded = None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -161,12 +164,14 @@ class SubquadCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self._position is not None:
-            self._position = self._position.repeat_interleave(repeats)
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def _take(self, rows: Tensor) -> None:
-        if self._position is not None:
-            self._position = self._position[rows.to(self._position.device)]
+        self._change(lambda tensor: tensor[rows.to(tensor.device)])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._position = None if self._position is None else change(self._position)
+        self.last = None if self.last is None else change(self.last)
 
     @property
     def batch_size(self) -> int:
@@ -177,13 +182,14 @@ class SubquadCache(Cache):
         return False
 
 
-def check_cache(cache: object, layers: int, rows: int, device: torch.device) -> None:
-    """Refuse the cache of another kind of model, of another batch, or on another device."""
+def check_cache(cache: object, layers: int, rows: int | None, device: torch.device) -> None:
+    """Refuse the cache of another kind of model, of another batch (None: any), or on another device."""
     if not isinstance(cache, SubquadCache):
         kind = type(cache).__name__
         raise ValueError(f"past_key_values is a {kind}: accepted is model.make_cache(), which holds states of any kind")
     if len(cache) != layers:
         raise ValueError(f"past_key_values has {len(cache)} layers: this model has {layers}")
-    if cache.tokens is not None and (len(cache.tokens) != rows or cache.tokens.device != device):
-        has = f"{len(cache.tokens)} rows on {cache.tokens.device}"
+    tokens = cache.tokens
+    if tokens is not None and (tokens.device != device or rows not in (None, len(tokens))):
+        has = f"{len(tokens)} rows on {tokens.device}"
         raise ValueError(f"past_key_values has {has}: input_ids has {rows} on {device}")

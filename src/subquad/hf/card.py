@@ -20,7 +20,7 @@ def write_card(model: Any, name: str, tokenizer: bool) -> str:
         "---", "library_name: transformers", f"pipeline_tag: {PIPELINES[kind]}",
         "tags:", *(f"- {tag}" for tag in dict.fromkeys((*TAGS, *mechanisms.split(", ")))), "---", "",
         f"# {name}", "",
-        f"A {kind} of [subquad](https://pypi.org/project/subquad/): {stack.depth} layers of width {stack.dim} with "
+        f"A {kind} of subquad: {stack.depth} layers of width {stack.dim} with "
         f"{stack.heads} heads, mechanism {mechanisms}, {count:,} parameters.", "",
         "```python", f"from transformers import {names}",
         "import subquad.hf  # pip install 'subquad[hf]'; no remote code", "",

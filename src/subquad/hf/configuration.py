@@ -1,4 +1,4 @@
-"""The config of our models in transformers: the keys of our own config.json, and the names that transformers asks for."""
+"""The config of our models in transformers: the keys of our config.json, and the names that transformers asks for."""
 
 import copy
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ from subquad.checks import check_count, refuse
 from subquad.hf.cache import LayerState, SubquadCache, check_cache
 from subquad.hf.card import TAGS
 from subquad.hf.configuration import SubquadConfig
-from subquad.hf.padding import check_positions, read_mask, to_columns, tokens_first
+from subquad.hf.padding import Layout, check_positions, last_padding, read_mask, real_columns, to_columns, tokens_first
 from subquad.models import MODELS, Classifier, ClassifierConfig, LanguageModel, Model, logistic_mixture
 from subquad.models.decoding import Mixture, Recompute, head_of
 from subquad.models.embedding import Embedding
@@ -80,10 +80,14 @@ class SubquadPreTrainedModel(PreTrainedModel):
             name = f"{type(self).__name__} wraps a {' or a '.join(self._holds)}"
             raise ValueError(f"model={config.model!r} cannot work: {name}; use {better[config.model]}")
         core = self._make_core(config) if core is None else core
-        # The core and the wrapper have one dictionary of modules. So the names in files are the core's own, and a module
-        # that a program replaces here, as LoRA does, is replaced in the core too. The core is no child, hence __dict__
+        # The core and the wrapper share one dictionary of modules. So the names in files are the core's own, and a
+        # module that a program replaces here, as LoRA does, is replaced in the core too. The core is no child module
         self.__dict__["core"] = core
         self.__dict__["_modules"], self.__dict__["_parameters"] = core._modules, core._parameters
+        # {name: first name} of the parameters that layers share; a tied head has no parameter of its own
+        first: dict[int, str] = {}
+        named = [(name, first.setdefault(id(p), name)) for name, p in self.named_parameters(remove_duplicate=False)]
+        self._tied_weights_keys = {name: one for name, one in named if name != one}
         self.add_model_tags(list(TAGS))
         if not any(p.is_meta for p in core.parameters()):
             for module in self.modules():
@@ -94,6 +98,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
         parsed = config.parsed()
         if parsed.embedding.vocab is None:
             refuse("features", parsed.embedding.features, "None: transformers reads tokens here; use subquad.load")
+        config.config = parsed.to_dict()
         return MODELS[config.model](parsed)
 
     @property
@@ -109,14 +114,15 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; tensors that are missing, damaged or unknown raise. Only a new head may be missing."""
+        """As transformers does it, but missing, damaged and unknown tensors raise.
+
+        ignore_mismatched_sizes=True accepts, and draws anew, a head with another number of labels.
+        """
         given = kwargs.pop("output_loading_info", False)
         _check_folder(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        lost = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-        for what, names in (("lacks", [n for n in lost if not n.startswith("head.")]), ("has unknown", info["unexpected_keys"])):
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        wrong = [name for name, *_ in info["mismatched_keys"] if not name.startswith("head.")]
+        for what, names in (("lacks", [*info["missing_keys"], *wrong]), ("has unknown", info["unexpected_keys"])):
             if names:
                 some = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: it {what} {some}")
@@ -124,7 +130,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
         return (model, info) if given else model
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
-        """As transformers does it, with our digest: `subquad.load` reads the folder too, if the weights are one file."""
+        """As transformers does it, with our digest. If the weights are one file, `subquad.load` can read it."""
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         whole = Path(save_directory) / WEIGHTS
         sharded = Path(save_directory) / f"{WEIGHTS}.index.json"
@@ -141,13 +147,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:  # noqa: ARG002
-        """{name: first name} of the parameters that layers share; a tied head has no parameter of its own."""
-        first: dict[int, str] = {}
-        shared = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            if first.setdefault(id(parameter), name) != name:
-                shared[name] = first[id(parameter)]
-        return shared or dict(getattr(self, "all_tied_weights_keys", {}))
+        return dict(self._tied_weights_keys or {})
 
     # Embeddings
 
@@ -184,7 +184,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
     # Training
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None, every_n_layers: int = 1
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
     ) -> None:
         if enable and self._stack.config.reversible:
             raise ValueError("gradient checkpointing cannot work: reversible=True recomputes every block already")
@@ -239,7 +242,9 @@ class SubquadPreTrainedModel(PreTrainedModel):
         if self._stack.config.reversible or any(block.pool > 1 for block in self._stack.blocks):
             refuse("output_hidden_states", True, "False for a model that is reversible or pools its sequence")
         seen: list[Tensor] = []
-        hooks = [block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for block in self._stack.blocks]
+        hooks = [
+            block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for block in self._stack.blocks
+        ]
         try:
             yield seen
         finally:
@@ -337,8 +342,10 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         with self._recorded(output_hidden_states) as seen:
             if seen is not None and cache is not None and cache.columns:
                 refuse("output_hidden_states", True, "False with a cache; or use_cache=False")
-            y = self._advance(ids, None if layout is None else layout.lengths, cache, seen is not None)
-        vectors = to_columns(y, layout)
+            y = self._advance(ids, layout, cache, seen is not None)
+        vectors = to_columns(y, layout, None if cache is None else cache.last)
+        if cache is not None:
+            cache.last = vectors[:, -1].detach()
         kept = vectors[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else vectors[:, logits_to_keep]
         logits = self._logits(kept)
         loss = None
@@ -369,9 +376,10 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     def _recomputes(self) -> bool:
         return self._stack.traits.state is None
 
-    def _advance(self, ids: Tensor, lengths: Tensor | None, cache: SubquadCache | None, whole: bool) -> Tensor:
+    def _advance(self, ids: Tensor, layout: Layout | None, cache: SubquadCache | None, whole: bool) -> Tensor:
         """Vectors [B, T, D] of the tokens; the cache has read them then. `whole`: run the blocks as in training."""
         reader: Any = Reader(self.core)
+        lengths = None if layout is None else layout.lengths
         if cache is None or whole:
             y = reader(ids, lengths)
             if cache is None:
@@ -388,7 +396,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             if change and cache.capacity is not None and cache.capacity > cache.columns:
                 after = with_capacity(after, decoder, cache.capacity)
             after = map_state(lambda tensor: tensor.contiguous(), after) if change else after
-        cache.advance(after, ids.shape[1], lengths is not None)
+        cache.advance(after, ids.shape[1], last_padding(layout))
         return y if whole else vectors
 
     def _logits(self, y: Tensor) -> Tensor:
@@ -400,8 +408,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             raise ValueError(f"labels has shape {shape_of(labels)}: accepted is {list(logits.shape[:2])}, T at least 2")
         targets = labels[:, 1:].to(logits.device)
         if layout is not None:  # a target is a token, and has a token before it
-            real = layout.rank.diff(dim=1) > 0
-            targets = targets.masked_fill(~real | (layout.rank[:, :-1] < 0), IGNORED)
+            predicted = real_columns(layout)[:, 1:] & (layout.rank[:, :-1] >= 0)
+            targets = targets.masked_fill(~predicted, IGNORED)
         if items is None:
             return cross_entropy(logits[:, :-1], targets, ignore_index=IGNORED, name="labels")
         total = cross_entropy(logits[:, :-1], targets, ignore_index=IGNORED, reduction="sum", name="labels")
@@ -428,17 +436,16 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, longest: int, *_: Any
-    ) -> None:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *more: Any) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):
             accepted = "None: our models bring a cache of their own"
             refuse("cache_implementation", generation_config.cache_implementation, accepted)
         given = model_kwargs.get("past_key_values")
         if given is not None:
-            check_cache(given, len(self.make_cache()), 0, self.device) if not isinstance(given, SubquadCache) else None
+            check_cache(given, len(self.make_cache()), None, self.device)
             given._is_user_defined = True
         elif generation_config.use_cache:
+            _, _, longest, *_ = more  # after the mode and the batch
             model_kwargs["past_key_values"] = self.make_cache(longest)
 
     def _prepare_position_ids_for_generation(self, *_: Any) -> None:
@@ -527,8 +534,7 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         loss = None
         if labels is not None and each:
             if layout is not None:
-                padding = layout.rank.diff(dim=1, prepend=layout.rank.new_full((len(ids), 1), -1)) == 0
-                labels = labels.masked_fill(padding, IGNORED)
+                labels = labels.masked_fill(~real_columns(layout), IGNORED)
             loss = cross_entropy(logits, labels, ignore_index=IGNORED, name="labels")
         elif labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

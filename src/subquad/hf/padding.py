@@ -44,13 +44,29 @@ def tokens_first(x: Tensor, layout: Layout | None) -> Tensor:
     return x if layout is None else _take(x, layout.order)
 
 
-def to_columns(x: Tensor, layout: Layout | None) -> Tensor:
-    """The other way. A padded column repeats the token before it, so that the last column always holds the last token;
-    columns before the first token are zeros."""
+def to_columns(x: Tensor, layout: Layout | None, before: Tensor | None = None) -> Tensor:
+    """The other way. A padded column repeats the token before it, so that the last column always holds the last token.
+
+    Columns before a row's first token hold `before` [B, ...], what an earlier part of the row ended with, or zeros.
+    """
     if layout is None:
         return x
     first = (layout.rank < 0).view(*layout.rank.shape, *[1] * (x.ndim - 2))
-    return _take(x, layout.rank.clamp(min=0)).masked_fill(first, 0)
+    y = _take(x, layout.rank.clamp(min=0))
+    return y.masked_fill(first, 0) if before is None else torch.where(first, before[:, None].to(y.dtype), y)
+
+
+def last_padding(layout: Layout | None) -> Tensor | int:
+    """The columns up to the last one that is padding in any row."""
+    if layout is None:
+        return 0
+    padding = ~real_columns(layout)
+    return (padding.any(0) * torch.arange(1, padding.shape[1] + 1, device=padding.device)).max()
+
+
+def real_columns(layout: Layout) -> Tensor:
+    """Whether each column [B, T] holds a token."""
+    return layout.rank.diff(dim=1, prepend=layout.rank.new_full((len(layout.rank), 1), -1)) > 0
 
 
 def check_positions(positions: Tensor | None, before: Tensor | None, rows: int, layout: Layout | int) -> None:
@@ -61,10 +77,9 @@ def check_positions(positions: Tensor | None, before: Tensor | None, rows: int, 
     if positions is None:
         return
     if isinstance(layout, int):
-        wanted = torch.arange(layout, device=positions.device).expand(rows, -1)
+        wanted, real = torch.arange(layout, device=positions.device).expand(rows, -1), None
     else:
-        wanted = layout.rank.to(positions.device)
-    real = None if isinstance(layout, int) else wanted.diff(dim=1, prepend=wanted.new_full((rows, 1), -1)) > 0
+        wanted, real = layout.rank.to(positions.device), real_columns(layout).to(positions.device)
     wanted = wanted if before is None else wanted + before.to(positions.device)[:, None]
     fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] == wanted.shape[1]
     if fits:
