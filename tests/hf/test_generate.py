@@ -75,7 +75,7 @@ def test_the_same_tokens_as_without_cache_and_padding(
     elif how == "sampled":
         filters = {"temperature": chance.uniform(0.5, 1.5), "top_k": chance.randint(5, VOCAB), "top_p": 0.9}
         each = chance.randint(1, 3)
-        wanted = draw_plainly(ours, [row for row in rows for _ in range(each)], Sampling(**filters), number)  # type: ignore[arg-type]
+        wanted = draw_plainly(ours, [row for row in rows for _ in range(each)], Sampling(**filters), number)
         options |= {"do_sample": True, "num_return_sequences": each, **filters}
     else:
         beams = chance.randint(2, 4)
@@ -307,7 +307,7 @@ def test_hidden_states_and_tuples(models: dict[str, tuple[LanguageModel, Any]]) 
     ids = torch.tensor([[1, 2, 3, 4]])
     output = theirs(ids, output_hidden_states=True, use_cache=False)
     assert [tuple(h.shape) for h in output.hidden_states] == [(1, 4, 16)] * 3
-    torch.testing.assert_close(ours.head(output.hidden_states[-1]), output.logits)
+    torch.testing.assert_close(ours._logits(output.hidden_states[-1]), output.logits)
     torch.testing.assert_close(output.hidden_states[0], ours.embedding(ids))
     logits, cache = theirs(ids, return_dict=False)
     assert torch.equal(logits, theirs(ids).logits)

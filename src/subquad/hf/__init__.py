@@ -4,9 +4,6 @@ Our models in their world: this import registers them, so AutoModelForCausalLM.f
 what `model.save` wrote, without remote code. `wrap` and `unwrap` do the same in memory.
 """
 
-from importlib import import_module
-from typing import Any
-
 try:
     import transformers
 except ImportError as error:
@@ -24,8 +21,6 @@ from subquad.hf.modeling import (
     wrap,
 )
 from subquad.hf.tokenizer import byte_tokenizer
-
-LATER: dict[str, str] = {}  # names that are imported when they are used, and their modules
 
 __all__ = [
     "SubquadCache",
@@ -49,9 +44,3 @@ for auto, model in (
 ):
     auto.register(SubquadConfig, model, exist_ok=True)
 del auto, model
-
-
-def __getattr__(name: str) -> Any:
-    if name in LATER:
-        return getattr(import_module(LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

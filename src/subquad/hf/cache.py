@@ -1,5 +1,6 @@
 """The states of our models as transformers handles them: one object that the steps of a generation share."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -26,7 +27,7 @@ class LayerState(CacheLayerMixin):
         self.columns = 0  # that it has read, padding included
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         return self.rewinds
 
     def get_seq_length(self) -> int:
@@ -66,6 +67,12 @@ class LayerState(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._change(lambda t: t[indices.to(t.device)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
+        copied = LayerState(self.name, self.kind, self.rewinds)
+        copied.state, copied.columns, copied.is_initialized = self.state, self.columns, self.is_initialized
+        copied._change(_detached)  # not a part of a graph, which torch cannot copy
+        return copied
 
     def __repr__(self) -> str:
         return f"LayerState({self.name}, {self.kind}, columns={self.columns})"
@@ -166,6 +173,12 @@ class SubquadCache(Cache):
         super().batch_repeat_interleave(repeats)
         self._change(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SubquadCache":
+        copied = SubquadCache([copy.deepcopy(layer, memo) for layer in self.parts], self.capacity)
+        copied._position, copied.last, copied.padded = self._position, self.last, self.padded
+        copied._change(_detached)
+        return copied
+
     def _take(self, rows: Tensor) -> None:
         self._change(lambda tensor: tensor[rows.to(tensor.device)])
 
@@ -180,6 +193,10 @@ class SubquadCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def check_cache(cache: object, layers: int, rows: int | None, device: torch.device) -> None:

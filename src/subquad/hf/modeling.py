@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _no_split_modules = ["Block"]  # noqa: RUF012 -- transformers' own way to say it
-    _holds = ("LanguageModel", "Classifier")  # the kinds of our models that this class can wrap
+    _holds: ClassVar[tuple[str, ...]] = (
+        "LanguageModel",
+        "Classifier",
+    )  # the kinds of our models that this class can wrap
 
     def __init__(self, config: SubquadConfig, core: nn.Module | None = None):
         super().__init__(config)
@@ -91,7 +94,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
         self.add_model_tags(list(TAGS))
         if not any(p.is_meta for p in core.parameters()):
             for module in self.modules():
-                module._is_hf_initialized = True  # type: ignore[assignment] # our constructors drew the weights
+                module._is_hf_initialized = True  # our constructors drew the weights
         self.post_init()
 
     def _make_core(self, config: SubquadConfig) -> nn.Module:
@@ -129,7 +132,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
         restore(model)
         return (model, info) if given else model
 
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         """As transformers does it, with our digest. If the weights are one file, `subquad.load` can read it."""
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         whole = Path(save_directory) / WEIGHTS
@@ -259,10 +262,10 @@ class SubquadModel(SubquadPreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^head\."]  # noqa: RUF012
 
     def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core = super()._make_core(config)
-        core = core.tower if config.model == "Classifier" else core
+        whole: Any = super()._make_core(config)
+        core: nn.Module = whole.tower if config.model == "Classifier" else whole
         core._modules.pop("head", None)
-        return cast(nn.Module, core)
+        return core
 
     def forward(
         self,
@@ -428,7 +431,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     # Generation
 
     @property
-    def _is_stateful(self) -> bool:  # type: ignore[override]
+    def _is_stateful(self) -> bool:
         """Whether tokens cannot be taken back: then transformers refuses assisted generation."""
         return not self.make_cache().is_croppable
 
@@ -466,7 +469,9 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
                 "or a cache from before the last token"
             )
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
-        inputs = {**kwargs, "input_ids": new.to(self.device), "past_key_values": past_key_values}
+        theirs = ("tokenizer", "assistant_tokenizer")  # of stopping criteria; generate passes them on to the model
+        inputs = {name: value for name, value in kwargs.items() if name not in theirs and value is not None}
+        inputs |= {"input_ids": new.to(self.device), "past_key_values": past_key_values}
         # a token that generate has just drawn is no padding: no mask, so that nothing waits for a GPU
         drawn = next_sequence_length == 1 and not is_first_iteration and past_key_values is not None
         if attention_mask is not None and not drawn:
@@ -549,11 +554,11 @@ class SubquadForTokenClassification(SubquadForSequenceClassification):
     """A Classifier with pooling="none": tokens [B, T] -> logits [B, T, classes]."""
 
     def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core = super()._make_core(config)
+        core: Any = super()._make_core(config)
         if core.config.pooling != "none":
             accepted = f'"none" for a label at every token; with "{core.config.pooling}" use sequence classification'
             refuse("pooling", core.config.pooling, accepted)
-        return core
+        return cast(nn.Module, core)
 
 
 WRAPPERS: dict[str, type[SubquadPreTrainedModel]] = {
@@ -567,7 +572,7 @@ def wrap(model: Model) -> Any:
     name = type(model).__name__
     if name not in WRAPPERS:
         refuse("model", model, f"a {' or a '.join(WRAPPERS)}")
-    wrapper = WRAPPERS[name]
+    wrapper: Any = WRAPPERS[name]
     made = wrapper(SubquadConfig.of(model.config, dtype=model.dtype), model)
     return made.train(model.training)
 
