@@ -582,8 +582,9 @@ def unwrap(model: Any) -> Model:
     if not isinstance(model, tuple(WRAPPERS.values())):
         name = type(model).__name__
         refuse("model", name, "a model that `wrap` or from_pretrained made; merge adapters first (merge_and_unload)")
-    core: Model = model.core
-    return core.train(model.training)
+    wrapper: Any = model
+    core: Model = wrapper.core
+    return core.train(wrapper.training)
 
 
 def _wants_dict(model: SubquadPreTrainedModel, given: bool | None) -> bool:
