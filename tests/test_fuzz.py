@@ -133,6 +133,7 @@ MIXER: dict[str, Callable[[random.Random, Path], Call]] = {
         "step", "state", x=lambda _: x(2, 8), state=lambda m: m.init_state(2), inplace=lambda _: False
     ),
     "Mixer.redraw": mixed_call("redraw", generator=lambda _: torch.Generator()),
+    "Mixer.restore": mixed_call("restore"),
     "Mixer.share_with": mixed_call("share_with", first=lambda m: m),
     "Mixer.extra_repr": mixed_call("extra_repr"),
 }

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the extra: pip install 'subquad[hf]'")
 
+from huggingface_hub import ModelCard
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -321,10 +322,10 @@ def test_convert_both_ways_without_loss(tmp_path: Path) -> None:
     assert same(subquad.load(tmp_path / "back"), model)
     run(str(tmp_path / "hub"), "--out", str(tmp_path / "hub2"))  # keeps the tokenizer
     assert (tmp_path / "hub2" / "tokenizer.json").read_bytes() == (tmp_path / "hub" / "tokenizer.json").read_bytes()
-    card = (tmp_path / "hub" / "README.md").read_text()
-    assert "pipeline_tag: text-generation" in card
-    assert "- performer\n- mamba2\n" in card
-    assert "import subquad.hf" in card
+    card = ModelCard.load(tmp_path / "hub" / "README.md")  # as a hub reads it
+    assert (card.data.pipeline_tag, card.data.library_name) == ("text-generation", "transformers")
+    assert {"subquad", "performer", "mamba2"} <= set(card.data.tags)
+    assert "import subquad.hf" in card.text
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
     assert not (tmp_path / "parts" / "model.safetensors").exists()

@@ -19,7 +19,7 @@ from subquad.mechanisms import MECHANISMS
 from subquad.models import Classifier, LanguageModel, blocks
 from tests.hf.tiny import VOCAB, make, padded
 
-# PEFT still asks by the older name
+# the older name of activation checkpointing, which all versions of transformers 5 know
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 TEXT = "The sea was grey and the ships lay still. " * 40
@@ -113,23 +113,23 @@ def test_checkpointing_recomputes_and_changes_no_gradient(kind: str) -> None:
     model.zero_grad()
     calls: list[int] = []
     hook = model.transformer.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    theirs.activation_checkpointing_enable()
-    assert theirs.is_activation_checkpointing
+    theirs.gradient_checkpointing_enable({"use_reentrant": False})
+    assert theirs.is_gradient_checkpointing
     theirs(ids, labels=ids).loss.backward()
     assert len(calls) == 2
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])
-    theirs.activation_checkpointing_disable()
+    theirs.gradient_checkpointing_disable()
     theirs(ids, labels=ids).loss.backward()
     assert len(calls) == 3
     hook.remove()
     with pytest.raises(ValueError, match="use_reentrant=True cannot work"):
-        theirs.activation_checkpointing_enable({"use_reentrant": True})
+        theirs.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="every_n_layers=2 cannot work"):
-        theirs.activation_checkpointing_enable(every_n_layers=2)
+        theirs._set_gradient_checkpointing(every_n_layers=2)
     reversible = wrap(LanguageModel(vocab=5, dim=8, depth=2, heads=2, reversible=True))
     with pytest.raises(ValueError, match="reversible=True recomputes every block already"):
-        reversible.activation_checkpointing_enable()
+        reversible.gradient_checkpointing_enable()
 
 
 def test_pipeline_writes_text(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_lora_in_the_trainer(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_modules=["qkv", "out", "inner"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(wrap(text_model()), config)
     frozen = unwrap(model_of(adapted)).embedding.weight.detach().clone()
-    args = arguments(tmp_path / "run", max_steps=8, activation_checkpointing=True)
+    args = arguments(tmp_path / "run", max_steps=8, gradient_checkpointing=True)
     trainer = Trainer(model=adapted, args=args, train_dataset=windows(48))
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0]

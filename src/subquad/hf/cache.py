@@ -39,8 +39,6 @@ class LayerState(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1  # no limit
 
-    get_max_cache_shape = get_max_length
-
     def update(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"update: {self.name} keeps a state ({self.kind}); the model itself advances it")
 
@@ -137,9 +135,16 @@ class SubquadCache(Cache):
         self.parts[0].update(*args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens: crop(-3) forgets three. Only states that keep every token by itself can do that."""
-        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
-            refuse("tokens_to_remove", tokens_to_remove, "0 or a negative number, such as -3 to forget three tokens")
+        """Forget the last tokens: crop(-3) forgets three. Only states that keep every token by itself can do that.
+
+        crop(5) keeps the first five columns, as transformers 5.14 asks.
+        """
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = int(tokens_to_remove)
+        if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int):
+            refuse("tokens_to_remove", tokens_to_remove, "a negative number, such as -3 to forget three tokens, or 0")
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.columns)
         if tokens_to_remove == 0:
             return
         fixed = next((layer for layer in self.parts if not layer.rewinds), None)
@@ -193,6 +198,11 @@ class SubquadCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can forget tokens."""
+        return all(layer.rewinds for layer in self.parts)
 
 
 def _detached(tensor: Tensor) -> Tensor:

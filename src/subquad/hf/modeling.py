@@ -26,12 +26,13 @@ from subquad.hf.card import TAGS
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.padding import Layout, check_positions, last_padding, read_mask, real_columns, to_columns, tokens_first
 from subquad.models import MODELS, Classifier, ClassifierConfig, LanguageModel, Model, logistic_mixture
-from subquad.models.decoding import Mixture, Recompute, head_of
+from subquad.models.decoding import Mixture, Recompute, head_of, work_of
 from subquad.models.embedding import Embedding
 from subquad.models.generation import with_capacity
 from subquad.models.loss import cross_entropy
 from subquad.models.saving import CONFIG, WEIGHTS, describe, restore, seal, verify
 from subquad.models.state import map_state
+from subquad.models.threads import run_small
 from subquad.ops.lengths import shape_of
 
 IGNORED = -100  # the label that transformers does not count
@@ -391,14 +392,20 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             refuse("device_map", self.hf_device_map, "one device to generate with a cache; or use_cache=False")
         decoder = Recompute(reader) if self._recomputes else reader
         state, change = cache.state, not torch.is_grad_enabled()
-        if state is not None and ids.shape[1] == 1 and lengths is None:
-            step, after = decoder.step(ids[:, 0], state, inplace=change)
-            vectors = step[:, None]
+        single = state is not None and ids.shape[1] == 1 and lengths is None
+        read: Callable[[], tuple[Tensor, Any]]
+        if single:
+            read = functools.partial(decoder.step, ids[:, 0], state, inplace=change)
         else:
-            vectors, after = decoder.prefill(ids, lengths=lengths, state=state)
-            if change and cache.capacity is not None and cache.capacity > cache.columns:
+            read = functools.partial(decoder.prefill, ids, lengths=lengths, state=state)
+        work = work_of(self.core, () if state is None else state, ids.numel())
+        vectors, after = run_small(work, read) if change else read()
+        if single:
+            vectors = vectors[:, None]
+        elif change:
+            if cache.capacity is not None and cache.capacity > cache.columns:
                 after = with_capacity(after, decoder, cache.capacity)
-            after = map_state(lambda tensor: tensor.contiguous(), after) if change else after
+            after = map_state(lambda tensor: tensor.contiguous(), after)
         cache.advance(after, ids.shape[1], last_padding(layout))
         return y if whole else vectors
 
