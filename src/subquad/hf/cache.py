@@ -134,7 +134,7 @@ class SubquadCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         self.parts[0].update(*args, **kwargs)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens: crop(-3) forgets three. Only states that keep every token by itself can do that.
 
         crop(5) keeps the first five columns, as transformers 5.14 asks.
