@@ -133,6 +133,7 @@ MIXER: dict[str, Callable[[random.Random, Path], Call]] = {
         "step", "state", x=lambda _: x(2, 8), state=lambda m: m.init_state(2), inplace=lambda _: False
     ),
     "Mixer.redraw": mixed_call("redraw", generator=lambda _: torch.Generator()),
+    "Mixer.restore": mixed_call("restore"),
     "Mixer.share_with": mixed_call("share_with", first=lambda m: m),
     "Mixer.extra_repr": mixed_call("extra_repr"),
 }
@@ -343,7 +344,8 @@ MODELS: dict[str, Callable[[random.Random, Path], Call]] = {
     "Streams.retire": lambda rng, _: method(streams(rng), "retire", id=1),
     "fork": lambda rng, _: (fork, {"state": stepping(rng).init_state(1), "count": 3}),
     "save_state": lambda rng, folder: (
-        save_state, {"state": stepping(rng).init_state(1), "path": folder / "state", "private": True}
+        save_state,
+        {"state": stepping(rng).init_state(1), "path": folder / "state", "private": True},
     ),
     "load_state": lambda rng, folder: _loading(rng, folder),
     "LanguageModel": lambda rng, _: (LanguageModel, _fields(rng, subquad.models.LanguageModelConfig, vocab=11)),

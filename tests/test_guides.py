@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from subquad.cli import app
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
+from subquad.models import LanguageModel, load
 from subquad.tasks.configure import configure
 from tests.mechanisms import laws
 from tests.studies.in_process import work
@@ -165,6 +166,24 @@ def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(card(decay))
     torch.manual_seed(0)
     run([f"import torch\n{known_answer}"], "add_mechanism.md")
+
+
+def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's command on a small run, then its Python code with fewer steps."""
+    pytest.importorskip("transformers", reason="needs the extra: pip install 'subquad[hf]'")
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("The sea was grey and the ships lay still. " * 60)
+    torch.manual_seed(0)
+    LanguageModel(vocab=256, dim=16, depth=1, heads=2, positions="none").save("runs/mine/model")
+    Path("runs/mine/config.json").write_text('{"task": "text"}')
+    for command, *words in commands("hugging_face.md"):
+        invoke(command, *words)
+    small = 'max_steps=3, use_cpu=True, disable_tqdm=True, save_strategy="no"'
+    names = run(
+        [code.replace("max_steps=60", small) for code in blocks("hugging_face.md", "python")], "hugging_face.md"
+    )
+    assert all(text.lstrip("\0").startswith(("The sea ", "Ships ")) for text in names["written"])
+    assert isinstance(load("trained"), LanguageModel)
 
 
 class StandIn(types.ModuleType):

@@ -500,6 +500,26 @@ def release(
     _say(f"checkpoint: {write(run, name, out)}")
 
 
+@_command()
+def convert(
+    source: Annotated[
+        str, Argument(help="A run, a saved model's folder, a checkpoint's name, or transformers' folder.")
+    ],
+    out: Annotated[Path, Option(help="Folder to write.")],
+    to: Annotated[
+        str, Option(help="hf: for transformers, with tokenizer and model card; subquad: as model.save.")
+    ] = "hf",
+    tokenizer: Annotated[
+        str | None,
+        Option(help="bytes, the folder of a tokenizer, or none; by default the source's, or bytes for text."),
+    ] = None,
+) -> None:
+    """Write a model as a folder for Hugging Face transformers, or back. No weight changes."""
+    from subquad.hf import convert as run
+
+    _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
+
+
 @_command("generation", group=bench)
 @_options_of(GenerationSettings, "options")
 def bench_generation(

@@ -142,7 +142,7 @@ def edit(directory: Path, **changes: Any) -> None:
         ({"model": "Diffuser"}, "holds a 'Diffuser': accepted are Transformer, LanguageModel"),
         ({"dtype": "float31"}, "dtype='float31'"),
         ({"config": {"vocab": 3}}, "LanguageModelConfig has no key 'vocab'"),
-        ({"extra": 1}, "is not a model's config"),
+        ({"extra": 1, "model_type": "llama"}, "is not a model's config"),
     ],
 )
 def test_bad_configs(saved: Path, changes: dict[str, Any], message: str) -> None:

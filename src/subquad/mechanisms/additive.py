@@ -49,7 +49,7 @@ class Options(base.Options):
 class Additive(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family, exponent = "exact", 2.0
-    equivariant = True
+    equivariant = rewinds = True
     unused = Attention.unused | {"rotary"}
     small = ({}, {"hidden": 3})
     options: Options

@@ -17,6 +17,13 @@ from subquad.ops.rotary import Turns, turned, turned_pair, turns
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
+def some_outputs(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
+    """Some of a linear layer's outputs. A layer that another program replaced, as LoRA does, computes all of them."""
+    if type(linear) is not nn.Linear:
+        return linear(x)[..., rows]
+    return F.linear(x, linear.weight[rows], linear.bias[rows])
+
+
 class Heads(nn.Module):
     """x -> q, k, v for each head, and back."""
 
@@ -45,12 +52,11 @@ class Heads(nn.Module):
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, T, D] -> q [B, T, H, K]"""
-        q = F.linear(x, self.qkv.weight[: self.all_keys], self.qkv.bias[: self.all_keys])
-        return q.unflatten(-1, (self.heads, -1))
+        return some_outputs(self.qkv, x, slice(self.all_keys)).unflatten(-1, (self.heads, -1))
 
     def keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> k [B, S, H, K] and v [B, S, H, D/H]"""
-        both = F.linear(context, self.qkv.weight[self.all_keys :], self.qkv.bias[self.all_keys :])
+        both = some_outputs(self.qkv, context, slice(self.all_keys, None))
         k, v = (t.unflatten(-1, (self.heads, -1)) for t in both.split((self.all_keys, self.dim), -1))
         return k, v
 

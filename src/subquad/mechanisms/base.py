@@ -107,6 +107,7 @@ class Mixer(nn.Module):
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
     turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
+    rewinds: bool = False  # a state with a lower position is the state before the last tokens: nothing else changed
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
@@ -163,6 +164,9 @@ class Mixer(nn.Module):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new random features, hashes or blocks, from `seed` without a generator; by default nothing is random."""
+
+    def restore(self) -> None:
+        """Recompute what is not saved from what is, after a program loaded tensors into this module one by one."""
 
     def share_with(self, first: "Mixer") -> None:
         """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""

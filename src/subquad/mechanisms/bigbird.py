@@ -56,6 +56,9 @@ class Bigbird(Patterned):
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         self.draw.fill_(self._seed if generator is None else torch.randint(2**62, (), generator=generator))
+        self.restore()
+
+    def restore(self) -> None:
         self._follow(self._patterns(int(self.draw)))
 
     @property
@@ -170,4 +173,4 @@ def _take(x: Tensor, at: Tensor) -> Tensor:
 
 def _follow_the_loaded_draw(module: nn.Module, _: Any) -> None:
     assert isinstance(module, Bigbird)
-    module._follow(module._patterns(int(module.draw)))
+    module.restore()

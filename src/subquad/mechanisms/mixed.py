@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
+from subquad.mechanisms.attention import some_outputs
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.ops.lengths import zero_padding
 from subquad.ops.rotary import Turns
@@ -76,6 +76,7 @@ class Mixed(Mixer):
         self.into = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
         self.joint_queries = any(mix.joint_queries for mix in mixers)
+        self.rewinds = all(mix.rewinds for mix in mixers)
         states = [mix.traits.state for mix in mixers]
         self.traits = self.traits._replace(
             cross=all(mix.traits.cross for mix in mixers),
@@ -104,9 +105,8 @@ class Mixed(Mixer):
         start, outputs = 0, []
         for mix in self.parts:
             own = slice(start, start + mix.options.dim)
-            weight, bias = self.into.weight[own], self.into.bias[own]
-            other = None if context is None else F.linear(context, weight, bias)
-            outputs.append(mix.reference(F.linear(x, weight, bias), None, other))
+            other = None if context is None else some_outputs(self.into, context, own)
+            outputs.append(mix.reference(some_outputs(self.into, x, own), None, other))
             start = own.stop
         return self.out(torch.cat(outputs, dim=-1))
 

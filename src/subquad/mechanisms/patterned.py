@@ -60,6 +60,7 @@ class Patterned(Attention):
         if self.options.causal:
             self.cache = SparseCache(self.patterns)
             self.traits = self.traits._replace(state="growing" if self.cache.growing else "window")
+            self.rewinds = self.cache.everything
 
     def _patterns(self) -> Sequence[Pattern]:
         """One pattern per head."""

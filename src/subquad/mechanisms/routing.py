@@ -91,6 +91,9 @@ class Routing(Bucketed):
     def redraw(self, generator: torch.Generator | None = None) -> None:
         drawn = torch.randn(self.centroids.shape, generator=generator or self._generator())
         self.centroids.copy_(_norm(drawn, eps=1e-12))
+        self.restore()
+
+    def restore(self) -> None:
         self._last.copy_(self.centroids)
 
     def commitment(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -70,7 +70,7 @@ class Unprojected(Heads):
 class Softmax(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family, exponent = "exact", 2.0
-    equivariant = True
+    equivariant = rewinds = True
     small = ({}, {"projections": False})
     options: Options
 

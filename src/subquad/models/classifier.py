@@ -75,6 +75,7 @@ class Classifier(Model):
     """
 
     config_type = ClassifierConfig
+    architecture = "SubquadForSequenceClassification"
     config: ClassifierConfig
 
     def __init__(self, config: ClassifierConfig | None = None, **fields: Any):

@@ -52,6 +52,7 @@ class LanguageModel(Model):
     """
 
     config_type = LanguageModelConfig
+    architecture = "SubquadForCausalLM"
     config: LanguageModelConfig
 
     def __init__(self, config: LanguageModelConfig | None = None, **fields: Any):

@@ -1,7 +1,8 @@
 """The base class of the models, and models on disk: model.safetensors and config.json, never pickle.
 
 Files are replaced atomically. The weights hold a copy of the config, so that loading notices a crash between writing
-the two files, and nothing is lost. config.json also holds a SHA-256 of weights and config.
+the two files, and nothing is lost. config.json also holds a SHA-256 of weights and config, and the two keys by which
+transformers recognises the folder (see subquad.hf).
 """
 
 import hashlib
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 from subquad.checks import check_device, check_methods, refuse
 from subquad.disk import DIGEST, logger, parse_json, read_json, write_whole
+from subquad.mechanisms.base import Mixer
 from subquad.models.config import Config
+from subquad.ops.short_conv import ShortConv
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEYS = ("format", "model", "dtype", "config")
+MODEL_TYPE = "subquad"  # of transformers; a folder that has it may have more of its keys
 
 
 @check_methods
@@ -27,6 +31,7 @@ class Model(nn.Module):
     """Base of the models, built from a `config`; `save` writes safetensors and JSON files, `load` reads them."""
 
     config_type: ClassVar[type[Config]]
+    architecture: ClassVar[str | None] = None  # the class of subquad.hf that wraps it
     config: Any
 
     def __init_subclass__(cls) -> None:
@@ -52,10 +57,11 @@ class Model(nn.Module):
         header = {"format": FORMAT, "model": type(self).__name__, "dtype": dtype, "config": self.config.to_dict()}
         text = json.dumps(header, indent=2, allow_nan=False)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(self).items()}
-        sealed = json.dumps({**header, DIGEST: digest_tensors(tensors, json.loads(text))}, indent=2)
+        theirs = {"architectures": [self.architecture]} if self.architecture else {}
+        known = {"model_type": MODEL_TYPE, **theirs, **header, DIGEST: digest_tensors(tensors, json.loads(text))}
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / WEIGHTS, save(tensors, metadata={"subquad": text}))
-        write_whole(folder / CONFIG, sealed.encode() + b"\n")
+        write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt", "subquad": text}))
+        write_whole(folder / CONFIG, json.dumps(known, indent=2).encode() + b"\n")
 
     @classmethod
     def load(cls, directory: str | Path, device: str | torch.device = "cpu") -> Self:
@@ -74,6 +80,7 @@ class Model(nn.Module):
         model = cls(cls.config_type.from_dict(header["config"])).to(device, dtype)
         for name, tensor in tensors_of(model).items():
             tensor.data = tensors[name].to(device)  # also takes over a type that differs from the model's
+        restore(model)
         return model.eval()
 
 
@@ -109,6 +116,24 @@ def verify(directory: str | Path) -> dict[str, Tensor]:
             f'or delete the "{DIGEST}" line of {CONFIG} if they were changed on purpose'
         )
     return tensors
+
+
+def restore(model: nn.Module) -> None:
+    """Recompute what is not saved, after tensors were loaded one by one."""
+    for module in model.modules():
+        if isinstance(module, Mixer | ShortConv):
+            module.restore()
+
+
+def seal(directory: str | Path) -> None:
+    """Write the digest into the config of a folder that transformers has just saved."""
+    from safetensors.torch import load_file
+
+    weights, config = Path(directory) / WEIGHTS, Path(directory) / CONFIG
+    whole = read_json(config)
+    header = _check_header(whole, config)
+    digest = digest_tensors(load_file(weights), {key: header[key] for key in KEYS})
+    write_whole(config, json.dumps({**whole, DIGEST: digest}, indent=2).encode() + b"\n")
 
 
 def check_finite(model: nn.Module, source: object) -> None:
@@ -182,9 +207,12 @@ def _depths(config: Any) -> Iterator[int]:
 
 
 def _check_header(header: Any, path: Path) -> dict[str, Any]:
-    named = isinstance(header, dict) and set(header) - {DIGEST} == set(KEYS)
+    """The keys that are ours; a folder that transformers saved has others as well."""
+    given = set(header) if isinstance(header, dict) else set()
+    theirs = given if isinstance(header, dict) and header.get("model_type") == MODEL_TYPE else set()
+    named = set(KEYS) <= given and given - theirs <= {*KEYS, DIGEST}
     if not named or not all(isinstance(header[key], str) for key in ("model", "dtype")):
         raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join((*KEYS, DIGEST))}")
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']!r}: this version reads {FORMAT}")
-    return header
+    return {key: header[key] for key in (*KEYS, DIGEST) if key in header}

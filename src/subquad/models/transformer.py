@@ -1,6 +1,8 @@
 """A stack of blocks over vectors. Models use it as an encoder, a decoder, or a decoder with a memory."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,10 @@ class Transformer(Model):
             names = ", ".join(sorted({spec.name for spec in config.mechanism}))
             raise ValueError(f"rotary=True cannot work: none of the mechanisms ({names}) knows rotary positions")
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
+        # how blocks run in training, if not plainly: a function like torch's checkpoint
+        self.recompute: Callable[..., Stream] | None = None
+        if config.checkpoint:
+            self.recompute = functools.partial(checkpoint, use_reentrant=False)
         if config.norm_position == "pre":
             self._shrink_outputs()
 
@@ -86,8 +92,8 @@ class Transformer(Model):
         turns = self._turns(x)
         for block in self._blocks():
             given = (stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
-            if self.config.checkpoint and torch.is_grad_enabled():
-                stream = checkpoint(block, *given, use_reentrant=False)
+            if self.recompute is not None and torch.is_grad_enabled():
+                stream = self.recompute(block, *given)
             else:
                 stream = block(*given)
             if block.pool > 1:

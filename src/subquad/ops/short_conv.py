@@ -85,13 +85,18 @@ class ShortConv(nn.Module):
         super().__init__()
         self.at, self.reach = offsets(back, causal), max(back)
         self.back: Tensor
-        self.register_buffer("back", torch.tensor(tuple(back)), persistent=False)
+        self._back = tuple(back)
+        self.register_buffer("back", torch.tensor(self._back), persistent=False)
         self.weight = nn.Parameter(self._draw(len(self.at), dim))
         self.bias = nn.Parameter(self._draw(len(self.at), dim)[0]) if bias else None
 
     def _draw(self, count: int, dim: int) -> Tensor:
         """Weights to begin with, [J, D]."""
         return torch.empty(count, dim).uniform_(-(count**-0.5), count**-0.5)
+
+    def restore(self) -> None:
+        """Recompute what is not saved, after the module was made without values."""
+        self.back.copy_(torch.tensor(self._back))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         return short_conv(x, self.weight, self.at, self.bias, lengths)
