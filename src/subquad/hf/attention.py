@@ -1,0 +1,518 @@
+"""Our patterns as an attention implementation of Hugging Face's models: `register` and what it registers.
+
+Theirs has two tables, one of attention functions and one of mask functions. The mask function runs once in a forward
+pass: it turns padding, packing, windows and caches into a `PatternMask`. The attention function runs in every layer,
+and computes in one of three ways:
+
+    from the start of a sequence    ops.sparse_attention, with its kernels
+    a few tokens after a cache      a gather of the keys of each query
+    anything else                   plain torch, in blocks of queries: many tokens after a cache, soft caps, biases of
+                                    the scores, dropout, and windows that cut global or random parts of the pattern
+
+The pattern is over the positions of tokens in their own sequence: padding does not count, wherever it is, and each
+sequence that is packed into a row counts from 0. So a padded row gives what the row alone gives. What is outside a
+sliding window of the config is hidden. Cross-attention, which has no common positions, stays dense.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.utils import output_capturing
+
+from subquad.checks import checked
+from subquad.ops.lengths import require
+from subquad.ops.precision import wide
+from subquad.ops.sparse import Block, Dense, Dilated, Local, Pattern, Random, Strided, sparse_attention
+
+FEW = 8  # tokens after a cache whose keys are gathered for each token
+ROWS = 256  # queries in a block of plain torch
+# what models pass along for others: for their own layers, for losses and for kernels of other implementations
+FOR_OTHERS = frozenset(
+    {
+        "position_ids", "use_cache", "cache_position", "num_items_in_batch", "output_hidden_states", "return_dict",
+        "output_router_logits", "sliding_window", "max_length_q", "max_length_k", "deterministic", "target_dtype",
+        "position_embeddings", "is_causal", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
+        "encoder_hidden_states", "encoder_attention_mask",
+    }
+)  # fmt: skip
+Window = tuple[int, int] | None  # how many tokens before and after its own a query may read
+
+
+class Sequences(NamedTuple):
+    """How rows of theirs become sequences of ours, without padding in front: N sequences of at most L positions."""
+
+    rows: Tensor  # [N, 1], the row of each sequence
+    slots: Tensor  # [N, L], the key at each position; below 0 if there is none
+    queries: Tensor  # [N, L], the query at each position; below 0 if there is none
+    lengths: Tensor  # [N]
+    sequence: Tensor  # [B, T], the sequence of each query
+    place: Tensor  # [B, T], its position there; -1 for padding
+
+
+@dataclass(frozen=True)
+class PatternMask:
+    """What the attention functions need to know of masks and caches. Models pass it on as they pass a 4-D mask."""
+
+    shape: tuple[int, int, int, int]  # of the mask that this stands for, [B, 1, T, S]
+    causal: bool
+    window: Window = None
+    used: int = 0  # the keys from there on are slots that a static cache has not filled yet
+    begin: int = 0  # no query is at a position before this one
+    packed: bool = False
+    real: Tensor | None = None  # [B, S], which keys are tokens, for cross-attention; None: all
+    sequences: Sequences | None = None  # None: each row is a sequence from its first slot on, all slots new
+    slots: Tensor | None = None  # [B, T, M], the keys of each query, -1 for none: for few tokens after a cache
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def contiguous(self) -> "PatternMask":
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> "PatternMask":
+        """On another device, when a model is spread over several."""
+
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(*args, **kwargs)
+
+        sequences = self.sequences and Sequences(*(x.to(*args, **kwargs) for x in self.sequences))
+        return replace(self, real=moved(self.real), slots=moved(self.slots), sequences=sequences)
+
+
+@checked
+def register(pattern: Pattern) -> str:
+    """Make a pattern an attention implementation of transformers, and return its name there.
+
+    name = subquad.hf.register(Local(4096) | Global(4))
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+    """
+    if not {"q_length", "q_offset"} <= set(inspect.signature(masking_utils.sdpa_mask).parameters):
+        import transformers
+
+        version = transformers.__version__
+        raise ImportError(f"transformers {version} calls mask functions in an older way: accepted is 5.23 or newer")
+    atoms = ("_".join([type(a).__name__.lower(), *map(str, vars(a).values())]) for a in pattern.atoms)
+    name = "_".join(("subquad", *atoms))
+    registered = Registered(name, pattern)
+    AttentionInterface.register(name, registered.attend)
+    AttentionMaskInterface.register(name, registered.mask)
+    return name
+
+
+class Registered(NamedTuple):
+    """One pattern, with the two functions that transformers calls."""
+
+    name: str
+    pattern: Pattern
+
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+        attention_mask: Any = None,
+        **theirs: Any,
+    ) -> PatternMask:
+        """Called by the models, once for each kind of layer. `theirs` are hints for the making of dense masks."""
+        if isinstance(attention_mask, PatternMask):  # made by `generate` before the forward pass
+            return attention_mask
+        if theirs.get("use_vmap"):
+            refuse(self.name, "a mask of the model's or user's own (and_mask_function or or_mask_function)")
+        form = read(self.name, mask_function)
+        device = torch.device(theirs.get("device", "cpu"))
+        shape = (batch_size, 1, q_length, kv_length)
+        return make_mask(self.pattern, form, shape, q_offset, kv_offset, attention_mask, device)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **theirs: Any,
+    ) -> tuple[Tensor, None]:
+        """Called by the attention modules: query [B, H, T, D], key and value [B, Hkv, S, D] -> [B, T, H, D]."""
+        mask = self._check(module, query, key, attention_mask, theirs)
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias, dropout)
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        if is_cross(module):
+            return cross(self.name, q, k, v, mask.real, scores), None
+        if mask.slots is not None:
+            return gathered(q, k, v, mask.slots, scores), None
+        k, v = k[:, : mask.used], v[:, : mask.used]
+        within = inside(self.pattern, mask.window, k.shape[1], mask.causal)
+        if within is None or mask.begin or softcap is not None or position_bias is not None or dropout:
+            return in_blocks(q, k, v, self.pattern, mask, scores), None
+        return from_the_start(q, k, v, within, mask, scores), None
+
+    def _check(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, theirs: dict[str, Any]
+    ) -> PatternMask:
+        """The mask, after refusing everything that would otherwise be ignored."""
+        for name, value in theirs.items():
+            if name not in FOR_OTHERS and value is not None:
+                refuse(self.name, f"the argument {name} of {type(module).__name__}")
+        collector = None if torch.compiler.is_compiling() else output_capturing._active_collector.get()
+        if theirs.get("output_attentions") or (collector and "attentions" in collector):
+            refuse(self.name, "output_attentions", 'load the model with attn_implementation="eager" to see weights')
+        if self.name not in AttentionMaskInterface._global_mapping:
+            raise RuntimeError(
+                f'"{self.name}" stands in AttentionInterface, but not in AttentionMaskInterface, so transformers drops '
+                "every mask without a word: register patterns with subquad.hf.register"
+            )
+        causal = theirs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
+        (B, _, T, _), S = query.shape, key.shape[2]
+        if mask is None and (is_cross(module) or (not causal and T == S)):
+            return PatternMask((B, 1, T, S), False, used=S)  # the model asked for no mask: all keys are tokens
+        if not isinstance(mask, PatternMask):
+            what = "no mask" if mask is None else f"a mask of its own, {type(mask).__name__} {list(mask.shape)},"
+            refuse(
+                self.name,
+                f"{type(module).__name__} with {what}",
+                "pass attention_mask [B, T] with 1 for tokens and 0 for padding, or none",
+            )
+        if mask.shape[2:] != (T, S):
+            refuse(self.name, f"{T} queries and {S} keys with a mask for {mask.shape[2]} and {mask.shape[3]}")
+        if is_cross(module):
+            if mask.causal or mask.window or mask.packed:
+                refuse(self.name, "cross-attention with a causal, windowed or packed mask")
+        elif not mask.causal and T != S:
+            refuse(self.name, f"{T} queries and {S} keys in {type(module).__name__}, which is neither causal nor cross")
+        elif theirs.get("sliding_window") is not None and mask.window is None:
+            refuse(self.name, f"sliding_window={theirs['sliding_window']} and a mask without a window")
+        if not mask.packed and any(theirs.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+            refuse(
+                self.name,
+                "cu_seq_lens or seq_idx alone",
+                "mark packed sequences by position_ids that start again at 0, without attention_mask and cache",
+            )
+        at, whole = theirs.get("position_ids"), mask.sequences is None and mask.slots is None
+        if at is not None and at.ndim == 2 and whole and not getattr(module, "layer_idx", 0):  # once a forward pass
+            instead = "pass neither attention_mask nor a cache"
+            require((at.diff(dim=-1) > 0).all(), f"position_ids that start again mark packed sequences: {instead}")
+        return mask
+
+
+def refuse(name: str, what: str, instead: str = "") -> NoReturn:
+    raise ValueError(f'attn_implementation="{name}" cannot work with {what}' + (f": {instead}" if instead else ""))
+
+
+def is_cross(module: torch.nn.Module) -> bool:
+    """Whether an attention module reads another sequence; theirs mark this in three ways."""
+    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+        return True
+    return bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
+
+
+# Reading and making masks
+
+
+class Form(NamedTuple):
+    """What one of their mask functions says."""
+
+    causal: bool = False
+    window: Window = None
+    segments: Tensor | None = None  # [B, T], the packed sequence of each token
+
+
+@torch.compiler.disable
+def read(name: str, function: Callable[..., Any]) -> Form:
+    """Their masks are functions inside functions; refuses those that are not made of parts known here."""
+    if function is masking_utils.causal_mask_function:
+        return Form(causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        return Form()
+    kind, values = function.__qualname__.partition(".")[0], inspect.getclosurevars(function).nonlocals
+    match kind:
+        case "and_masks":
+            parts = [read(name, part) for part in values["mask_functions"]]
+            windows = [part.window for part in parts if part.window is not None]
+            segments = [part.segments for part in parts if part.segments is not None]
+            window = (min(w[0] for w in windows), min(w[1] for w in windows)) if windows else None
+            return Form(any(part.causal for part in parts), window, segments[0] if segments else None)
+        case "sliding_window_overlay":
+            size = values["sliding_window"]
+            return Form(window=(size - 1, size - 1))
+        case "sliding_window_bidirectional_overlay":
+            return Form(window=(values["sliding_window"],) * 2)
+        case "packed_sequence_mask_function":
+            return Form(segments=values["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            return read(name, values["mask_function"])
+    refuse(name, f"the mask {kind} of this model", "accepted are causal, bidirectional, windowed and packed masks")
+
+
+@torch.compiler.disable
+def make_mask(
+    pattern: Pattern,
+    form: Form,
+    shape: tuple[int, int, int, int],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    device: torch.device,
+) -> PatternMask:
+    """The mask of T queries from `q_offset` on and S keys from `kv_offset` on, where slots are counted with padding."""
+    batch, _, T, S = shape
+    end = kv_offset + S
+    real = attention_mask
+    if real is not None:
+        real = F.pad(real.bool(), (0, max(0, end - real.shape[1])))[:, :end]
+    if not form.causal:
+        padded = real is not None and not bool(real.all())
+        mask = PatternMask(shape, False, form.window, used=S, real=real if padded else None)
+        if real is None or not padded or T != S:
+            return mask
+        return replace(mask, sequences=unpad(real, 0, T, 0))
+    if form.segments is not None:
+        sequences = unpack(form.segments.expand(batch, -1))
+        return PatternMask(shape, True, form.window, used=S, packed=True, sequences=sequences)
+    if T == 1 or (T <= FEW and int(q_offset) > 0):
+        slots = keys_after(pattern, form.window, real, batch, T, q_offset, kv_offset, S, device)
+        return PatternMask(shape, True, form.window, used=S, slots=slots)
+    first = int(q_offset)
+    end = first + T
+    mask = PatternMask(shape, True, form.window, used=end - kv_offset)
+    padded = real is not None and not bool(real[:, :end].all())
+    if not padded and first == 0:
+        return mask
+    real = torch.ones(batch, end, dtype=torch.bool, device=device) if real is None else real[:, :end]
+    begin = int(real[:, :first].sum(1).min()) if first else 0
+    return replace(mask, begin=begin, sequences=unpad(real, first, T, kv_offset))
+
+
+def unpad(real: Tensor, first: int, T: int, kv_offset: int) -> Sequences:
+    """The rows of a padding mask [B, slots] as sequences; the queries are in the T slots from `first` on."""
+    batch, size = real.shape
+    position = torch.where(real, real.cumsum(1) - 1, -1)
+    slot_at = real.new_full((batch, size + 1), -1, dtype=torch.int64)
+    slot_at.scatter_(1, torch.where(real, position, size), torch.arange(size, device=real.device).expand_as(real))
+    slot_at = slot_at[:, :size]
+    lengths = real.sum(1)
+    rows = torch.arange(batch, device=real.device)[:, None]
+    slots = (slot_at - kv_offset).clamp(min=-1)
+    queries = (slot_at - first).clamp(min=-1)
+    return Sequences(rows, slots, queries, lengths, rows.expand(-1, T), position[:, first : first + T])
+
+
+def unpack(segments: Tensor) -> Sequences:
+    """Packed rows [B, T] with the number of each token's sequence, which counts up from 0 in each row."""
+    batch, T = segments.shape
+    counts = segments[:, -1] + 1
+    sequence = segments + (counts.cumsum(0) - counts)[:, None]
+    lengths = torch.bincount(sequence.flatten())
+    starts = (lengths.cumsum(0) - lengths)[sequence]  # in the tokens of all rows
+    at = torch.arange(batch * T, device=segments.device).view(batch, T)
+    place = at - starts
+    slots = segments.new_full((len(lengths), int(lengths.max())), -1)
+    slots[sequence, place] = at % T
+    rows = (lengths.cumsum(0) - lengths) // T
+    return Sequences(rows[:, None], slots, slots, lengths, sequence, place)
+
+
+def keys_after(
+    pattern: Pattern,
+    window: Window,
+    real: Tensor | None,
+    batch: int,
+    T: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    S: int,
+    device: torch.device,
+) -> Tensor:
+    """The slots in the cache that each of T causal queries reads, -1 where there is none: [B, T, M]."""
+    size = kv_offset + S
+    new = q_offset + torch.arange(T, device=device).expand(batch, -1)  # the slots of the queries
+    position = new if real is None else (real.cumsum(1) - 1).gather(1, new)
+    keys = pattern.keys(position.clamp(min=0).flatten(), size, causal=True).view(batch, T, -1)
+    read = keys >= 0
+    if window is not None:
+        read = read & (position[..., None] - keys <= window[0])
+    if real is None:
+        slots = keys - kv_offset
+    else:
+        read = read & real.gather(1, new)[..., None]
+        slots = unpad(real, 0, size, kv_offset).slots.gather(1, keys.clamp(min=0).flatten(1)).view_as(keys)
+    if kv_offset:
+        dropped = "the cache has dropped keys that the pattern reads: pad on the left, or use a cache without a window"
+        require(~(read & (slots < 0)).any(), dropped)
+    return torch.where(read, slots, -1)
+
+
+def inside(pattern: Pattern, window: Window, size: int, causal: bool) -> Pattern | None:
+    """The part of a pattern inside a window, for `size` tokens; None if atoms cannot express it."""
+    if window is None or size <= min(window) + 1:
+        return pattern
+    before, after = window
+    parts: list[Pattern] = []
+    for atom in pattern.atoms:
+        match atom:
+            case Local():
+                parts.append(Local(min(atom.before, before), min(atom.after, after)))
+            case Dense():
+                parts.append(Local(before, after))
+            case Dilated():
+                parts.append(Dilated(min(atom.window, min(window) // atom.gap), atom.gap))
+            case Strided():
+                parts.append(Dilated(min(window) // atom.l, atom.l))
+            case Block() if (atom.before + 1) * atom.l <= before + 1 and (
+                causal or (atom.after + 1) * atom.l <= after + 1
+            ):
+                parts.append(atom)
+            case _:
+                return None
+    return reduce(or_, parts)
+
+
+# The three ways of computing
+
+
+class Scores(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [H], the logit of a key without a value
+    bias: Tensor | None  # [1 or B, H, T, S]
+    dropout: float
+
+    def weights(self, scores: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores [B, H, T, S] before scaling -> weights, zero where nothing is visible."""
+        scores = wide(scores) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        some = visible.any(-1, keepdim=True)
+        scores = scores.masked_fill(~visible & some, -torch.inf).masked_fill(~some, 0)
+        if self.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        weights = weights.masked_fill(~some, 0)
+        return F.dropout(weights, self.dropout) if self.dropout else weights
+
+
+def from_the_start(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: PatternMask, scores: Scores) -> Tensor:
+    """Whole sequences, by the op and its kernels."""
+    s, lengths = mask.sequences, None
+    if s is not None:
+        at = s.slots.clamp(min=0)
+        q, k, v, lengths = q[s.rows, s.queries.clamp(min=0)], k[s.rows, at], v[s.rows, at], s.lengths
+    how: dict[str, Any] = {"causal": mask.causal, "lengths": lengths, "scale": scores.scale}
+    if scores.sinks is None:
+        o = sparse_attention(q, k, v, pattern, **how)
+    else:
+        o, lse = sparse_attention(q, k, v, pattern, return_lse=True, **how)
+        o = o * torch.sigmoid(lse - scores.sinks.to(lse.dtype))[..., None].to(o.dtype)
+    return back(o, s, 0)
+
+
+def in_blocks(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: PatternMask, scores: Scores) -> Tensor:
+    """Dense attention of each block of queries to the keys that any of them reads."""
+    s = mask.sequences
+    size = k.shape[1] if s is None else s.slots.shape[1]
+    H, Hkv = q.shape[2], k.shape[2]
+    lengths = None if s is None else s.lengths[:, None, None]
+    begin, outputs = mask.begin // ROWS * ROWS, []
+    for start in range(begin, size, ROWS):
+        stop = min(start + ROWS, size)
+        columns = union(pattern, mask.window, mask.causal, start, stop, size, q.device)
+        i, j = torch.arange(start, stop, device=q.device)[:, None], columns[None]
+        if s is None:
+            qs, ks, vs = q[:, start:stop], k[:, columns], v[:, columns]
+            bias = None if scores.bias is None else scores.bias[:, :, start:stop][..., columns]
+            length: Any = size
+        else:
+            rows, at, queries = s.rows, s.slots[:, columns], s.queries[:, start:stop].clamp(min=0)
+            present = (at >= 0) & (columns < s.lengths[:, None])
+            at, length = at.clamp(min=0), lengths
+            qs, ks = q[rows, queries], k[rows, at]
+            vs = v[rows, at].masked_fill(~present[..., None, None], 0)
+            bias = scores.bias
+            if bias is not None:
+                bias = bias.expand(len(q), -1, -1, -1).movedim(1, -1)[rows[..., None], queries[..., None], at[:, None]]
+                bias = bias.movedim(-1, 1)
+        visible = pattern._allowed(i, j, mask.causal, length)
+        if mask.window is not None:
+            visible = visible & (i - j <= mask.window[0]) & (j - i <= mask.window[1])
+        visible = visible.expand(torch.broadcast_shapes(visible.shape, (stop - start, len(columns))))
+        if s is not None:
+            visible = (visible & present[:, None])[:, None]  # [N, 1, C, U]
+        raw = torch.einsum("bcgrk,bugk->bgrcu", qs.unflatten(2, (Hkv, H // Hkv)), ks).flatten(1, 2)
+        weights = scores.weights(raw, visible, bias).to(vs.dtype).unflatten(1, (Hkv, H // Hkv))
+        outputs.append(torch.einsum("bgrcu,bugv->bcgrv", weights, vs).flatten(2, 3))
+    return back(torch.cat(outputs, 1), s, begin)
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scores: Scores) -> Tensor:
+    """A few queries, each with its own keys: slots [B, T, M]."""
+    H, Hkv = q.shape[2], k.shape[2]
+    rows = torch.arange(len(q), device=q.device)[:, None]
+    outputs = []
+    for t in range(q.shape[1]):
+        visible, at = slots[:, t] >= 0, slots[:, t].clamp(min=0)  # [B, M]
+        ks, vs = k[rows, at], v[rows, at].masked_fill(~visible[..., None, None], 0)
+        raw = torch.einsum("bgrk,bmgk->bgrm", q[:, t].unflatten(1, (Hkv, H // Hkv)), ks).flatten(1, 2)[:, :, None]
+        bias = scores.bias
+        if bias is not None:
+            bias = bias[:, :, t].expand(len(q), -1, -1).gather(2, at[:, None].expand(-1, H, -1))[:, :, None]
+        weights = scores.weights(raw, visible[:, None, None], bias)[:, :, 0].to(vs.dtype)
+        outputs.append(torch.einsum("bgrm,bmgv->bgrv", weights.unflatten(1, (Hkv, H // Hkv)), vs).flatten(1, 2))
+    return torch.stack(outputs, 1)
+
+
+def cross(name: str, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scores: Scores) -> Tensor:
+    """Dense attention to another sequence, of which `real` [B, S] are tokens."""
+    if scores.softcap is not None or scores.sinks is not None:
+        refuse(name, "softcap or sinks in cross-attention")
+    mask = None if real is None else real[:, None, None]
+    if scores.bias is not None:
+        mask = scores.bias if mask is None else scores.bias.masked_fill(~mask, torch.finfo(scores.bias.dtype).min)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    how: dict[str, Any] = {"attn_mask": mask, "dropout_p": scores.dropout, "scale": scores.scale}
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how).transpose(1, 2)
+
+
+def back(o: Tensor, sequences: Sequences | None, begin: int) -> Tensor:
+    """The outputs of sequences, from position `begin` on, in the rows of the model: [B, T, H, D], zero for padding."""
+    if sequences is None:
+        return o
+    place = sequences.place - begin
+    return o[sequences.sequence, place.clamp(min=0)].masked_fill((sequences.place < 0)[..., None, None], 0)
+
+
+@lru_cache(maxsize=1024)
+def union(
+    pattern: Pattern, window: Window, causal: bool, start: int, stop: int, size: int, device: torch.device
+) -> Tensor:
+    """The keys below `size` that any query from `start` to `stop` reads, in ascending order."""
+    drawn = not causal and any(isinstance(atom, Random) for atom in pattern.atoms)  # among the blocks of each row
+    hit = torch.full((size + 1,), drawn)
+    if not drawn:
+        hit[pattern.keys(torch.arange(start, stop), size, causal=causal).flatten()] = True  # -1 is the last one
+    columns = hit[:size].nonzero()[:, 0]
+    if window is not None:
+        columns = columns[(columns >= start - window[0]) & (columns < stop + window[1])]
+    return columns.to(device)
