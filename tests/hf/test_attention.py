@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import subquad.hf
-from subquad.hf import attention
+from subquad.hf import attention, masks
 from subquad.ops import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, VOCAB, dense, draw, eager, pair, positions
 
@@ -284,7 +284,7 @@ def test_dropout_drops_weights() -> None:
     torch.manual_seed(0)
     model = AutoModel.from_config(config, attn_implementation=NAMES[0])
     layer = model.h[0].attn
-    x, mask = torch.randn(1, 20, 32), attention.PatternMask((1, 1, 20, 20), True, used=20)
+    x, mask = torch.randn(1, 20, 32), masks.PatternMask((1, 1, 20, 20), True, used=20)
     with torch.no_grad():
         still = layer.eval()(x, attention_mask=mask)[0]
         layer.train()
@@ -342,7 +342,7 @@ def test_a_causal_module_without_a_mask_is_refused() -> None:
 
 def test_a_window_without_its_mask_is_refused() -> None:
     ours, _ = pair("llama", NAMES[0])
-    mask = attention.PatternMask((1, 1, 5, 5), True, used=5)
+    mask = masks.PatternMask((1, 1, 5, 5), True, used=5)
     x, at = torch.randn(1, 5, 32), torch.arange(5)[None]
     rotary = ours.model.rotary_emb(x, at)
     with pytest.raises(ValueError, match="sliding_window=4 and a mask without a window"):
@@ -372,7 +372,7 @@ def test_decoding_compiles_whole() -> None:
                 tokens[:, n : n + 1], past_key_values=cache, attention_mask=real[:, : n + 1],
                 position_ids=at[:, n : n + 1], next_sequence_length=1, use_cache=True,
             )  # fmt: skip
-            assert isinstance(inputs["attention_mask"], attention.PatternMask)
+            assert isinstance(inputs["attention_mask"], masks.PatternMask)
             got.append(compiled(**inputs).logits)
         wanted = eager(theirs, tokens, PATTERNS[0], real)[:, 9:]
     close(torch.cat(got, 1), wanted)
@@ -402,9 +402,7 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_a_mask_moves() -> None:
-    mask = attention.PatternMask(
-        (2, 1, 5, 5), True, used=5, sequences=attention.unpad(torch.ones(2, 5).bool(), 0, 5, 0)
-    )
+    mask = masks.PatternMask((2, 1, 5, 5), True, used=5, sequences=masks.unpad(torch.ones(2, 5).bool(), 0, 5, 0))
     moved = mask.to("meta")
     assert moved.sequences is not None
     assert moved.sequences.slots.device.type == "meta"
@@ -414,8 +412,8 @@ def test_a_mask_moves() -> None:
 
 def test_keys_read_are_those_of_the_pattern() -> None:
     """The cost of decoding: as many keys as the pattern has at that position, not the whole cache."""
-    mask = attention.make_mask(
-        Local(8, 0) | Global(2), attention.Form(True), (1, 1, 1, 5000), 4999, 0, None, torch.device("cpu")
+    mask = masks.make_mask(
+        Local(8, 0) | Global(2), masks.Form(True), (1, 1, 1, 5000), 4999, 0, None, torch.device("cpu")
     )
     assert mask.slots is not None
     assert mask.slots.shape == (1, 1, 11)
