@@ -1,5 +1,6 @@
 """subquad in Hugging Face's models."""
 
 from subquad.hf.attention import register
+from subquad.hf.replace import replace
 
-__all__ = ["register"]
+__all__ = ["register", "replace"]

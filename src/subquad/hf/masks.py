@@ -64,11 +64,12 @@ class PatternMask:
 
 
 def back(o: Tensor, sequences: Sequences | None, begin: int) -> Tensor:
-    """The outputs of sequences, from position `begin` on, in the rows of the model: [B, T, H, D], zero for padding."""
+    """The outputs of sequences, from position `begin` on, in the rows of the model: [B, T, ...], zero for padding."""
     if sequences is None:
         return o
     place = sequences.place - begin
-    return o[sequences.sequence, place.clamp(min=0)].masked_fill((sequences.place < 0)[..., None, None], 0)
+    padding = (sequences.place < 0).view(*place.shape, *[1] * (o.ndim - 2))
+    return o[sequences.sequence, place.clamp(min=0)].masked_fill(padding, 0)
 
 
 def refuse(name: str, what: str, instead: str = "") -> NoReturn:

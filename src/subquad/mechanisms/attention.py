@@ -55,12 +55,14 @@ class Heads(nn.Module):
 class Attention(Mixer):
     """Y = merge(W V): a mechanism defines the weights W [B, H, T, S], but its fast path need not compute them."""
 
+    may_turn: bool = True  # whether all rotations of queries and keys are those of `_rotate`
     approximates: ClassVar[bool] = False  # whether W V approximates softmax(q·k/√K) v, with q, k, v from `_project`
 
     def __init__(self, options: Options, heads: bool = True, width: int | None = None):
         """`heads`: make the usual projections of queries, keys, values and outputs; `width`: see `Heads`."""
         super().__init__(options)
         self.width = options.dim // options.heads
+        self.turn: nn.Module | None = None  # of a model around it: (q, k, position) -> q, k in place of rotary positions
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
 
@@ -107,10 +109,20 @@ class Attention(Mixer):
     def _qkv(self, x: Tensor) -> QKV | None:
         return self._project(x) if self.approximates else None
 
+    def _projections(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        if not isinstance(getattr(self, "heads", None), Heads) or not hasattr(self.heads, "qkv"):
+            return {}
+        sizes = (self.heads.all_keys, self.heads.all_keys, self.heads.dim)
+        weights, biases = self.heads.qkv.weight.split(sizes), self.heads.qkv.bias.split(sizes)
+        parts = dict(zip("qkv", zip(weights, biases, strict=True), strict=True))
+        return {**parts, "o": (self.heads.out.weight, self.heads.out.bias)}
+
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q and k with rotary positions, if options.rotary; rows start at `position` [B] (0 if None)."""
+        if self.turn is not None:
+            return self.turn(q, k, position)
         if not self.options.rotary:
             return q, k
 
