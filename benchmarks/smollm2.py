@@ -78,7 +78,7 @@ def longest_chapter(path: Path) -> tuple[str, str]:
     root = ElementTree.parse(path).getroot()
     title = root.findtext(".//{*}titleStmt/{*}title") or path.stem
     chapters = [div for div in root.iter() if div.tag.endswith("}div") and div.get("type") == "chapter"]
-    texts = ["\n".join(re.sub(r"\s+", " ", "".join(p.itertext())) for p in div.iter("{*}p")) for div in chapters]
+    texts = ["\n".join(re.sub(r"\s+", " ", "".join(p.itertext())) for p in div.findall(".//{*}p")) for div in chapters]
     n = max(range(len(texts)), key=lambda n: len(texts[n]))
     return f"{title.split(':')[0].strip()}, chapter {n + 1}", texts[n]
 

@@ -8,12 +8,12 @@ The state of a mechanism lives in the model's cache object, in place of that lay
 """
 
 import functools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -23,7 +23,7 @@ from transformers.utils import output_capturing
 from subquad.checks import check_count, checked, shown
 from subquad.hf.masks import PatternMask, back, unpad
 from subquad.mechanisms import build
-from subquad.mechanisms import mechanism as registered
+from subquad.mechanisms import mechanism as class_of
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import Mixer
 from subquad.models.state import map_state
@@ -65,7 +65,12 @@ def replace(
             raise ValueError(f"layers={list(chosen)} cannot work: {n} is not one of the layers 0 to {max(found)}")
         if isinstance(found[n].module, Replacement):
             raise ValueError(f"layers={list(chosen)} cannot work: layer {n} was replaced before; load the model again")
-    record = {"layers": chosen, "mechanism": mechanism, "options": options}
+    try:
+        record = json.loads(json.dumps({"layers": chosen, "mechanism": mechanism, "options": options}))
+    except TypeError as error:
+        raise ValueError(
+            f"options cannot be saved in a config ({error}): accepted are numbers, names and lists"
+        ) from error
     made = {n: Replacement.of(found[n], model, record, n) for n in chosen}  # all, before the first is put in its place
     for n, new in made.items():
         found[n].put(new)
@@ -145,7 +150,7 @@ class Turn(nn.Module):
         frequencies: tuple[float, ...] = (),
         scaling: float = 1.0,
     ):
-        """`factor`: of queries; `frequencies`: in radians a token, one a pair of channels; `scaling`: of rotated ones."""
+        """`factor`: of queries; `frequencies`: radians a token for each pair of channels; `scaling`: of those channels."""
         super().__init__()
         self.q_norm, self.k_norm = norms
         self.factor, self.frequencies, self.scaling = factor, frequencies, scaling
@@ -186,7 +191,7 @@ def rotary_of(module: Any, model: nn.Module) -> Turn | None:
         raise ValueError(f"{name} of type {kind!r} depends on the layer or the length: pass rotary=False to do without")
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     with torch.device("cpu"):
-        q = torch.randn(1, 3, 2, module.head_dim, generator=torch.Generator().manual_seed(0))
+        q = torch.randn(1, 3, 2, module.head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         try:
             own = type(rotary[0])(rotary[0].config)  # again, because the model's may have no values yet
             turn = Turn((None, None), 1.0, tuple(own.inv_freq.tolist()), float(own.attention_scaling))
@@ -222,7 +227,7 @@ class Replacement(nn.Module):
             raise ValueError(f"{type(module).__name__} has quantized weights: accepted are floating point ones")
         width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
         heads, dim = own.weights["q"].shape[0] // width, weight.shape[0]
-        causal, kind = bool(module.is_causal), registered(record["mechanism"])
+        causal, kind = bool(module.is_causal), class_of(record["mechanism"])
         options = {"heads": heads, "layer": layer, **record["options"]}
         for name in ("dim", "causal"):
             if name in options:
@@ -295,7 +300,9 @@ class Replacement(nn.Module):
             kind = type(layer).__name__
             raise ValueError(f"past_key_values has a {kind} for layer {self.layer_idx}: accepted is a DynamicCache")
         if layer.get_seq_length():
-            raise ValueError(f"past_key_values has keys for layer {self.layer_idx}, which was replaced since: start anew")
+            raise ValueError(
+                f"past_key_values has keys for layer {self.layer_idx}, which was replaced since: start anew"
+            )
         cache.layers[self.layer_idx] = new = MixerLayer(type(self.mixer).__name__)
         return new
 
