@@ -20,6 +20,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -176,7 +177,7 @@ def speed(args: argparse.Namespace, pattern: Pattern, name: str) -> list[Figures
         for what, model in models.items():
             forward(model)  # compiles kernels
             if args.device != "cpu":
-                row[f"{what}_peak_bytes"] = peak(lambda model=model: forward(model))
+                row[f"{what}_peak_bytes"] = peak(partial(forward, model))
         times: dict[str, list[float]] = {what: [] for what in models}
         for _ in range(args.repeat):
             for what, model in models.items():

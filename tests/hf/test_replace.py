@@ -247,7 +247,7 @@ def test_caches_that_cannot_hold_a_state_are_refused() -> None:
     old = DynamicCache(config=model.config)
     model(tokens, past_key_values=old)
     subquad.hf.replace(model, layers=[0], mechanism="linear")
-    with pytest.raises(ValueError, match="has keys for layer 0, which was replaced: use a new cache"):
+    with pytest.raises(ValueError, match="has keys for layer 0, which was replaced since: start anew"):
         model(tokens, past_key_values=old)
     with pytest.raises(ValueError, match="has a StaticLayer for layer 0: accepted is a DynamicCache"):
         model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=9))

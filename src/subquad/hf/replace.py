@@ -150,7 +150,7 @@ class Turn(nn.Module):
         frequencies: tuple[float, ...] = (),
         scaling: float = 1.0,
     ):
-        """`factor`: of queries; `frequencies`: radians a token for each pair of channels; `scaling`: of those channels."""
+        """`factor` is of queries, `frequencies` in radians a token, `scaling` of the rotated channels."""
         super().__init__()
         self.q_norm, self.k_norm = norms
         self.factor, self.frequencies, self.scaling = factor, frequencies, scaling
@@ -469,7 +469,7 @@ def _remember_to_replace() -> None:
         original(self)
 
     post_init.replaces_again = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+    PreTrainedModel.post_init = post_init
 
 
 _remember_to_replace()

@@ -62,7 +62,7 @@ class Attention(Mixer):
         """`heads`: make the usual projections of queries, keys, values and outputs; `width`: see `Heads`."""
         super().__init__(options)
         self.width = options.dim // options.heads
-        self.turn: nn.Module | None = None  # of a model around it: (q, k, position) -> q, k in place of rotary positions
+        self.turn: nn.Module | None = None  # (q, k, position) -> q, k, of a model around it, in place of rotary
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
 
