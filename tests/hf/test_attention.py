@@ -415,8 +415,8 @@ def test_keys_read_are_those_of_the_pattern() -> None:
     mask = masks.make_mask(
         Local(8, 0) | Global(2), masks.Form(True), (1, 1, 1, 5000), 4999, 0, None, torch.device("cpu")
     )
-    assert mask.slots is not None
-    assert mask.slots.shape == (1, 1, 11)
-    assert sorted(mask.slots.flatten().tolist()) == [0, 1, *range(4991, 5000)]
+    assert mask.runs == ((0, 2), (4991, 5000))
+    assert masks.runs_of([7, 0, 1, 5, 6]) == ((0, 2), (5, 8))
+    assert masks.runs_of([]) == ()
     columns = attention.union(Local(8, 0) | Global(2), None, True, 4800, 4816, 5000, torch.device("cpu"))
     assert columns.tolist() == [0, 1, *range(4792, 4816)]

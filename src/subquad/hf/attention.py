@@ -108,11 +108,11 @@ class Registered(NamedTuple):
         """Called by the attention modules: query [B, H, T, D], key and value [B, Hkv, S, D] -> [B, T, H, D]."""
         mask = self._check(module, query, key, attention_mask, theirs)
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, position_bias, dropout)
+        if mask.slots is not None or mask.runs:
+            return gathered(query, key, value, mask, scores), None
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         if is_cross(module):
             return cross(self.name, q, k, v, mask.real, scores), None
-        if mask.slots is not None:
-            return gathered(q, k, v, mask.slots, scores), None
         k, v = k[:, : mask.used], v[:, : mask.used]
         within = inside(self.pattern, mask.window, k.shape[1], mask.causal)
         if within is None or mask.begin or softcap is not None or position_bias is not None or dropout:
@@ -134,11 +134,12 @@ class Registered(NamedTuple):
                 f'"{self.name}" stands in AttentionInterface, but not in AttentionMaskInterface, so transformers drops '
                 "every mask without a word: register patterns with subquad.hf.register"
             )
-        causal = theirs.get("is_causal")
-        causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
-        (B, _, T, _), S = query.shape, key.shape[2]
-        if mask is None and (is_cross(module) or (not causal and T == S)):
-            return PatternMask((B, 1, T, S), False, used=S)  # the model asked for no mask: all keys are tokens
+        (B, _, T, _), S, crosses = query.shape, key.shape[2], is_cross(module)
+        if mask is None:
+            causal = theirs.get("is_causal")
+            causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
+            if crosses or (not causal and T == S):
+                return PatternMask((B, 1, T, S), False, used=S)  # the model asked for no mask: all keys are tokens
         if not isinstance(mask, PatternMask):
             what = "no mask" if mask is None else f"a mask of its own, {type(mask).__name__} {list(mask.shape)},"
             refuse(
@@ -148,7 +149,7 @@ class Registered(NamedTuple):
             )
         if mask.shape[2:] != (T, S):
             refuse(self.name, f"{T} queries and {S} keys with a mask for {mask.shape[2]} and {mask.shape[3]}")
-        if is_cross(module):
+        if crosses:
             if mask.causal or mask.window or mask.packed:
                 refuse(self.name, "cross-attention with a causal, windowed or packed mask")
         elif not mask.causal and T != S:
@@ -161,7 +162,7 @@ class Registered(NamedTuple):
                 "cu_seq_lens or seq_idx alone",
                 "mark packed sequences by position_ids that start again at 0, without attention_mask and cache",
             )
-        at, whole = theirs.get("position_ids"), mask.sequences is None and mask.slots is None
+        at, whole = theirs.get("position_ids"), mask.sequences is None and mask.slots is None and not mask.runs
         if at is not None and at.ndim == 2 and whole and not getattr(module, "layer_idx", 0):  # once a forward pass
             instead = "pass neither attention_mask nor a cache"
             require((at.diff(dim=-1) > 0).all(), f"position_ids that start again mark packed sequences: {instead}")
@@ -170,9 +171,10 @@ class Registered(NamedTuple):
 
 def is_cross(module: torch.nn.Module) -> bool:
     """Whether an attention module reads another sequence; theirs mark this in three ways."""
-    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+    own = vars(module)  # faster than getattr, which searches parameters too
+    if "Cross" in type(module).__name__ or own.get("is_cross_attention"):
         return True
-    return bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
+    return bool(own.get("is_decoder")) and not getattr(module, "is_causal", True)
 
 
 def inside(pattern: Pattern, window: Window, size: int, causal: bool) -> Pattern | None:
@@ -211,6 +213,10 @@ class Scores(NamedTuple):
     sinks: Tensor | None  # [H], the logit of a key without a value
     bias: Tensor | None  # [1 or B, H, T, S]
     dropout: float
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None and self.bias is None and not self.dropout
 
     def weights(self, scores: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
         """Scores [B, H, T, S] before scaling -> weights, zero where nothing is visible."""
@@ -282,21 +288,41 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: PatternMa
     return back(torch.cat(outputs, 1), s, begin)
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scores: Scores) -> Tensor:
-    """A few queries, each with its own keys: slots [B, T, M]."""
-    H, Hkv = q.shape[2], k.shape[2]
-    rows = torch.arange(len(q), device=q.device)[:, None]
+def gathered(q: Tensor, k: Tensor, v: Tensor, mask: PatternMask, scores: Scores) -> Tensor:
+    """A few queries [B, H, T, D], each with its own keys -> [B, T, H, D]."""
+    (B, H, T, _), Hkv = q.shape, k.shape[1]
     outputs = []
-    for t in range(q.shape[1]):
-        visible, at = slots[:, t] >= 0, slots[:, t].clamp(min=0)  # [B, M]
-        ks, vs = k[rows, at], v[rows, at].masked_fill(~visible[..., None, None], 0)
-        raw = torch.einsum("bgrk,bmgk->bgrm", q[:, t].unflatten(1, (Hkv, H // Hkv)), ks).flatten(1, 2)[:, :, None]
-        bias = scores.bias
-        if bias is not None:
-            bias = bias[:, :, t].expand(len(q), -1, -1).gather(2, at[:, None].expand(-1, H, -1))[:, :, None]
-        weights = scores.weights(raw, visible[:, None, None], bias)[:, :, 0].to(vs.dtype)
-        outputs.append(torch.einsum("bgrm,bmgv->bgrv", weights.unflatten(1, (Hkv, H // Hkv)), vs).flatten(1, 2))
+    for t in range(T):
+        slots = None if mask.slots is None else mask.slots[:, t]  # [B or 1, M]
+        visible = None if slots is None else (slots >= 0)[:, None, None]
+        ks, vs = (_columns(x, slots, mask.runs) for x in (k, v))  # [B, Hkv, M, D]
+        if visible is not None:
+            vs = vs.masked_fill(~visible.mT, 0)
+        one = q[:, :, t].unflatten(1, (Hkv, H // Hkv))  # [B, Hkv, H/Hkv, D]
+        if scores.plain:
+            o = F.scaled_dot_product_attention(one, ks, vs, visible, scale=scores.scale)
+            if visible is not None:
+                o = o.masked_fill(~visible.any(-1, keepdim=True), 0)
+        else:
+            raw = (one @ ks.mT).flatten(1, 2)[:, :, None]  # [B, H, 1, M]
+            bias = scores.bias
+            if bias is not None:
+                bias = _columns(bias[:, :, t, :, None].expand(B, -1, -1, -1), slots, mask.runs).mT
+            seen = torch.ones_like(raw, dtype=torch.bool) if visible is None else visible
+            o = scores.weights(raw, seen, bias)[:, :, 0].to(vs.dtype).unflatten(1, (Hkv, H // Hkv)) @ vs
+        outputs.append(o.flatten(1, 2))
     return torch.stack(outputs, 1)
+
+
+def _columns(x: Tensor, slots: Tensor | None, runs: tuple[tuple[int, int], ...]) -> Tensor:
+    """x [B, Hkv, S, D] at slots [B or 1, M], or at those of some runs -> [B, Hkv, M, D]"""
+    if slots is None:
+        parts = [x[:, :, start:stop] for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    slots = slots.clamp(min=0)
+    if len(slots) == 1:
+        return x.index_select(2, slots[0])
+    return x.gather(2, slots[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def cross(name: str, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scores: Scores) -> Tensor:

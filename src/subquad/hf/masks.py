@@ -17,6 +17,7 @@ from transformers import masking_utils
 from subquad.ops.lengths import require
 from subquad.ops.sparse import Pattern
 
+RUNS = 16  # most slices of a cache that are joined; more are gathered key by key
 FEW = 8  # tokens after a cache whose keys are gathered for each token
 Window = tuple[int, int] | None  # how many tokens before and after its own a query may read
 
@@ -44,7 +45,8 @@ class PatternMask:
     packed: bool = False
     real: Tensor | None = None  # [B, slots], which slots from the first one on hold tokens; None: all
     sequences: Sequences | None = None  # None: each row is a sequence from its first slot on, all slots new
-    slots: Tensor | None = None  # [B, T, M], the keys of each query, -1 for none: for few tokens after a cache
+    slots: Tensor | None = None  # [B or 1, T, M], the keys of each query, -1 for none: for few tokens after a cache
+    runs: tuple[tuple[int, int], ...] = ()  # in place of slots: the keys of one query, the same in all rows
 
     @property
     def ndim(self) -> int:
@@ -137,8 +139,13 @@ def make_mask(
         sequences = unpack(form.segments.expand(batch, -1))
         return PatternMask(shape, True, form.window, used=S, packed=True, sequences=sequences)
     if T == 1 or (T <= FEW and int(q_offset) > 0):
-        slots = keys_after(pattern, form.window, real, batch, T, q_offset, kv_offset, S, device)
-        return PatternMask(shape, True, form.window, used=S, real=real, slots=slots)
+        same = real is None and T == 1 and isinstance(q_offset, int)  # for all rows, and known here
+        place = torch.device("cpu") if same else device
+        slots = keys_after(pattern, form.window, real, T, q_offset, kv_offset, S, place)
+        runs = runs_of(slots[slots >= 0].tolist()) if same else ()
+        if 0 < len(runs) <= RUNS:
+            return PatternMask(shape, True, form.window, used=S, runs=runs)
+        return PatternMask(shape, True, form.window, used=S, real=real, slots=slots.to(device))
     first = int(q_offset)
     end = first + T
     mask = PatternMask(shape, True, form.window, used=end - kv_offset)
@@ -179,22 +186,28 @@ def unpack(segments: Tensor) -> Sequences:
     return Sequences(rows[:, None], slots, slots, lengths, sequence, place)
 
 
+def runs_of(slots: list[int]) -> tuple[tuple[int, int], ...]:
+    """Slots as slices: [7, 0, 1, 5, 6] -> ((0, 2), (5, 8))"""
+    slots = sorted(slots)
+    ends = [n for n in range(1, len(slots)) if slots[n] != slots[n - 1] + 1]
+    return tuple((slots[a], slots[b - 1] + 1) for a, b in zip([0, *ends], [*ends, len(slots)], strict=True) if slots)
+
+
 def keys_after(
     pattern: Pattern,
     window: Window,
     real: Tensor | None,
-    batch: int,
     T: int,
     q_offset: int | Tensor,
     kv_offset: int,
     S: int,
     device: torch.device,
 ) -> Tensor:
-    """The slots in the cache that each of T causal queries reads, -1 where there is none: [B, T, M]."""
+    """The slots in the cache that each of T causal queries reads, -1 where there is none: [B or 1, T, M]."""
     size = kv_offset + S
-    new = q_offset + torch.arange(T, device=device).expand(batch, -1)  # the slots of the queries
+    new = q_offset + torch.arange(T, device=device).expand(1 if real is None else len(real), -1)  # slots of the queries
     position = new if real is None else (real.cumsum(1) - 1).gather(1, new)
-    keys = pattern.keys(position.clamp(min=0).flatten(), size, causal=True).view(batch, T, -1)
+    keys = pattern.keys(position.clamp(min=0).flatten(), size, causal=True).view(*new.shape, -1)
     read = keys >= 0
     if window is not None:
         read = read & (position[..., None] - keys <= window[0])
