@@ -1,7 +1,6 @@
 """Our patterns in their models equal their eager attention under the pattern's dense mask."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,13 +34,10 @@ PATTERNS: list[Pattern] = [
 NAMES = [subquad.hf.register(pattern) for pattern in PATTERNS]
 
 
-@pytest.fixture(autouse=True, params=[16])
-def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of these tests span several blocks of queries."""
-    monkeypatch.setattr(attention, "ROWS", request.param)
-    attention.union.cache_clear()
-    yield
-    attention.union.cache_clear()
+    monkeypatch.setattr(attention, "ROWS", 16)
 
 
 def close(a: Tensor, b: Tensor) -> None:
