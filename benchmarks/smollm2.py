@@ -106,7 +106,7 @@ def perplexity(args: argparse.Namespace, pattern: Pattern, name: str) -> Figures
     title, tokens = tokens_of(args)
     tokens = tokens.to(args.device)
     T = tokens.shape[1]
-    figures: Figures = {"text": title, "tokens": T, "pattern": repr(pattern), "pairs": pattern.pairs(T, causal=True)}
+    figures: Figures = {"text": title, "tokens": T, "over": repr(pattern), "pairs": pattern.pairs(T, causal=True)}
     last: dict[str, Tensor] = {}
     for what, attention in (("full, sdpa", "sdpa"), ("pattern, eager with its dense mask", "eager"), ("pattern", name)):
         model = make(args, attention)
