@@ -143,10 +143,10 @@ def test_generation_is_token_equal(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_in_pieces(kind: str, static: bool) -> None:
-    """Many tokens after a cache, and a few, with left padding: the logits of the prompt as a whole."""
-    for pattern, name in zip(PATTERNS, NAMES, strict=True):
+    """Many tokens after a cache, and a few, with left padding and without: the logits of the prompt as a whole."""
+    for n, (pattern, name) in enumerate(zip(PATTERNS, NAMES, strict=True)):
         ours, theirs = pair(kind, name)
-        tokens, real = draw(3, 70, "left", seed=2)
+        tokens, real = draw(3, 70, ("left", "none")[n % 2], seed=2)
         cache = StaticCache(config=ours.config, max_cache_len=80) if static else DynamicCache(config=ours.config)
         parts, start = [], 0
         with torch.no_grad():
@@ -154,8 +154,8 @@ def test_a_prompt_in_pieces(kind: str, static: bool) -> None:
                 part = slice(start, start + size)
                 at = positions(real)[:, part]
                 start += size
-                out = ours(tokens[:, part], attention_mask=real[:, :start], position_ids=at, past_key_values=cache)
-                parts.append(out.logits)
+                how = {"attention_mask": real[:, :start], "position_ids": at} if n % 2 == 0 else {}
+                parts.append(ours(tokens[:, part], past_key_values=cache, **how).logits)
             wanted = eager(theirs, tokens, pattern, real)
         close(torch.cat(parts, 1)[real.bool()], wanted[real.bool()])
 
@@ -168,6 +168,40 @@ def test_beams_and_samples() -> None:
         with_cache = ours.generate(tokens, num_beams=3, use_cache=True, **how)
         without = ours.generate(tokens, num_beams=3, use_cache=False, **how)
     assert with_cache.tolist() == without.tolist()
+
+
+def test_assisted_decoding() -> None:
+    """Several tokens at once after a cache, some of which are taken back."""
+    ours, _ = pair("llama", NAMES[0])
+    tokens, _ = draw(1, 12, "none", seed=3)
+    tokens = torch.cat((tokens, tokens, tokens), 1)
+    with torch.no_grad():
+        plain = ours.generate(tokens, max_new_tokens=12, do_sample=False)
+        assisted = ours.generate(tokens, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+    assert assisted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_16_bits(kind: str) -> None:
+    """At most twice the error of their eager attention, in a prompt, in pieces after a cache and token by token."""
+    for pattern, name in zip(PATTERNS[:3], NAMES[:3], strict=True):
+        ours, theirs = pair(kind, name)
+        tokens, real = draw(2, 48, "left", seed=7)
+        keep = real[:, -20:].bool()
+        with torch.no_grad():
+            exact = eager(theirs, tokens, pattern, real)[:, -20:][keep]
+            ours, theirs = ours.bfloat16(), theirs.bfloat16()
+            rounded = eager(theirs, tokens, pattern, real)[:, -20:][keep]
+            allowed = 2 * (rounded.float() - exact).abs().mean() + 1e-6
+            for parts in ((48,), (28, 20), (28, 4, *[1] * 16)):
+                cache, start, logits = DynamicCache(config=ours.config), 0, []
+                for size in parts:
+                    part = slice(start, start + size)
+                    start += size
+                    how = {"attention_mask": real[:, :start], "position_ids": positions(real)[:, part]}
+                    logits.append(ours(tokens[:, part], past_key_values=cache, **how).logits)
+                error = (torch.cat(logits, 1)[:, -20:][keep].float() - exact).abs().mean()
+                assert error <= allowed
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])

@@ -241,6 +241,14 @@ def test_states_live_in_the_cache() -> None:
         close(model(tokens, past_key_values=cache).logits[:, 8:], wanted)
 
 
+def test_assisted_decoding_is_refused() -> None:
+    model = made("llama")
+    subquad.hf.replace(model, layers=[0], mechanism="linear")
+    tokens = draw(1, 8, "none", seed=3)[0].repeat(1, 3)
+    with pytest.raises(Exception, match="crop"):
+        model.generate(tokens, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+
+
 def test_caches_that_cannot_hold_a_state_are_refused() -> None:
     model = made("llama")
     tokens, _ = draw(1, 5, "none", seed=4)

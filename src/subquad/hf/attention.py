@@ -54,8 +54,8 @@ def register(pattern: Pattern) -> str:
     if not {"q_length", "q_offset"} <= set(inspect.signature(masking_utils.sdpa_mask).parameters):
         import transformers
 
-        version = transformers.__version__
-        raise ImportError(f"transformers {version} calls mask functions in an older way: accepted is 5.23 or newer")
+        how = "accepted are versions whose mask functions take q_length and q_offset, such as 5.23"
+        raise ImportError(f"transformers {transformers.__version__} makes masks in another way: {how}")
     atoms = ("_".join([type(a).__name__.lower(), *map(str, vars(a).values())]) for a in pattern.atoms)
     name = "_".join(("subquad", *atoms))
     registered = Registered(name, pattern)
@@ -337,7 +337,7 @@ def cross(name: str, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, score
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how).transpose(1, 2)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def union(
     pattern: Pattern, window: Window, causal: bool, start: int, stop: int, size: int, device: torch.device
 ) -> Tensor:
