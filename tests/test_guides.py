@@ -147,6 +147,14 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(names["pixels"]) < 16
 
 
+def test_hugging_face_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("hugging_face_attention.md", "python"), "hugging_face_attention.md")
+    assert names["report"] == dict.fromkeys([1, 3], ("q", "k", "v", "o"))
+    assert names["loss"] < 2.5
+    assert names["second"].shape == (1, 40)
+
+
 def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's mechanism obeys the laws, and its known answer holds."""
     definition, known_answer = blocks("add_mechanism.md", "python")

@@ -2,6 +2,9 @@
 
 Our models in their world: this import registers them, so AutoModelForCausalLM.from_pretrained(folder) and the like read
 what `model.save` wrote, without remote code. `wrap` and `unwrap` do the same in memory.
+
+Our attention in their models: `register` makes a pattern an attention implementation of transformers; `replace` puts
+mechanisms in the place of a model's attention modules.
 """
 
 try:
@@ -9,6 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("subquad.hf needs transformers: pip install 'subquad[hf]'") from error
 
+from subquad.hf.attention import register
 from subquad.hf.cache import SubquadCache
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.convert import convert
@@ -20,6 +24,7 @@ from subquad.hf.modeling import (
     unwrap,
     wrap,
 )
+from subquad.hf.replace import replace
 from subquad.hf.tokenizer import byte_tokenizer
 
 __all__ = [
@@ -31,6 +36,8 @@ __all__ = [
     "SubquadModel",
     "byte_tokenizer",
     "convert",
+    "register",
+    "replace",
     "unwrap",
     "wrap",
 ]

@@ -68,6 +68,7 @@ class Heads(nn.Module):
 class Attention(Mixer):
     """Y = merge(W V): a mechanism defines the weights W [B, H, T, S], but its fast path need not compute them."""
 
+    may_turn: bool = True  # whether all rotations of queries and keys are those of `_rotate`
     approximates: ClassVar[bool] = False  # whether W V approximates softmax(q·k/√K) v, with q, k, v from `_project`
 
     def __init__(self, options: Options, heads: bool = True, width: int | None = None):
@@ -75,6 +76,7 @@ class Attention(Mixer):
         super().__init__(options)
         self.width = options.dim // options.heads
         self.turn_width = (width or self.width) if options.rotary else None
+        self.turn: nn.Module | None = None  # (q, k, position) -> q, k, of a model around it, in place of rotary
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
 
@@ -93,7 +95,8 @@ class Attention(Mixer):
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         """q [B, T, H, K] of x, k and v [B, S, H, ·] of the context (x if there is none); rows start at `position`."""
-        if context is not None or not self.options.rotary or type(self.heads) is not Heads:
+        fused = self.options.rotary and self.turn is None and type(self.heads) is Heads
+        if context is not None or not fused:
             q, k, v = self.heads.split(x, context)
             if context is None:
                 return *self._rotate(q, k, position), v
@@ -126,10 +129,20 @@ class Attention(Mixer):
     def _qkv(self, x: Tensor) -> QKV | None:
         return self._project(x) if self.approximates else None
 
+    def _projections(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        if not isinstance(getattr(self, "heads", None), Heads) or not hasattr(self.heads, "qkv"):
+            return {}
+        sizes = (self.heads.all_keys, self.heads.all_keys, self.heads.dim)
+        weights, biases = self.heads.qkv.weight.split(sizes), self.heads.qkv.bias.split(sizes)
+        parts = dict(zip("qkv", zip(weights, biases, strict=True), strict=True))
+        return {**parts, "o": (self.heads.out.weight, self.heads.out.bias)}
+
     # What a mechanism may use
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] or at 0."""
+        if self.turn is not None:
+            return self.turn(q, k, position)
         if not self.options.rotary:
             return q, k
         by = self._turns_at(q, position)

@@ -162,6 +162,13 @@ class Mixer(nn.Module):
         """q, k, v [B, T, H, ·] of the exact attention softmax(q·k/√K) v that this approximates, if there is one."""
         return None
 
+    def _projections(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Weights [H·width, D] and biases that make q, k, v, and o, the output, as views of the parameters.
+
+        Other people's weights can be copied into them. A mechanism that projects in another way leaves out names.
+        """
+        return {}
+
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new random features, hashes or blocks, from `seed` without a generator; by default nothing is random."""
 

@@ -49,6 +49,7 @@ class Bigbird(Patterned):
     def __init__(self, options: Options):
         super().__init__(options)
         self.turn_width = None  # positions are those of another order, or count the learned tokens
+        self.may_turn = options.causal
         if options.construction == "etc":
             self.tokens = nn.Parameter(torch.randn(options.block, options.dim))
         self.register_buffer("draw", torch.tensor(self._seed))

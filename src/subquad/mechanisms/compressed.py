@@ -53,6 +53,7 @@ class Compressed(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family, exponent = "fewer queries or keys", 2.0
     small = ({}, {"stride": 1}, {"stride": 8})
+    may_turn = False
     options: Options
 
     def __init__(self, options: Options):

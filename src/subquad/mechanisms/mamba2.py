@@ -67,6 +67,11 @@ class Mamba2(Recurrent):
         y = F.rms_norm(y, y.shape[-1:], eps=1e-5).flatten(-2) * self.norm
         return self.out(y.to(self.out.weight.dtype))
 
+    def _projections(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        own, shared = self.options.heads * self.values, self.options.groups * self.keys
+        v, k, q = self.into.weight[: self.parts[0]].split((own, shared, shared))
+        return {"q": (q, None), "k": (k, None), "v": (v, None), "o": (self.out.weight, None)}
+
     def _xbc_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, H, V], and B and C of each head's group, [B, T, H, K]."""
         heads, groups = self.options.heads, self.options.groups

@@ -131,6 +131,12 @@ class Recurrent(Mixer):
     def _step_inplace(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return self._step(x, state, inplace=True)
 
+    def _projections(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        heads = self.options.heads
+        sizes = (heads * self.keys, heads * self.keys, heads * self.values)  # of q, k and v, the parts of `mixed`
+        parts = self.into.weight[: self.parts[0]].split(sizes)
+        return {**{name: (part, None) for name, part in zip("qkv", parts, strict=True)}, "o": (self.out.weight, None)}
+
     def _how(self) -> dict[str, Any]:
         return {"rule": self.rule, "feature_map": "identity", "normalize": False, "impl": self.options.impl}
 
