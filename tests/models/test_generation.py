@@ -12,7 +12,7 @@ from torch import Tensor
 import subquad
 from subquad import LanguageModel, Seq2Seq, machine
 from subquad.models import generation
-from subquad.models.decoding import Lane, Mixture, Recompute, decoder_of, step
+from subquad.models.decoding import Lane, Recompute, Top, decoder_of, head_of, step
 from subquad.models.footprint import bytes_per_stream, check_fits, largest_batch
 from subquad.models.generation import generate
 from subquad.models.sampling import Rows, Sampling, draw
@@ -365,9 +365,17 @@ def test_other_failures_of_a_compiled_step_are_not_hidden(monkeypatch: pytest.Mo
         make().generate([1], 6, compile=True)
 
 
-def test_a_step_traces_as_one_graph() -> None:
+@pytest.mark.parametrize(
+    ("mixture", "samplings"),
+    [
+        (2, [Sampling()]),
+        (2, [Sampling(), Sampling(top_k=3)]),
+        (None, [Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.1, exclude=(3,), repetition_penalty=1.3)]),
+    ],
+)
+def test_a_step_traces_as_one_graph(mixture: int | None, samplings: list[Sampling]) -> None:
     """What compiling needs, tested without a compiler: no graph break, and a state that is changed in place."""
-    model = make(depth=1, mixture=2, vocab=257)
+    model = make(depth=1, mixture=mixture, vocab=257)
     state, token = model.init_state(2, 8), torch.tensor([3, 4])
     graphs: list[Any] = []
 
@@ -377,13 +385,17 @@ def test_a_step_traces_as_one_graph() -> None:
 
     torch._dynamo.reset()
     fast = torch.compile(step, backend=keep, fullgraph=True, dynamic=False)
-    args = (Mixture(), Rows.of([Sampling()], 256, state.position.device), None)
+    head = head_of(model)
+    args = (head, Rows.of(samplings, head.values, model.device), None)
     plain = map_state(torch.clone, state), token.clone()
     with torch.no_grad():
         for _ in range(3):
-            done = torch.zeros(2, dtype=torch.bool)
-            fast(model, *args, state, Lane(token, torch.arange(2), done, None, None))
-            step(model, *args, plain[0], Lane(plain[1], torch.arange(2), done, None, None))
+            done, seen = torch.zeros(2, dtype=torch.bool), torch.zeros(2, 257, dtype=torch.bool)
+            top = Top(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64))
+            fast(model, *args, state, Lane(token, torch.arange(2), done, seen, None, top))
+            expected = Lane(plain[1], torch.arange(2), done, seen.clone(), None, Top(*map(torch.clone, top)))
+            step(model, *args, plain[0], expected)
+            assert torch.equal(top.tokens, expected.top.tokens)
     assert len(graphs) == 1
     assert torch.equal(token, plain[1])
     assert state.position.tolist() == [3, 3]

@@ -84,6 +84,21 @@ def test_drawn_tokens_can_be_drafted_too(mechanism: Any) -> None:
         assert made == text
 
 
+def test_a_repetition_penalty_counts_the_prompt_and_the_draft() -> None:
+    model = make()
+    with torch.no_grad():  # all logits positive, so that a penalised one falls to nearly 0
+        model.head.bias.fill_(50)
+    sampling = Sampling(temperature=0, repetition_penalty=1e6)
+    text = model.generate([1, 2, 3], 14, sampling=sampling).tolist()
+    assert len({1, 2, 3, *text}) == 17
+    streams = Streams(model, slots=2, capacity=40)
+    (id,) = streams.admit([[1, 2, 3]], sampling=sampling)
+    made = streams.propose({id: text[:6]})[id].tokens
+    made += streams.propose({id: text[7:11]})[id].tokens
+    made += [streams.step()[id] for _ in range(2)]
+    assert made == text
+
+
 def test_log_probabilities_of_drafted_tokens_are_the_models() -> None:
     model = make()
     whole = model.generate([1, 2], 6, full=True, logprobs=True, sampling=GREEDY)

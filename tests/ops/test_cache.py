@@ -55,3 +55,15 @@ def test_an_explicit_choice_is_honoured_or_refused() -> None:
     q, k, v = inputs(1, 4, 1, 4, 4, torch.float64)
     with pytest.raises(ValueError, match="triton"):
         cached_attention(q, k, v, torch.tensor([2]), impl="triton")
+
+
+def test_a_row_rounds_alike_whatever_the_others_hold() -> None:
+    """On a CPU: bit by bit, so that a stream's text does not depend on its company."""
+    torch.manual_seed(0)
+    for length in (5, 64, 100, 130):
+        q, k, v = torch.randn(3, 2, 16), torch.randn(3, 192, 2, 16), torch.randn(3, 192, 2, 16)
+        rows = [
+            cached_attention(q, k, v, torch.tensor([length, *others]))[0]
+            for others in ((length, length), (1, 1), (192, 1), (length - 1, length))
+        ]
+        assert all(torch.equal(row, rows[0]) for row in rows), length

@@ -76,7 +76,8 @@ class Browser:
         return answer["result"]
 
     def open(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
+        opened = self.call("Page.navigate", url=url)
+        assert "errorText" not in opened, f"{url}: {opened['errorText']}"
         self.until("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
@@ -108,10 +109,11 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, ctrl: bool = False) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
+        written = {"text": "\r"} if key == "Enter" and not ctrl else {}
+        for kind, text in (("keyDown", written), ("keyUp", {})):
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key],
-                modifiers=2 * ctrl,
+                modifiers=2 * ctrl, **text,
             )  # fmt: skip
 
     def picture(self, path: Path) -> None:

@@ -1,3 +1,4 @@
+import queue
 import random
 import threading
 from collections.abc import Iterable
@@ -264,6 +265,9 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
         "capacity=30": {"prompt": (1,) * 20, "steps": 12},
         "prompt is empty": {"prompt": (), "steps": 1},
         "prompt holds 23": {"prompt": (1, 23), "steps": 1},
+        "prompt=": {"prompt": (1, 2.5), "steps": 1},
+        "prompt=<|prompt=\\[": {"prompt": [1, 2], "steps": 1},
+        "prompt=\\(|prompt=<": {"prompt": (1, 1 << 70), "steps": 1},
         "stop holds -1": {"prompt": (1,), "steps": 1, "stop": (-1,)},
         "steps=0": {"prompt": (1,), "steps": 0},
         "logprobs=21": {"prompt": (1,), "steps": 1, "logprobs": 21},
@@ -281,6 +285,8 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
         Engine(make(max_length=30, positions="learned"), capacity=31)
     with pytest.raises(ValueError, match=r"divisor of cache\.every=4"):
         Engine(make(), cache=Book(), piece=3)
+    with pytest.raises(ValueError, match="a LanguageModel"):
+        Engine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="23 tokens"):
         Engine(make(), draft=make(vocab=24))
 
@@ -322,6 +328,47 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_ones_work(monkeypatch:
     assert "device was lost" in update.error
     drawn = [one.token for part in finish(engine, numbers[1:])[numbers[1]] for one in part.drawn]
     assert drawn == model.generate([2] * 9, 5, seed=0).tolist()
+
+
+def test_a_turn_that_fails_ends_all_requests_and_the_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ends = make(), queue.Queue[Update]()
+
+    def deliver(updates: list[Update]) -> None:
+        for update in updates:
+            if update.end:
+                ends.put(update)
+
+    engine = Engine(model, slots=1, capacity=20, deliver=deliver)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_cancel", lambda: 1 / 0)
+        numbers = {engine.submit(Request(prompt=(1,), steps=3)) for _ in range(3)}
+        engine.start()
+        lost = [ends.get(timeout=60) for _ in numbers]
+    assert {update.number for update in lost} == numbers
+    assert {update.end for update in lost} == {"error"}
+    number = engine.submit(Request(prompt=(1,), steps=3))
+    assert ends.get(timeout=60)[:3:2] == (number, "length")
+    engine.stop()
+    assert engine.stats.free == 1
+
+
+def test_clients_that_vanish_leave_no_slot_taken() -> None:
+    rng, model = random.Random(0), make()
+    engine = Engine(model, slots=4, capacity=60, piece=4, cache=Book(), draft=model)
+    ended: list[int] = []
+    numbers: list[int] = []
+    for _ in range(100):
+        numbers += [engine.submit(request) for request in random_requests(rng, 1)]
+        if rng.random() < 0.6:
+            engine.cancel(rng.choice(numbers))
+        ended += [update.number for update in engine.turn() if update.end]
+    while engine.known:
+        ended += [update.number for update in engine.turn() if update.end]
+    assert sorted(ended) == numbers  # each one ends once
+    assert engine.stats[:4] == (0, 0, 0, 4)
+    assert engine.streams.running == []
+    assert not engine.waiting
+    assert not engine.leaving
 
 
 def test_the_thread_serves_many_threads_and_drains() -> None:

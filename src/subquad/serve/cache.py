@@ -9,6 +9,8 @@ those of the entry that it continues; so a long prompt costs memory once, not on
 """
 
 import functools
+import itertools
+import math
 import queue
 import secrets
 import threading
@@ -27,11 +29,12 @@ from subquad.disk import logger
 from subquad.models.decoding import decoder_of
 from subquad.models.footprint import imagine
 from subquad.models.saving import digest_tensors, tensors_of
-from subquad.models.state import State, batch_of, leaves, map_state, positions, size
+from subquad.models.state import State, batch_of, leaves, map_state, positions
 from subquad.serve.cache_folder import CacheFolder, hash_owner
 
 EVERY = 256  # tokens between borders
 WIDTH = 4  # bytes of a token in the tree
+ALIGNED = 64  # bytes: tensors begin at multiples of it
 
 
 class Stats(NamedTuple):
@@ -141,14 +144,24 @@ class PrefixCache:
             self.writer.start()
 
     @classmethod
-    def of(cls, model: Any, limit: int, *, every: int = EVERY, folder: Path | None = None, **how: Any) -> "PrefixCache":
-        """The cache of a model; `how`: folder_limit, device."""
+    def of(
+        cls,
+        model: Any,
+        limit: int,
+        *,
+        every: int = EVERY,
+        folder: Path | None = None,
+        folder_limit: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> "PrefixCache":
+        """The cache of a model."""
         decoder = decoder_of(model)
         with torch.no_grad():
             like = decoder.init_state(1, 1)
-        room = functools.partial(imagine, decoder)
-        name = "" if folder is None else fingerprint(model)
-        return cls(limit, every=every, folder=folder, fingerprint=name, like=like, room=room, **how)
+        return cls(
+            limit, every=every, folder=folder, folder_limit=folder_limit, like=like, device=device,
+            fingerprint="" if folder is None else fingerprint(model), room=functools.partial(imagine, decoder),
+        )  # fmt: skip
 
     def find(self, tokens: Sequence[int], owner: str = "") -> tuple[int, State | None]:
         """The longest known prefix of the tokens that leaves at least one to read: (its length, its state).
@@ -311,21 +324,35 @@ class PrefixCache:
         return [max(0, before - 2 * edge) if grows else 0 for grows, edge, before in sizes]
 
     def _own(self, state: State, node: Node) -> Kept:
-        """A copy of what a state has and the node's base has not, where the cache keeps it."""
-        own, tensors = [], [tensor for _, tensor in leaves(state)]
-        pinned = self.device.type == "cuda" and self.kept_on.type == "cpu"
-        for tensor, grows, shared, edge, size_ in self._layout(tensors, node):
-            parts = [tensor[:, :size_]] if grows else [tensor]
+        """A copy of what a state has and the node's base has not."""
+        tensors, columns = [tensor for _, tensor in leaves(state)], list[list[Tensor]]()
+        rows = self.rows(node.depth) if any(self.growing) else self.rows(1)
+        layout = zip(tensors, self.growing, self._shared(node.base), self.rows(1), rows, strict=True)
+        for tensor, grows, shared, edge, count in layout:
             if shared:
-                parts = [tensor[:, :edge], tensor[:, edge + shared : size_]]
-            own.append(_join(parts, self.kept_on, pinned))
+                columns.append([tensor[:, :edge], tensor[:, edge + shared : count]])
+            else:
+                columns.append([tensor[:, :count] if grows else tensor])
+        return self._copy(columns, state)
+
+    def _copy(self, columns: list[list[Tensor]], like: State) -> Kept:
+        """A state with a copy of these parts for each tensor, in one piece of memory, where the cache keeps it."""
+        on_gpu = self.device.type == "cuda"
+        shapes = [_shape(parts) for parts in columns]
+        sizes = [math.prod(shape) * parts[0].element_size() for shape, parts in zip(shapes, columns, strict=True)]
+        *starts, total = itertools.accumulate((-(-n // ALIGNED) * ALIGNED for n in sizes), initial=0)
+        pinned = on_gpu and self.kept_on.type == "cpu"  # one piece, because making pinned memory stops the GPU
+        block = torch.empty(total, dtype=torch.uint8, device=self.kept_on, pin_memory=pinned)
+        own = []
+        for start, size_, shape, parts in zip(starts, sizes, shapes, columns, strict=True):
+            own.append(_fill(block[start : start + size_].view(parts[0].dtype).view(shape), parts))
         ready = None
-        if self.device.type == "cuda":
+        if on_gpu:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
         ordered = iter(own)
-        kept = map_state(lambda _: next(ordered), state)
-        return Kept(kept, size(kept), ready)
+        taken = 1 << (total - 1).bit_length() if pinned else total  # torch rounds pinned memory up
+        return Kept(map_state(lambda _: next(ordered), like), taken, ready)
 
     def _assemble(self, chain: list[tuple[Node, Kept]]) -> State:
         """The whole state of the first node, on the model's device, from its own rows and those that it shares."""
@@ -346,14 +373,9 @@ class PrefixCache:
                     if not count:
                         break
                 parts = [own[0][number][:, :edge], *reversed(parts)]
-            made.append(_join(parts, self.device))
+            made.append(_fill(torch.empty(_shape(parts), dtype=parts[0].dtype, device=self.device), parts))
         ordered = iter(made)
         return map_state(lambda _: next(ordered), chain[0][1].state)
-
-    def _layout(self, tensors: list[Tensor], node: Node) -> Iterator[tuple[Tensor, bool, int, int, int]]:
-        """For each tensor of a node's state: whether it grows, the rows shared with the base, `edge`, and its rows."""
-        counts = self.rows(1), self.rows(node.depth) if any(self.growing) else self.rows(1)
-        return zip(tensors, self.growing, self._shared(node.base), *counts, strict=True)
 
     def _chain(self, node: Node) -> list[tuple[Node, Kept]] | None:
         """The node and those that it continues, all in memory; None if one of them is lost."""
@@ -395,9 +417,7 @@ class PrefixCache:
             self.damaged += 1
             self._drop_file(node)
             return False
-        pinned = self.device.type == "cuda" and self.kept_on.type == "cpu"
-        state = map_state(lambda tensor: _join([tensor], self.kept_on, pinned), state)
-        self._keep(node, Kept(state, size(state), None))
+        self._keep(node, self._copy([[tensor] for _, tensor in leaves(state)], state))
         self.loaded += 1
         return True
 
@@ -485,15 +505,19 @@ def tokens_of(node: Node) -> bytes:
 
 
 def fingerprint(model: Any) -> str:
-    """What states depend on besides tokens: a hash of the model's weights and config, of versions and kind of device.
+    """What the bits of a state depend on besides tokens, hashed: weights, config, versions, and how numbers are added.
 
     ValueError if the config holds code.
     """
+    if model.device.type == "cuda":
+        machine: list[Any] = [torch.cuda.get_device_name(model.device)]
+    else:
+        machine = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     header = {
         "model": type(model).__name__,
         "config": model.config.to_dict(),
-        "device": model.device.type,
         "versions": [subquad.__version__, torch.__version__],
+        "machine": [model.device.type, *machine],
     }
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors_of(model).items()}
     return digest_tensors(tensors, header)
@@ -504,15 +528,16 @@ def _rows(room: Callable[[int], State], count: int) -> list[int]:
     return [tensor.shape[1] if tensor.ndim > 1 else 0 for _, tensor in leaves(room(count))]
 
 
-def _join(parts: list[Tensor], device: torch.device, pinned: bool = False) -> Tensor:
-    """A copy of the parts in one tensor, which is not waited for."""
+def _shape(parts: list[Tensor]) -> list[int]:
+    """Of the parts, one after the other in the second dimension."""
     first = parts[0]
-    shape = list(first.shape)
-    if len(parts) > 1:
-        shape[1] = sum(part.shape[1] for part in parts)
-    whole = torch.empty(shape, dtype=first.dtype, device=device, pin_memory=pinned)
+    return list(first.shape) if len(parts) == 1 else [1, sum(part.shape[1] for part in parts), *first.shape[2:]]
+
+
+def _fill(whole: Tensor, parts: list[Tensor]) -> Tensor:
+    """Copy the parts into a tensor, one after the other; a GPU is not waited for."""
     if len(parts) == 1:
-        return whole.copy_(first, non_blocking=True)
+        return whole.copy_(parts[0], non_blocking=True)
     at = 0
     for part in parts:
         whole[:, at : at + part.shape[1]].copy_(part, non_blocking=True)

@@ -56,7 +56,10 @@ class CacheFolder:
         if path.is_dir() and not (path / KEY).is_file() and any(path.iterdir()):
             refuse("folder", str(path), "a new or empty folder, or one of an earlier cache")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
+        try:
+            path.chmod(0o700)
+        except OSError as error:
+            refuse("folder", str(path), f"a folder of your own, which others cannot read ({error})")
         self.path, self.about = path, json.dumps([fingerprint, every])
         self.like = map_state(lambda tensor: torch.empty_like(tensor, device="cpu"), like)
         self.every = every

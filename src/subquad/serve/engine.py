@@ -6,6 +6,7 @@ is there, and whether or not a cache knows a part of them.
 
 import sys
 import threading
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from subquad.checks import LARGEST, check_count, check_plain, refuse
 from subquad.disk import logger
 from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import Rooms
-from subquad.models.generation import evaluating
+from subquad.models.generation import check_drawing, evaluating
 from subquad.models.sampling import PLAIN, Sampling
 from subquad.models.state import State, map_state, select
 from subquad.models.streams import Streams
@@ -51,7 +52,7 @@ class Request:
     owner: str = ""  # requests of different owners never share cached states
 
 
-_HINTS = get_type_hints(Request)
+_HINTS = {name: hint for name, hint in get_type_hints(Request).items() if name not in ("prompt", "stop")}
 
 
 class Drawn(NamedTuple):
@@ -161,6 +162,7 @@ class Engine:
         ahead: int = 4,
         crowd: int = 4,
     ):
+        check_drawing(model, PLAIN, ())
         cuda = model.device.type == "cuda"
         if piece is None:
             piece = PIECE if cache is None else cache.every
@@ -218,10 +220,8 @@ class Engine:
         check_count("steps", request.steps)
         if not request.prompt:
             raise ValueError("prompt is empty: at least one token is needed, such as a start token")
-        for name, tokens, most in (("prompt", request.prompt, self.vocab), ("stop", request.stop, self.values)):
-            wrong = next((token for token in tokens if not 0 <= token < most), None)
-            if wrong is not None:
-                raise ValueError(f"{name} holds {wrong}: accepted are tokens from 0 to {most - 1}")
+        _check_tokens("prompt", request.prompt, self.vocab)
+        _check_tokens("stop", request.stop, self.values)
         request.sampling.check(self.values)
         if request.logprobs is not None and not 0 <= request.logprobs <= self.streams.most:
             refuse("logprobs", request.logprobs, f"None, or a number from 0 to {self.streams.most}")
@@ -586,6 +586,18 @@ class Engine:
         with self.work:
             self.known.pop(number, None)
             self.work.notify_all()
+
+
+def _check_tokens(name: str, tokens: tuple[int, ...], count: int) -> None:
+    """Refuse anything but a tuple of tokens below `count`; a long prompt takes a millisecond."""
+    if not isinstance(tokens, tuple):
+        refuse(name, tokens, "a tuple of tokens")
+    try:
+        ids = torch.frombuffer(array("q", tokens), dtype=torch.int64) if tokens else torch.zeros(0)
+    except (TypeError, OverflowError):
+        refuse(name, tokens, f"a tuple of tokens from 0 to {count - 1}")
+    if (wrong := (ids < 0) | (ids >= count)).any():
+        raise ValueError(f"{name} holds {int(ids[wrong][0])}: accepted are tokens from 0 to {count - 1}")
 
 
 def describe(error: Exception) -> str:

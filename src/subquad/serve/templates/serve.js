@@ -70,8 +70,9 @@
   function tell(error) {
     const asksKey = error.status === 401;
     $("problem").hidden = false;
-    $("problem").textContent = asksKey && !key ? "This server asks for an API key." : error.message[0].toUpperCase() + error.message.slice(1);
+    $("problem").textContent = asksKey && !key ? "This server asks for an API key." : error.message;
     if (!asksKey) return;
+    if (!model) $("about").textContent = "";
     $("door").hidden = false;
     $("key").focus();
   }
@@ -103,7 +104,6 @@
   const chatting = () => Boolean(model?.subquad.chat) && form.elements.mode.value === "chat";
 
   function change() { // between continuing a text and a chat
-    if (running) running.abort();
     const image = model.subquad.image;
     $("start").textContent = image ? "Draw" : chatting() ? "Send" : "Write";
     $("result-title").textContent = image ? "What the model draws" : chatting() ? "Chat" : "What the model writes";
@@ -113,6 +113,9 @@
 
   function clear() {
     if (running) running.abort();
+    running = null;
+    $("start").disabled = false;
+    $("stop").disabled = true;
     turns = [];
     tokens = [];
     $("text").replaceChildren();
@@ -134,7 +137,7 @@
     return { ...body, messages: turns };
   }
 
-  // A place for each choice: a function that takes its new text and tokens.
+  // A place for each choice: a function that takes its new text and tokens; called without any, it shows what it has.
   function places(body) {
     const image = model.subquad.image;
     $("text").hidden = Boolean(image);
@@ -153,6 +156,7 @@
       if (low) box.scrollTop = box.scrollHeight;
     };
     return [(text) => {
+      if (!text) return write();
       if (!waiting) requestAnimationFrame(write); // at most once for each picture that the screen shows
       waiting += text;
     }];
@@ -190,6 +194,7 @@
     if (!form.reportValidity() || running) return;
     const mine = (running = new AbortController());
     $("problem").hidden = $("more").hidden = true;
+    const before = { turns: [...turns], shown: $("text").childNodes.length, message: prompt.value };
     if (chatting()) {
       if (!prompt.value.trim()) { running = null; return; }
       turns.push({ role: "user", content: prompt.value });
@@ -211,12 +216,12 @@
       for await (const event of events(answer)) {
         for (const choice of event.choices) {
           const text = choice.text ?? choice.delta.content ?? "", made = choice.tokens ?? [];
-          put[choice.index](text, made);
+          if (text || made.length) put[choice.index](text, made);
           written += text;
           end = choice.finish_reason ?? end;
           if (!made.length) continue;
           seen.last = performance.now();
-          if (seen.first === null) { seen.first = seen.last; seen.early = made.length; $("status").textContent = "writing …"; }
+          if (seen.first === null) { seen.first = seen.last; seen.early = made.length; $("status").textContent = body.n ? "drawing …" : "writing …"; }
           seen.made += made.length;
         }
         if (event.usage) {
@@ -227,21 +232,31 @@
       }
       $("status").textContent = end === "stop" ? "The model ended its text." : body.n ? "All pixels are drawn." : `The end: ${counted(seen.made, "token")}, as asked.`;
     } catch (error) {
+      if (mine !== running) return; // cleared meanwhile
       if (error.name === "AbortError") $("status").textContent = "Stopped.";
       else {
         $("status").textContent = "";
         tell(error instanceof Problem ? error : new Problem(`This page failed: ${error.message}`, 0));
       }
     }
-    if (mine !== running) return; // cleared meanwhile
+    if (mine !== running) return;
     running = null;
+    for (const show of put) show("", []);
+    if (!seen.made) { // as if nothing had been asked
+      if (chatting()) {
+        while ($("text").childNodes.length > before.shown) $("text").lastChild.remove();
+        turns = before.turns;
+        prompt.value = before.message;
+      }
+      $("result").hidden = $("figures").hidden = !turns.length;
+    }
     if (chatting() && written) turns.push({ role: "assistant", content: written });
     $("start").disabled = false;
     $("stop").disabled = true;
     $("more").hidden = !written || chatting() || Boolean(model.subquad.image);
     $("result").removeAttribute("aria-busy");
     figures();
-    server();
+    setTimeout(server, 300); // the server needs a moment to notice that a client has left
   }
 
   function figures() {
@@ -272,7 +287,7 @@
     try {
       const stats = await (await call("/stats")).json(), cache = stats.cache;
       const now = `The server: ${counted(stats.engine.running, "stream")} now, ${stats.engine.queued} waiting.`;
-      const kept = cache ? ` Its prefix cache holds ${counted(cache.entries, "state")}, ${bytes(cache.bytes)}; ${cache.hits} of ${counted(cache.hits + cache.misses, "prompt")} began with one.` : "";
+      const kept = cache?.entries ? ` Its prefix cache holds ${counted(cache.entries, "state")}, ${bytes(cache.bytes)}; ${cache.hits.toLocaleString("en")} of ${counted(cache.hits + cache.misses, "prompt")} began with one.` : "";
       $("server").textContent = now + kept;
     } catch { $("server").textContent = ""; }
   }
