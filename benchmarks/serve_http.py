@@ -1,8 +1,8 @@
 """`subquad serve` under load: CPU time and tokens/s beside `Streams` alone, memory, 1,000 connections, first tokens.
 
-    python benchmarks/serve_http.py --out results/serve_cpu.json                   two CPU cores, 200 streams of 5M weights
-    python benchmarks/serve_http.py --out results/serve_h200.json --device cuda    1,000 streams of 12 layers, width 768
-    python benchmarks/serve_http.py --out FILE --tiny                              tiny sizes on the CPU, as a trial
+    python benchmarks/serve_http.py --out results/serve_http_cpu.json     two CPU cores: 200 streams of 5M parameters
+    python benchmarks/serve_http.py --out results/serve_http.json --device cuda     1,000 streams, 12 layers, width 768
+    python benchmarks/serve_http.py --out FILE --tiny                     tiny sizes on the CPU, as a trial
 
 The server runs in a process of its own, as users start it, with a model of random weights. The clients run in this
 process, so that their CPU time does not count. In each round `Streams` draws tokens alone, while the server has
@@ -247,8 +247,8 @@ async def first_tokens(server: Server, prefix: int) -> Figures:
             load = Load()
             await load.ask(server, text + other, 1)
             cached += load.first
-    one, other = statistics.median(cold), statistics.median(cached)
-    return {"prefix": prefix, "cold_seconds": one, "cached_seconds": other, "ratio": other / one, "all": [cold, cached]}
+    slow, fast = statistics.median(cold), statistics.median(cached)
+    return {"prefix": prefix, "cold_seconds": slow, "cached_seconds": fast, "ratio": fast / slow, "all": [cold, cached]}
 
 
 async def measure(sections: Sequence[str], sizes: Figures, device: str, out: Path) -> None:
