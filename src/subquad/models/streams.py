@@ -1,5 +1,6 @@
 """Many streams in one running batch: a server can admit and retire streams while others run."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,14 +163,15 @@ class Streams:
         self, prompts: Prompts, before: list[Tensor], samplings: list[Sampling], stop: frozenset[int], top: int
     ) -> list[int]:
         taken = {stream.slot for stream in self.streams.values()}
-        count, free = len(prompts.tokens), [slot for slot in range(self.slots) if slot not in taken]
+        count = len(prompts.tokens)
         if count > self.free:
             raise ValueError(f"prompts has {count} rows: accepted is at most {self.free}, free of {self.slots} slots")
         reached = prompts.sizes.cpu() + (0 if prompts.state is None else position_of(prompts.state).cpu())
         if (last := int(reached.max())) > self.capacity:
             raise ValueError(f"prompts reach position {last}: accepted is at most capacity={self.capacity}")
         state = begin(self.model, prompts, self.capacity, self.rooms)
-        loop, slots = self.loop, free[:count]
+        loop = self.loop
+        slots = list(itertools.islice((slot for slot in range(self.slots) if slot not in taken), count))
         rows = torch.tensor(slots, device=self.model.device)
         overwrite(loop.state, rows, state)
         loop.token[rows], loop.seeds[rows], loop.done[rows] = prompts.last, prompts.seeds, False

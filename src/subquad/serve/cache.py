@@ -136,6 +136,7 @@ class PrefixCache:
         self.folder: CacheFolder | None = None
         self.waiting: queue.Queue[Node | None] = queue.Queue()
         self.writer: threading.Thread | None = None
+        self.ended = False  # what still waits is not written
         if folder is not None:
             self.folder = CacheFolder(Path(folder), fingerprint, every, like)
             self.key = self.folder.key
@@ -202,16 +203,18 @@ class PrefixCache:
             raise ValueError(f"state has not seen exactly the {count} tokens: accepted is the state after all of them")
         data = array("i", tokens).tobytes()
         with self.lock:
-            *above, node = self._walk(hash_owner(owner, self.key), data, make=True)
+            *before, node = self._walk(hash_owner(owner, self.key), data, make=True)
             if node.kept is None:
-                if node.file is None or not intact(node):
-                    self._drop_file(node)
-                    node.base = next((n for n in reversed(above) if self._continues(n)), None)
-                kept = self._own(state, node)
-                if kept.bytes > self.limit:  # it would only make all others leave
-                    self._prune(node)
-                    return
-                self._keep(node, kept)
+                try:
+                    if node.file is None or not intact(node):
+                        self._drop_file(node)
+                        node.base = next((n for n in reversed(before) if self._continues(n)), None)
+                    kept = self._own(state, node)
+                    if kept.bytes > self.limit:  # it would only make all others leave
+                        return
+                    self._keep(node, kept)
+                finally:
+                    self._prune(node)  # if nothing is kept there
                 self.stored += 1
                 if self.folder is not None and node.file is None:
                     self.waiting.put(node)
@@ -230,13 +233,17 @@ class PrefixCache:
         """Wait until all states that wait for it are on disk."""
         self.waiting.join()
 
-    def close(self) -> None:
-        """Write what waits to be written, and let another process use the folder."""
-        if self.writer is not None and self.folder is not None:
-            self.waiting.put(None)
-            self.writer.join()
-            self.writer = None
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what waits to be written, for at most so long, and let another process use the folder."""
+        if self.writer is None or self.folder is None:
+            return
+        self.waiting.put(None)
+        self.writer.join(seconds)
+        self.ended = True
+        self.writer.join()
+        with self.lock:
             self.folder.close()
+            self.folder = self.writer = None
 
     # The tree
 
@@ -429,6 +436,8 @@ class PrefixCache:
             try:
                 if node is None:
                     return
+                if self.ended:
+                    continue
                 self._write_one(node)
                 failing = False
             except Exception as error:  # such as a full disk: the states in memory still serve
@@ -472,8 +481,9 @@ class PrefixCache:
             self._prune(node)
 
     def _drop_file(self, node: Node) -> None:
-        if node.file is not None and self.folder is not None:
-            self.folder.remove(node.file)
+        if node.file is not None:
+            if self.folder is not None:  # not closed: the file may be another server's by now
+                self.folder.remove(node.file)
             self.file_bytes -= self.files.pop(node)
             node.file = None
 

@@ -112,6 +112,7 @@ class _Job:
 
     def __init__(self, number: int, request: Request):
         self.number, self.request = number, request
+        self.scored = request.logprobs is not None
         self.state: State | None = None  # after the first `read` tokens of the prompt, until the stream starts
         self.read = 0
         self.cached = 0
@@ -526,26 +527,25 @@ class Engine:
         self.counts["cached_tokens"] += job.cached
 
     def _draw(self) -> list[Update]:
-        if not self.drawing:
-            return []
-        drawn: dict[int, list[Drawn]] = {}
+        drafted: dict[int, tuple[Drawn, ...]] = {}
         if self.drafter is not None and len(self.drawing) <= self.crowd:
-            drawn = self._draft(self.drafter)
-        if any(not drawn.get(id) for id in self.drawing if id in self.streams.streams):
-            made = self.streams.step()
-            self.counts["steps"] += 1
-            logprobs, tops = self.streams.logprobs, self.streams.top
-            for id, token in made.items():
-                wanted = self.drawing[id].request.logprobs is not None
-                one = Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if wanted else Drawn(token)
-                drawn.setdefault(id, []).append(one)
-        updates = []
-        for id, new in drawn.items():
-            if new:
-                updates.append(self._report(self.drawing[id], new))
-        return updates
+            drafted = self._draft(self.drafter)
+        running = self.streams.streams
+        if not running or (drafted and all(drafted.get(id) for id in running)):  # every stream has got on
+            return [self._report(self.drawing[id], drawn) for id, drawn in drafted.items() if drawn]
+        made = self.streams.step()
+        self.counts["steps"] += 1
+        logprobs, tops, updates = self.streams.logprobs, self.streams.top, []
+        for id, token in made.items():
+            job = self.drawing[id]
+            drawn: tuple[Drawn, ...]
+            drawn = (Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if job.scored else Drawn(token),)
+            if drafted:
+                drawn = drafted.pop(id, ()) + drawn
+            updates.append(self._report(job, drawn))
+        return updates + [self._report(self.drawing[id], drawn) for id, drawn in drafted.items() if drawn]
 
-    def _draft(self, drafter: Drafter) -> dict[int, list[Drawn]]:
+    def _draft(self, drafter: Drafter) -> dict[int, tuple[Drawn, ...]]:
         """Tokens of streams whose drafts held, at least partly."""
         drafts = {}
         for id, job in self.drawing.items():
@@ -557,23 +557,22 @@ class Engine:
         for id, checked in self.streams.propose(drafts).items():
             self.counts["drafted"] += len(drafts[id])
             self.counts["accepted"] += checked.accepted
-            wanted = self.drawing[id].request.logprobs is not None
+            scored = self.drawing[id].scored
             parts = zip(checked.tokens, checked.logprobs, checked.top, strict=True)
-            drawn[id] = [Drawn(t, p, tuple(top)) if wanted else Drawn(t) for t, p, top in parts]
+            drawn[id] = tuple(Drawn(t, p, tuple(top)) if scored else Drawn(t) for t, p, top in parts)
         return drawn
 
-    def _report(self, job: _Job, drawn: list[Drawn]) -> Update:
-        request, last = job.request, drawn[-1].token
+    def _report(self, job: _Job, drawn: tuple[Drawn, ...]) -> Update:
         first = job.made == 0
         job.made += len(drawn)
         self.counts["tokens"] += len(drawn)
         if job.draft is not None:
             job.text += [one.token for one in drawn]
-        end = "stop" if last in request.stop else "length" if job.made >= request.steps else None
-        if end is not None:
-            return self._end(job, end, tuple(drawn), first)
-        prompt = tuple(job.prompt) if first else ()
-        return Update(job.number, tuple(drawn), None, job.cached, prompt)
+        if drawn[-1].token in job.request.stop:
+            return self._end(job, "stop", drawn, first)
+        if job.made >= job.request.steps:
+            return self._end(job, "length", drawn, first)
+        return Update(job.number, drawn, None, job.cached, tuple(job.prompt) if first else ())
 
     def _end(self, job: _Job, end: str, drawn: tuple[Drawn, ...] = (), first: bool = False, error: str = "") -> Update:
         if job.id is not None:
