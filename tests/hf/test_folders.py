@@ -124,6 +124,8 @@ def test_a_language_model_becomes_a_classifier(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "classifier")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
     assert torch.equal(again(ids, attention_mask=mask).logits, theirs(ids, attention_mask=mask).logits)
+    tagger = AutoModelForTokenClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+    assert tagger(ids, attention_mask=mask).logits.shape == (2, 3, 3)
 
 
 def test_labels_of_tokens(tmp_path: Path) -> None:
