@@ -80,7 +80,9 @@ class SubquadPreTrainedModel(PreTrainedModel):
         if config.model not in self._holds:
             name = f"{type(self).__name__} wraps a {' or a '.join(self._holds)}"
             raise ValueError(f"model={config.model!r} cannot work: {name}; use {AUTO[config.model]}")
-        core = self._make_core(config) if core is None else core
+        self._check_parsed(parsed := config.parsed())
+        config.config = parsed.to_dict()
+        core = self._make_core(parsed) if core is None else core
         # The core and the wrapper share one dictionary of modules. So the names in files are the core's own, and a
         # module that a program replaces here, as LoRA does, is replaced in the core too. The core is no child module
         self.__dict__.update(core=core, _modules=core._modules, _parameters=core._parameters)
@@ -94,12 +96,13 @@ class SubquadPreTrainedModel(PreTrainedModel):
                 module._is_hf_initialized = True  # our constructors drew the weights
         self.post_init()
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        parsed = config.parsed()
+    def _check_parsed(self, parsed: Any) -> None:
+        """Refuse a model whose inputs or outputs this class cannot pass on."""
         if parsed.embedding.vocab is None:
             refuse("features", parsed.embedding.features, "None: transformers reads tokens here; use subquad.load")
-        config.config = parsed.to_dict()
-        return MODELS[config.model](parsed)
+
+    def _make_core(self, parsed: Any) -> nn.Module:
+        return MODELS[self.config.model](parsed)
 
     @property
     def _tower(self) -> Any:
@@ -265,9 +268,9 @@ class SubquadModel(SubquadPreTrainedModel):
     base_model_prefix = "tower"  # of the tensors in a classifier's folder
     _keys_to_ignore_on_load_unexpected = [r"^head\."]  # noqa: RUF012
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        whole: Any = super()._make_core(config)
-        core: nn.Module = whole.tower if config.model == "Classifier" else whole
+    def _make_core(self, parsed: Any) -> nn.Module:
+        whole: Any = super()._make_core(parsed)
+        core: nn.Module = whole.tower if self.config.model == "Classifier" else whole
         core._modules.pop("head", None)
         return core
 
@@ -309,10 +312,10 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     _holds = ("LanguageModel",)
     core: LanguageModel
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core = super()._make_core(config)
-        head_of(core)  # refuses outputs that are not logits of tokens
-        return core
+    def _check_parsed(self, parsed: Any) -> None:
+        super()._check_parsed(parsed)
+        if parsed.outputs not in (None, parsed.embedding.vocab):
+            refuse("outputs", parsed.outputs, "None: one logit for each token, or mixture=10")
 
     def forward(
         self,
@@ -352,7 +355,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             y = self._advance(ids, layout, cache, seen is not None)
         vectors = to_columns(y, layout, None if cache is None else cache.last)
         if cache is not None:
-            cache.last = vectors[:, -1].detach()
+            cache.last = vectors[:, -1].detach().clone()  # a view would keep the vectors of a whole prompt
         kept = vectors[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else vectors[:, logits_to_keep]
         logits = self._logits(kept)
         loss = None
@@ -573,12 +576,11 @@ class SubquadForTokenClassification(SubquadForSequenceClassification):
 
     _new_pooling = "none"
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core: Any = super()._make_core(config)
-        if core.config.pooling != "none":
-            accepted = f'"none" for a label at every token; with "{core.config.pooling}" use sequence classification'
-            refuse("pooling", core.config.pooling, accepted)
-        return cast(nn.Module, core)
+    def _check_parsed(self, parsed: Any) -> None:
+        super()._check_parsed(parsed)
+        if parsed.pooling != "none":
+            accepted = f'"none" for a label at every token; with "{parsed.pooling}" use sequence classification'
+            refuse("pooling", parsed.pooling, accepted)
 
 
 WRAPPERS: dict[str, type[SubquadPreTrainedModel]] = {
