@@ -124,6 +124,8 @@ def test_a_language_model_becomes_a_classifier(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "classifier")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
     assert torch.equal(again(ids, attention_mask=mask).logits, theirs(ids, attention_mask=mask).logits)
+    tagger = AutoModelForTokenClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+    assert tagger(ids, attention_mask=mask).logits.shape == (2, 3, 3)
 
 
 def test_labels_of_tokens(tmp_path: Path) -> None:
@@ -274,8 +276,13 @@ def test_damaged_and_wrong_folders(tmp_path: Path) -> None:
         load(tmp_path / "classifier")
 
 
-def test_models_of_frames_are_refused_by_name(tmp_path: Path) -> None:
-    Classifier(classes=2, features=5, dim=8, depth=1, heads=2).save(tmp_path)
+def test_models_of_frames_and_of_other_outputs_are_refused_by_name(tmp_path: Path) -> None:
+    frames = Classifier(classes=2, features=5, dim=8, depth=1, heads=2)
+    frames.save(tmp_path)
+    with pytest.raises(ValueError, match=r"features=5 cannot work: .* use subquad\.load"):
+        wrap(frames)
+    with pytest.raises(ValueError, match=r"outputs=3 cannot work: accepted is None: one logit for each token"):
+        wrap(LanguageModel(vocab=5, dim=8, depth=1, heads=2, outputs=3))
     with pytest.raises(ValueError, match=r"features=5 cannot work: .* use subquad\.load"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
 

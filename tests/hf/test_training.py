@@ -1,5 +1,7 @@
 """transformers' Trainer, checkpointing, PEFT and pipelines, and torch's wrappers, around our models."""
 
+import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -159,7 +161,7 @@ def test_lora_on_every_projection(name: str, tmp_path: Path) -> None:
     model = LanguageModel(vocab=VOCAB, dim=16, depth=1, heads=4, mechanism=(name, options), max_length=40).eval()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     targets = [key for key, module in model.named_modules() if isinstance(module, nn.Linear) and key != "head"]
-    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["head"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["head", "embedding"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(wrap(model), config).eval()
     with torch.no_grad():
         for key, parameter in adapted.named_parameters():
@@ -275,6 +277,25 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         torch.testing.assert_close(output.loss, unwrap(theirs).loss(ids))
     finally:
         dist.destroy_process_group()
+
+
+def test_copies_have_a_core_of_their_own() -> None:
+    """Copies, pickles, and the replicas that torch.nn.DataParallel makes on other GPUs."""
+    theirs, ids = wrap(make("constant")), torch.randint(VOCAB, (2, 5))
+    file = io.BytesIO()
+    torch.save(theirs, file)
+    file.seek(0)
+    for other in (copy.deepcopy(theirs), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            theirs.embedding.weight.add_(1)
+            assert not torch.allclose(other(ids).logits, theirs(ids).logits)
+            other.embedding.weight.add_(1)
+            torch.testing.assert_close(other(ids).logits, theirs(ids).logits)
+            theirs.embedding.weight.sub_(1)
+    replica = theirs._replicate_for_data_parallel()
+    replica.head = nn.Linear(16, VOCAB)
+    assert replica.core.head is replica.head is not theirs.head
+    assert theirs.core.head is theirs.head
 
 
 def test_our_training_and_theirs_know_the_same_weights(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 TAGS = ("subquad", "efficient-attention")
 PIPELINES = {"LanguageModel": "text-generation", "Classifier": "text-classification"}
-CLASSES = {"LanguageModel": "AutoModelForCausalLM", "Classifier": "AutoModelForSequenceClassification"}
+AUTO = {"LanguageModel": "AutoModelForCausalLM", "Classifier": "AutoModelForSequenceClassification"}
 
 
 def write_card(model: Any, name: str, tokenizer: bool) -> str:
@@ -13,7 +13,7 @@ def write_card(model: Any, name: str, tokenizer: bool) -> str:
     stack = config.transformer
     mechanisms = ", ".join(dict.fromkeys(spec.name for spec in stack.mechanism))
     count = sum(parameter.numel() for parameter in model.parameters())
-    auto = CLASSES[kind]
+    auto = AUTO[kind]
     words = [f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] if tokenizer else []
     names = f"{auto}, AutoTokenizer" if tokenizer else auto
     lines = [

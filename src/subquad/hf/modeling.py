@@ -22,8 +22,8 @@ from transformers.modeling_outputs import (
 
 from subquad.checks import check_count, refuse
 from subquad.hf.cache import LayerState, SubquadCache, check_cache
-from subquad.hf.card import TAGS
-from subquad.hf.configuration import SubquadConfig
+from subquad.hf.card import AUTO, TAGS
+from subquad.hf.configuration import WRAPPED, SubquadConfig
 from subquad.hf.padding import Layout, check_positions, last_padding, read_mask, real_columns, to_columns, tokens_first
 from subquad.models import MODELS, Classifier, ClassifierConfig, LanguageModel, Model, logistic_mixture
 from subquad.models.decoding import Mixture, Recompute, head_of, work_of
@@ -68,26 +68,24 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     config_class = SubquadConfig
     config: SubquadConfig
+    core: Any
     accepts_loss_kwargs = False
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _no_split_modules = ["Block"]  # noqa: RUF012 -- transformers' own way to say it
-    _holds: ClassVar[tuple[str, ...]] = (
-        "LanguageModel",
-        "Classifier",
-    )  # the kinds of our models that this class can wrap
+    _holds: ClassVar[tuple[str, ...]] = WRAPPED  # the kinds of our models that this class can wrap
 
     def __init__(self, config: SubquadConfig, core: nn.Module | None = None):
         super().__init__(config)
         if config.model not in self._holds:
-            better = {"LanguageModel": "AutoModelForCausalLM", "Classifier": "AutoModelForSequenceClassification"}
             name = f"{type(self).__name__} wraps a {' or a '.join(self._holds)}"
-            raise ValueError(f"model={config.model!r} cannot work: {name}; use {better[config.model]}")
-        core = self._make_core(config) if core is None else core
+            raise ValueError(f"model={config.model!r} cannot work: {name}; use {AUTO[config.model]}")
+        self._check_parsed(parsed := config.parsed())
+        config.config = parsed.to_dict()
+        core = self._make_core(parsed) if core is None else core
         # The core and the wrapper share one dictionary of modules. So the names in files are the core's own, and a
         # module that a program replaces here, as LoRA does, is replaced in the core too. The core is no child module
-        self.__dict__["core"] = core
-        self.__dict__["_modules"], self.__dict__["_parameters"] = core._modules, core._parameters
+        self.__dict__.update(core=core, _modules=core._modules, _parameters=core._parameters)
         # {name: first name} of the parameters that layers share; a tied head has no parameter of its own
         first: dict[int, str] = {}
         named = [(name, first.setdefault(id(p), name)) for name, p in self.named_parameters(remove_duplicate=False)]
@@ -98,12 +96,13 @@ class SubquadPreTrainedModel(PreTrainedModel):
                 module._is_hf_initialized = True  # our constructors drew the weights
         self.post_init()
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        parsed = config.parsed()
+    def _check_parsed(self, parsed: Any) -> None:
+        """Refuse a model whose inputs or outputs this class cannot pass on."""
         if parsed.embedding.vocab is None:
             refuse("features", parsed.embedding.features, "None: transformers reads tokens here; use subquad.load")
-        config.config = parsed.to_dict()
-        return MODELS[config.model](parsed)
+
+    def _make_core(self, parsed: Any) -> nn.Module:
+        return MODELS[self.config.model](parsed)
 
     @property
     def _tower(self) -> Any:
@@ -113,6 +112,13 @@ class SubquadPreTrainedModel(PreTrainedModel):
     @property
     def _stack(self) -> Any:
         return self._tower.transformer
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """torch's DataParallel fills the replica's dictionaries with the parts on another GPU."""
+        replica, core = super()._replicate_for_data_parallel(), self.core._replicate_for_data_parallel()
+        core.__dict__.update(_modules=replica._modules, _parameters=replica._parameters)
+        replica.__dict__["core"] = core
+        return replica
 
     # Loading and saving
 
@@ -262,9 +268,9 @@ class SubquadModel(SubquadPreTrainedModel):
     base_model_prefix = "tower"  # of the tensors in a classifier's folder
     _keys_to_ignore_on_load_unexpected = [r"^head\."]  # noqa: RUF012
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        whole: Any = super()._make_core(config)
-        core: nn.Module = whole.tower if config.model == "Classifier" else whole
+    def _make_core(self, parsed: Any) -> nn.Module:
+        whole: Any = super()._make_core(parsed)
+        core: nn.Module = whole.tower if self.config.model == "Classifier" else whole
         core._modules.pop("head", None)
         return core
 
@@ -306,10 +312,10 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     _holds = ("LanguageModel",)
     core: LanguageModel
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core = super()._make_core(config)
-        head_of(core)  # refuses outputs that are not logits of tokens
-        return core
+    def _check_parsed(self, parsed: Any) -> None:
+        super()._check_parsed(parsed)
+        if parsed.outputs not in (None, parsed.embedding.vocab):
+            refuse("outputs", parsed.outputs, "None: one logit for each token, or mixture=10")
 
     def forward(
         self,
@@ -339,7 +345,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = self.make_cache()
         if cache is not None and isinstance(input_ids, Tensor):
-            check_cache(cache, len(self.make_cache()), len(input_ids), self.device)
+            check_cache(cache, self._cached_layers, len(input_ids), self.device)
         ids, layout = self._read_arguments(
             input_ids, attention_mask, position_ids, inputs_embeds, output_attentions, cache
         )
@@ -349,7 +355,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             y = self._advance(ids, layout, cache, seen is not None)
         vectors = to_columns(y, layout, None if cache is None else cache.last)
         if cache is not None:
-            cache.last = vectors[:, -1].detach()
+            cache.last = vectors[:, -1].detach().clone()  # a view would keep the vectors of a whole prompt
         kept = vectors[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else vectors[:, logits_to_keep]
         logits = self._logits(kept)
         loss = None
@@ -378,7 +384,11 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
 
     @property
     def _recomputes(self) -> bool:
-        return self._stack.traits.state is None
+        return any(block.mixer.traits.state is None for block in self._stack.blocks)
+
+    @property
+    def _cached_layers(self) -> int:
+        return 1 if self._recomputes else len(self._stack.blocks)
 
     def _advance(self, ids: Tensor, layout: Layout | None, cache: SubquadCache | None, whole: bool) -> Tensor:
         """Vectors [B, T, D] of the tokens; the cache has read them then. `whole`: run the blocks as in training."""
@@ -452,7 +462,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             refuse("cache_implementation", generation_config.cache_implementation, accepted)
         given = model_kwargs.get("past_key_values")
         if given is not None:
-            check_cache(given, len(self.make_cache()), None, self.device)
+            check_cache(given, self._cached_layers, None, self.device)
             given._is_user_defined = True
         elif generation_config.use_cache:
             _, _, longest, *_ = more  # after the mode and the batch
@@ -494,6 +504,7 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
 
     base_model_prefix = "tower"
     _holds = ("Classifier",)
+    _new_pooling = "mean"  # over the layers of a LanguageModel
     core: Classifier
 
     @property
@@ -514,7 +525,10 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         model = model[0] if isinstance(model, tuple) else model
         parsed, theirs = model.config.parsed(), model.config.to_dict()
         new = ClassifierConfig(
-            classes=model.config.num_labels, embedding=parsed.embedding, transformer=parsed.transformer
+            classes=model.config.num_labels,
+            embedding=parsed.embedding,
+            transformer=parsed.transformer,
+            pooling=cls._new_pooling,
         )
         labels = {key: theirs[key] for key in ("id2label", "label2id", "problem_type") if theirs.get(key)}
         core = Classifier(new).to(model.device, model.dtype)
@@ -560,12 +574,13 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
 class SubquadForTokenClassification(SubquadForSequenceClassification):
     """A Classifier with pooling="none": tokens [B, T] -> logits [B, T, classes]."""
 
-    def _make_core(self, config: SubquadConfig) -> nn.Module:
-        core: Any = super()._make_core(config)
-        if core.config.pooling != "none":
-            accepted = f'"none" for a label at every token; with "{core.config.pooling}" use sequence classification'
-            refuse("pooling", core.config.pooling, accepted)
-        return cast(nn.Module, core)
+    _new_pooling = "none"
+
+    def _check_parsed(self, parsed: Any) -> None:
+        super()._check_parsed(parsed)
+        if parsed.pooling != "none":
+            accepted = f'"none" for a label at every token; with "{parsed.pooling}" use sequence classification'
+            refuse("pooling", parsed.pooling, accepted)
 
 
 WRAPPERS: dict[str, type[SubquadPreTrainedModel]] = {
