@@ -79,6 +79,14 @@ def test_an_exact_mechanism_changes_nothing(kind: str, layers: list[int] | None,
                 assert beams[0] == beams[1]
 
 
+def test_the_scale_of_scores_is_kept() -> None:
+    theirs = made("gpt2", scale_attn_by_inverse_layer_idx=True)
+    ours = copy.deepcopy(theirs)
+    subquad.hf.replace(ours, mechanism="softmax")
+    tokens, _ = draw(2, 20, "none", seed=2)
+    close(ours(tokens).logits, theirs(tokens).logits)
+
+
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 def test_scaled_rotary_positions_are_kept(rope: str) -> None:
     parameters = {
@@ -189,6 +197,22 @@ def test_other_models_load_again(kind: str, tmp_path: Path) -> None:
     assert (logits - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", ["mamba2", "routing", "performer", "bigbird"])
+def test_buffers_load(name: str, tmp_path: Path) -> None:
+    """Also those that a mechanism does not save by itself, in whose place transformers puts memory of any content."""
+    model = made("llama")
+    subquad.hf.replace(model, mechanism=name, **options_of(name))
+    model.save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN or the largest integer
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kept = dict(loaded.named_buffers())
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, kept[key]), key
+
+
 def test_a_config_makes_the_replaced_model() -> None:
     model = made("llama")
     subquad.hf.replace(model, mechanism="linear")
@@ -245,7 +269,7 @@ def test_assisted_decoding_is_refused() -> None:
     model = made("llama")
     subquad.hf.replace(model, layers=[0], mechanism="linear")
     tokens = draw(1, 8, "none", seed=3)[0].repeat(1, 3)
-    with pytest.raises(Exception, match="crop"):
+    with pytest.raises(NotImplementedError, match=r"crop\(-\d\) cannot work"):
         model.generate(tokens, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
 
 

@@ -319,7 +319,7 @@ class Replacement(nn.Module):
         if isinstance(mask, PatternMask) and mask.packed:
             raise ValueError(f"{name} cannot work with packed sequences: give each its own row")
         at = theirs.get("position_ids")
-        if mask is None and at is not None and at.ndim == 2:
+        if mask is None and at is not None and at.ndim == 2 and self.is_causal:
             instead = "give each sequence its own row"
             require((at.diff(dim=-1) > 0).all(), f"position_ids that start again mark packed sequences: {instead}")
 
