@@ -213,6 +213,17 @@ def test_buffers_load(name: str, tmp_path: Path) -> None:
         assert torch.equal(buffer, kept[key]), key
 
 
+def test_embeddings_resize_and_stay_tied(tmp_path: Path) -> None:
+    model = made("llama", tie_word_embeddings=True)
+    subquad.hf.replace(model, mechanism="linear")
+    model.resize_token_embeddings(60)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    tokens = torch.randint(60, (1, 9))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 def test_a_config_makes_the_replaced_model() -> None:
     model = made("llama")
     subquad.hf.replace(model, mechanism="linear")
@@ -331,6 +342,11 @@ def test_what_cannot_be_replaced_says_so() -> None:
         subquad.hf.replace(model, mechanism="linear", causal=False)
     with pytest.raises(ValueError, match="options cannot be saved"):
         subquad.hf.replace(model, mechanism="linear", feature_map=torch.relu)
+    encoder = AutoModelForMaskedLM.from_config(BertConfig(**UNGROUPED, **DROPS_OF_BERT))
+    with pytest.raises(ValueError, match="Linformer shares parameters between layers, which cannot be saved here"):
+        subquad.hf.replace(encoder, mechanism="linformer", max_length=64, share="layer")
+    assert subquad.hf.replace(encoder, layers=[], mechanism="linformer") == {}
+    assert list(subquad.hf.replace(encoder, layers=[0, 0], mechanism="linformer", max_length=64)) == [0]
     assert not any(isinstance(module, Replacement) for module in model.modules())
     assert not hasattr(model.config, "subquad")
     subquad.hf.replace(model, layers=[0])
