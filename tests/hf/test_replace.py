@@ -79,6 +79,14 @@ def test_an_exact_mechanism_changes_nothing(kind: str, layers: list[int] | None,
                 assert beams[0] == beams[1]
 
 
+def test_the_scale_of_scores_is_kept() -> None:
+    theirs = made("gpt2", scale_attn_by_inverse_layer_idx=True)
+    ours = copy.deepcopy(theirs)
+    subquad.hf.replace(ours, mechanism="softmax")
+    tokens, _ = draw(2, 20, "none", seed=2)
+    close(ours(tokens).logits, theirs(tokens).logits)
+
+
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 def test_scaled_rotary_positions_are_kept(rope: str) -> None:
     parameters = {
@@ -189,6 +197,33 @@ def test_other_models_load_again(kind: str, tmp_path: Path) -> None:
     assert (logits - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", ["mamba2", "routing", "performer", "bigbird"])
+def test_buffers_load(name: str, tmp_path: Path) -> None:
+    """Also those that a mechanism does not save by itself, in whose place transformers puts memory of any content."""
+    model = made("llama")
+    subquad.hf.replace(model, mechanism=name, **options_of(name))
+    model.save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN or the largest integer
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kept = dict(loaded.named_buffers())
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, kept[key]), key
+
+
+def test_embeddings_resize_and_stay_tied(tmp_path: Path) -> None:
+    model = made("llama", tie_word_embeddings=True)
+    subquad.hf.replace(model, mechanism="linear")
+    model.resize_token_embeddings(60)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    tokens = torch.randint(60, (1, 9))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
 def test_a_config_makes_the_replaced_model() -> None:
     model = made("llama")
     subquad.hf.replace(model, mechanism="linear")
@@ -245,7 +280,7 @@ def test_assisted_decoding_is_refused() -> None:
     model = made("llama")
     subquad.hf.replace(model, layers=[0], mechanism="linear")
     tokens = draw(1, 8, "none", seed=3)[0].repeat(1, 3)
-    with pytest.raises(Exception, match="crop"):
+    with pytest.raises(NotImplementedError, match=r"crop\(-\d\) cannot work"):
         model.generate(tokens, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
 
 
@@ -307,6 +342,11 @@ def test_what_cannot_be_replaced_says_so() -> None:
         subquad.hf.replace(model, mechanism="linear", causal=False)
     with pytest.raises(ValueError, match="options cannot be saved"):
         subquad.hf.replace(model, mechanism="linear", feature_map=torch.relu)
+    encoder = AutoModelForMaskedLM.from_config(BertConfig(**UNGROUPED, **DROPS_OF_BERT))
+    with pytest.raises(ValueError, match="Linformer shares parameters between layers, which cannot be saved here"):
+        subquad.hf.replace(encoder, mechanism="linformer", max_length=64, share="layer")
+    assert subquad.hf.replace(encoder, layers=[], mechanism="linformer") == {}
+    assert list(subquad.hf.replace(encoder, layers=[0, 0], mechanism="linformer", max_length=64)) == [0]
     assert not any(isinstance(module, Replacement) for module in model.modules())
     assert not hasattr(model.config, "subquad")
     subquad.hf.replace(model, layers=[0])

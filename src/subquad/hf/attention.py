@@ -163,7 +163,7 @@ class Registered(NamedTuple):
                 "mark packed sequences by position_ids that start again at 0, without attention_mask and cache",
             )
         at, whole = theirs.get("position_ids"), mask.sequences is None and mask.slots is None and not mask.runs
-        if at is not None and at.ndim == 2 and whole and not getattr(module, "layer_idx", 0):  # once a forward pass
+        if at is not None and at.ndim == 2 and mask.causal and whole and not vars(module).get("layer_idx"):  # once
             instead = "pass neither attention_mask nor a cache"
             require((at.diff(dim=-1) > 0).all(), f"position_ids that start again mark packed sequences: {instead}")
         return mask

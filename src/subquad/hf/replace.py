@@ -8,6 +8,7 @@ The state of a mechanism lives in the model's cache object, in place of that lay
 """
 
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ def replace(
     found = dict(attentions(model))
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention modules that are known here: known are {KNOWN}")
-    chosen = sorted(found) if layers is None else list(layers)
+    chosen = sorted(found) if layers is None else list(dict.fromkeys(layers))
     for n in chosen:
         check_count("layers", n, 0)
         if n not in found:
@@ -72,9 +73,18 @@ def replace(
             f"options cannot be saved in a config ({error}): accepted are numbers, names and lists"
         ) from error
     made = {n: Replacement.of(found[n], model, record, n) for n in chosen}  # all, before the first is put in its place
+    if not made:
+        return {}
+    first, *others = made.values()
+    for other in others:
+        other.mixer.share_with(first.mixer)
+    if any(
+        p is q for p, other in itertools.product(first.mixer.parameters(), others) for q in other.mixer.parameters()
+    ):
+        raise ValueError(f"{type(first.mixer).__name__} shares parameters between layers, which cannot be saved here")
     for n, new in made.items():
         found[n].put(new)
-    config = next(iter(made.values())).config if made else model.config
+    config = first.config
     config.subquad = {"replaced": [*(getattr(config, "subquad", None) or {}).get("replaced", ()), record]}
     return {n: new.copied for n, new in made.items()}
 
@@ -319,7 +329,7 @@ class Replacement(nn.Module):
         if isinstance(mask, PatternMask) and mask.packed:
             raise ValueError(f"{name} cannot work with packed sequences: give each its own row")
         at = theirs.get("position_ids")
-        if mask is None and at is not None and at.ndim == 2:
+        if mask is None and at is not None and at.ndim == 2 and self.is_causal:
             instead = "give each sequence its own row"
             require((at.diff(dim=-1) > 0).all(), f"position_ids that start again mark packed sequences: {instead}")
 
