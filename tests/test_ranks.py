@@ -82,8 +82,11 @@ def check_transpose(sizes: tuple[int, ...]) -> None:
 
 def check_sums(sizes: tuple[int, ...]) -> None:
     compare(lambda x: ranks.total(x.sum(1)), lambda x: x.sum(1), sizes, torch.float64)
-    compare(lambda x: ranks.gather(x.sum(1)).prod(0), lambda x: torch.stack([p.sum(1) for p in x.split(list(sizes), 1)]).prod(0),
-            sizes, torch.float64)  # fmt: skip
+
+    def product(x: Tensor) -> Tensor:
+        return torch.stack([part.sum(1) for part in x.split(list(sizes), 1)]).prod(0)
+
+    compare(lambda x: ranks.gather(x.sum(1)).prod(0), product, sizes, torch.float64)
     with ranks.sequence_parallel(dist.group.WORLD) as group:
         x = torch.tensor([float(group.rank)])
         assert ranks.largest(x) == group.world - 1
@@ -163,7 +166,9 @@ def check_errors() -> None:
         with ranks.suspended():
             assert ranks.positions(2, torch.device("cpu")).tolist() == [0, 1]
     x, lengths = torch.arange(2 * world + 1)[None], torch.tensor([3])
-    part, own, packed = ranks.shard(x, dist.group.WORLD, lengths=lengths, cu_seqlens=torch.tensor([0, 2, 2 * world + 1]))
+    part, own, packed = ranks.shard(
+        x, dist.group.WORLD, lengths=lengths, cu_seqlens=torch.tensor([0, 2, 2 * world + 1])
+    )
     size = ranks.even_sizes(2 * world + 1, world)[dist.get_rank()]
     assert part.shape[1] == size
     assert own.item() == min(size, max(0, 3 - int(part[0, 0])))

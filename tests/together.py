@@ -67,5 +67,3 @@ def together(world: int) -> Together:
     made = Together(world)
     atexit.register(made.close)
     return made
-
-

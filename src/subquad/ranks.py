@@ -14,6 +14,7 @@ rank: `tie` makes it part of the graph of an output that does not need it.
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -293,7 +294,7 @@ def to_tokens(x: Tensor, heads: int) -> Tensor:
 def heads_of(heads: int, group: Group) -> list[slice]:
     """The heads of each rank in `to_heads`."""
     ends = [heads * r // group.world for r in range(group.world + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def _transpose(x: Tensor, out: bool, heads: int = 0) -> Tensor:
