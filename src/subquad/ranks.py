@@ -512,10 +512,12 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *received: Tensor) -> Tensor:
         ctx.like = [(t.shape, t.dtype, t.device) for t in received]
+        ctx.save_for_backward(x.new_empty(0))  # so that under checkpointing every rank runs the exchange again
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        _ = ctx.saved_tensors
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 

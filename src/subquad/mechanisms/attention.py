@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms.base import Mixer, Options
 from subquad.ops.rotary import rotate
 
@@ -115,7 +116,7 @@ class Attention(Mixer):
             return q, k
 
         def turn(t: Tensor) -> Tensor:
-            positions = torch.arange(t.shape[1], device=t.device)
+            positions = ranks.positions(t.shape[1], t.device)
             return rotate(t, positions if position is None else position[:, None] + positions)
 
         return turn(q), turn(k)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import check_count, check_methods, check_plain, refuse
 from subquad.mechanisms import checking
 from subquad.ops.impl import Impl
@@ -94,6 +95,7 @@ class Mixer(nn.Module):
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
+    splits: ClassVar[bool] = False  # over ranks that share a sequence (ranks.py)
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
@@ -167,14 +169,17 @@ class Mixer(nn.Module):
 
         `context` may also be a memory that `remember` returned.
         """
-        x, lengths = checking.check_padded(self, x, lengths)
-        if isinstance(context, tuple):
-            memory: Any = context
-            checking.check_memory(self, memory, context_lengths, x.shape[0])
-            y, context_lengths = self._recall(x, lengths, memory), memory.lengths
-        else:
-            context, context_lengths = checking.check_context(self, x, context, context_lengths)
-            y = self._forward(x, lengths) if context is None else self._cross(x, lengths, context, context_lengths)
+        if context is not None:
+            ranks.refuse("context", "accepted is self-attention: a context is not split")
+        with checking.split_over(self, x):
+            x, lengths = checking.check_padded(self, x, lengths)
+            if isinstance(context, tuple):
+                memory: Any = context
+                checking.check_memory(self, memory, context_lengths, x.shape[0])
+                y, context_lengths = self._recall(x, lengths, memory), memory.lengths
+            else:
+                context, context_lengths = checking.check_context(self, x, context, context_lengths)
+                y = self._forward(x, lengths) if context is None else self._cross(x, lengths, context, context_lengths)
         y = zero_padding(y, lengths)
         # a row with an empty context is zero, like a row of length 0
         return y if context_lengths is None else y.masked_fill((context_lengths == 0)[:, None, None], 0)
@@ -187,6 +192,7 @@ class Mixer(nn.Module):
         context_lengths: Tensor | None = None,
     ) -> Tensor:
         """The paper's definition, which `forward` must equal: dense and slow, for each row without its padding."""
+        ranks.refuse("reference", "the definition is for whole sequences; accepted is forward")
         x, lengths = checking.check_padded(self, x, lengths)
         context, context_lengths = checking.check_context(self, x, context, context_lengths)
         if lengths is None and context_lengths is None:
@@ -203,6 +209,7 @@ class Mixer(nn.Module):
 
     def pattern(self, x: Tensor) -> Tensor:
         """Weights of who attends to whom, [B, H, T, T], for pictures."""
+        ranks.refuse("pattern", "a picture is of whole sequences; accepted is forward")
         checking.check_tokens(self, x)
         return self._pattern(x)
 
@@ -230,10 +237,13 @@ class Mixer(nn.Module):
     def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
         """A prompt in parallel, from the start or from a state: y, and the state after the last token of each row."""
         checking.check_stateful(self, "prefill")
-        x, lengths = checking.check_padded(self, x, lengths)
-        if state is not None:
-            checking.check_state(self, state, x.shape[0])
-        y, state = self._prefill(x, lengths, state)
+        if self.traits.state != "constant":
+            ranks.refuse("prefill", f"accepted are states of constant size, and that of {type(self).__name__} is not")
+        with checking.split_over(self, x):
+            x, lengths = checking.check_padded(self, x, lengths)
+            if state is not None:
+                checking.check_state(self, state, x.shape[0])
+            y, state = self._prefill(x, lengths, state)
         return zero_padding(y, lengths), state
 
     def step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
@@ -242,6 +252,7 @@ class Mixer(nn.Module):
         Use the returned state even with `inplace`: a state that must grow is replaced.
         """
         checking.check_stateful(self, "step")
+        ranks.refuse("step", "one token cannot be split; accepted is a step after the context")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [B, {self.options.dim}]")
         checking.check_tokens(self, x[:, None])
@@ -252,7 +263,7 @@ class Mixer(nn.Module):
 
     def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The positions after a prompt x [B, T, D]."""
-        return position + (x.shape[1] if lengths is None else lengths)
+        return position + (ranks.whole_length(x.shape[1]) if lengths is None else ranks.whole_lengths(lengths))
 
     def _generator(self) -> torch.Generator:
         """The generator for this layer's random draws: reproducible from `seed`, different in each layer."""

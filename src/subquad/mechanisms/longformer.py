@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV
@@ -27,7 +28,9 @@ from subquad.mechanisms.base import AtLeast0
 from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
 from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse.api import alone
 from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
+from subquad.ops.sparse.split import few_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,10 @@ class Longformer(Patterned):
         o = self._attend(*self._project(x), lengths, lengths)
         if self.global_rows:
             q, k, v = self._project_global(x)
+            if (cut := ranks.layout(x.shape[1])) is not None:
+                rows, _ = few_attention(alone(self.scale, self.options.impl), q, k, v, lengths)
+                own = rows[:, cut.offset : cut.offset + cut.size].to(o.dtype)
+                return self.heads.merge(ranks.tie(torch.cat((own, o[:, own.shape[1] :]), 1), rows))
             rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
             if symbolic(x.shape[1]):  # there may be fewer tokens than global ones
                 here = torch.arange(x.shape[1], device=x.device)[:, None, None] < rows.shape[1]
@@ -114,5 +121,9 @@ class Longformer(Patterned):
         """q' of the global tokens, k' and v' of all."""
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
         few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x
-        q = self.global_q(few[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
-        return *self._rotate(q, k), v
+        q = self.global_q(ranks.tokens_of(few, 0, self.options.global_tokens)).unflatten(-1, k.shape[2:])
+        if ranks.active() is None:
+            return *self._rotate(q, k), v
+        with ranks.suspended():  # the first tokens are the same on every rank
+            q, _ = self._rotate(q, q)
+        return q, self._rotate(k, k)[1], v

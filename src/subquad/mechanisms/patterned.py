@@ -44,6 +44,7 @@ class Patterned(Attention):
     family = "human patterns"
     unused = Attention.unused | {"dropout"}  # weights are never stored, so they cannot be dropped
     approximates = True
+    splits = True
     options: KernelOptions
 
     def __init_subclass__(cls) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention, Heads
@@ -22,6 +23,7 @@ from subquad.mechanisms.base import Traits
 from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import counted_attention, dense_attention, hide_future
 from subquad.ops.lengths import visible_keys
+from subquad.ops.sparse import Dense, sparse_attention
 
 
 class State(NamedTuple):
@@ -71,6 +73,7 @@ class Softmax(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family, exponent = "exact", 2.0
     equivariant = True
+    splits = True
     small = ({}, {"projections": False})
     options: Options
 
@@ -81,6 +84,8 @@ class Softmax(Attention):
             self.heads = Unprojected(options.heads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if ranks.active() is not None:
+            return sparse_attention(q, k, v, Dense(), causal=self.options.causal, lengths=lengths, scale=self.scale)
         causal = self.options.causal  # right padding is in every token's future
         mask = None if causal else visible_keys(key_lengths, k.shape[1])
         return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=self._dropout())

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
@@ -40,6 +41,7 @@ class Options(base.Options):
 class TransformerXL(Attention):
     traits = Traits(causal=True, bidirectional=True, state="window")
     family, exponent = "recurrence", 1.0
+    splits = True
     unused = Attention.unused | {"rotary"}
     small = ({"memory": 5}, {"memory": 64})
     options: Options
@@ -54,8 +56,9 @@ class TransformerXL(Attention):
         q, k, v = self.heads.split(x)
         around, seen = (self.options.memory, self.after), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
-        k, v = (F.pad(t, (0, 0, 0, 0, *around)) for t in (k, v))
-        return self._merge(self._attend_behind(q, k, v, F.pad(seen, around)))
+        k, v = (ranks.halo(t, *around) for t in (k, v))
+        seen = F.pad(seen, around) if ranks.active() is None else ranks.halo(seen.to(torch.uint8), *around) > 0
+        return self._merge(self._attend_behind(q, k, v, seen))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         past = self._zeros(batch, self.options.memory, self.options.heads, self.width)
