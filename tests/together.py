@@ -27,6 +27,13 @@ def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "a rank ended"
+
+
 class Together:
     def __init__(self, world: int):
         self.world, self.folder = world, tempfile.TemporaryDirectory()
@@ -46,7 +53,7 @@ class Together:
         results: dict[Connection, Any] = {}
         while len(results) < self.world:
             ready = wait([pipe for pipe in self.pipes if pipe not in results], LONGEST)
-            answers = [(pipe, *pipe.recv()) for pipe in ready if isinstance(pipe, Connection)]
+            answers = [(pipe, *_answer(pipe)) for pipe in ready if isinstance(pipe, Connection)]
             errors = [error for _, good, error in answers if not good]
             if errors or not answers:  # the others may wait in a collective
                 self.close()

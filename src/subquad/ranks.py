@@ -16,7 +16,7 @@ rank: `tie` makes it part of the graph of an output that does not need it.
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
@@ -140,11 +140,13 @@ def resumed(group: Group | None, layout: Layout | None) -> AbstractContextManage
     return contextlib.nullcontext() if group is None else _as_active(group, layout)
 
 
-def recomputing() -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """`context_fn` of torch's checkpoint."""
+def recomputing() -> dict[str, Any]:
+    """What torch's checkpoint needs to run exchanges again in backward."""
     group = _active
-    layout = None if group is None else group.layout
-    return lambda: (contextlib.nullcontext(), resumed(group, layout))
+    if group is None:
+        return {}
+    layout = group.layout
+    return {"context_fn": lambda: (contextlib.nullcontext(), resumed(group, layout))}
 
 
 def laid_out(length: int) -> AbstractContextManager[Any]:

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, check_tie, make_head
-from subquad.models.inputs import batch_size
-from subquad.models.loss import Reduction, cross_entropy, shift
+from subquad.models.inputs import batch_size, length_of
+from subquad.models.loss import Reduction, cross_entropy, over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
 
@@ -63,7 +64,8 @@ class LanguageModel(Model):
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab]; zeros beyond `lengths`."""
-        return self._logits(self.transformer(self.embedding(tokens, lengths), lengths))
+        with ranks.laid_out(length_of(tokens)):
+            return self._logits(self.transformer(self.embedding(tokens, lengths), lengths))
 
     def loss(
         self,
@@ -73,13 +75,20 @@ class LanguageModel(Model):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given."""
+        """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given.
+
+        Inside `sequence_parallel`, over the tokens of all ranks: each rank's backward gives its share of the gradients.
+        """
         if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
             raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
-            tokens, targets, lengths = shift(tokens, lengths)
+            part = ranks.active() is not None
+            tokens, targets, lengths = shift_part(tokens, lengths, ignore_index) if part else shift(tokens, lengths)
         loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-        return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+        if ranks.active() is None or reduction == "none":
+            return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+        total = loss(self(tokens, lengths), targets, lengths, ignore_index, "sum")
+        return over_ranks(total, targets, lengths, ignore_index, reduction)
 
     generate, stream = generation.generate, generation.stream
 
@@ -92,7 +101,8 @@ class LanguageModel(Model):
     ) -> tuple[Tensor, State]:
         """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it)."""
         position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
-        y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
+        with ranks.laid_out(length_of(tokens)):
+            y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
         return self._logits(y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
@@ -72,13 +73,19 @@ class Transformer(Model):
         """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
         x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        self._check_split(memory)
+        with ranks.laid_out(x.shape[1]):
+            return self._run(x, lengths, memory, memory_lengths)
+
+    def _run(self, x: Tensor, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None) -> Tensor:
         stream = self._open(x)
         if self.config.reversible and torch.is_grad_enabled():
             branches = (parts for block in self._blocks() for parts in block.branches(lengths, memory_lengths))
             return self._close(reversible.run(branches, stream, memory), lengths)
         for block in self._blocks():
             if self.config.checkpoint and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, lengths, memory, memory_lengths, use_reentrant=False)
+                again = ranks.recomputing()
+                stream = checkpoint(block, stream, lengths, memory, memory_lengths, use_reentrant=False, **again)
             else:
                 stream = block(stream, lengths, memory, memory_lengths)
             lengths = shorten(lengths, block.pool)
@@ -127,12 +134,14 @@ class Transformer(Model):
             position, states = torch.zeros(batch, dtype=torch.int64, device=x.device), (None,) * len(self.blocks)
         else:
             position, states = self.check_state(state, batch)
+        self._check_split(memory)
         stream, layers = self._open(x), []
-        for block, before, read in zip(self._blocks(), states, memories, strict=True):
-            stream, after = block.prefill(stream, lengths, before, read, memory_lengths)
-            layers.append(after)
-        new = State(tuple(layers), position + (size if lengths is None else lengths))
-        return self._close(stream, lengths), new
+        with ranks.laid_out(size):
+            for block, before, read in zip(self._blocks(), states, memories, strict=True):
+                stream, after = block.prefill(stream, lengths, before, read, memory_lengths)
+                layers.append(after)
+            new = position + (ranks.whole_length(size) if lengths is None else ranks.whole_lengths(lengths))
+        return self._close(stream, lengths), State(tuple(layers), new)
 
     def step(
         self,
@@ -164,6 +173,13 @@ class Transformer(Model):
             raise ValueError(f"state is a state of {kind}: accepted is {wanted}")
         check_position(state.position, batch, self._weight().device)
         return state.position, state.layers
+
+    def _check_split(self, memory: object) -> None:
+        """Refuse what cannot be split over ranks."""
+        if memory is not None:
+            ranks.refuse("memory", "a memory is not split; accepted is a model without cross-attention")
+        if any(block.pool > 1 for block in self._blocks()):
+            ranks.refuse(f"pool={self.config.pool}", "accepted is 1")
 
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]

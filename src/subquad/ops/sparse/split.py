@@ -121,7 +121,7 @@ def _dense(whole: Whole, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths:
     o, lse = mine[0].to(mine[1].dtype), mine[1]
     for at in range(0, max(cut.sizes), size):
         if torch.is_grad_enabled():
-            part = checkpoint(piece, q, both, at, use_reentrant=False, context_fn=ranks.recomputing())
+            part = checkpoint(piece, q, both, at, use_reentrant=False, **ranks.recomputing())
         else:
             part = piece(q, both, at)
         o, lse = _join([(o, lse), part])
