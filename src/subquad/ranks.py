@@ -63,9 +63,11 @@ class Group:
     collective counts as if every rank sent what another needs straight to it, and a sum as a ring does.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None):
+        """None: this rank alone, which shares with nobody."""
         self.group = group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.layout: Layout | None = None  # of the call that runs now
@@ -99,6 +101,13 @@ def sequence_parallel(mesh: Any) -> Iterator[Group]:
     if _active is not None:
         raise RuntimeError("sequence_parallel inside sequence_parallel: accepted is one context at a time")
     with _as_active(Group(group)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Group]:
+    """The same as `sequence_parallel` for a rank that has whole sequences: it computes what any number of ranks do."""
+    with _as_active(Group(None)) as made:
         yield made
 
 
@@ -530,6 +539,8 @@ _gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") el
 
 
 def _all_gather(x: Tensor, group: Group, what: str) -> Tensor:
+    if group.world == 1:
+        return x.detach().clone()[None]
     group.count(what, (group.world - 1) * x.numel(), (group.world - 1) * x.numel(), x)
     wire = _to_wire(x, group)
     out = wire.new_empty(group.world, *x.shape)
@@ -539,6 +550,8 @@ def _all_gather(x: Tensor, group: Group, what: str) -> Tensor:
 
 
 def _all_to_all(x: Tensor, group: Group, send: list[int], receive: list[int], what: str) -> Tensor:
+    if group.world == 1:
+        return x.detach().clone()
     group.count(what, sum(send) - send[group.rank], sum(receive) - receive[group.rank], x)
     wire = _to_wire(x, group)
     out = wire.new_empty(sum(receive))
@@ -548,6 +561,8 @@ def _all_to_all(x: Tensor, group: Group, send: list[int], receive: list[int], wh
 
 
 def _reduce(x: Tensor, group: Group, what: str, op: Any) -> Tensor:
+    if group.world == 1:
+        return x.detach().clone()
     around = 2 * x.numel() * (group.world - 1) // group.world  # each way round a ring
     group.count(what, around, around, x)
     wire = _to_wire(x, group)

@@ -14,7 +14,7 @@ class Dropout(nn.Dropout):
     """nn.Dropout, whose numbers depend on the layout of a whole tensor: a rank has only a part of it.
 
     Inside `sequence_parallel` a call draws one seed from the CPU's generator, which must be at the same state on every
-    rank, and each row, position and channel has a number that follows from it. A group of one rank gives the same.
+    rank; the numbers of each row, position and channel follow from it. `ranks.alone` gives the same on one rank.
     """
 
     def seed(self) -> int | None:
