@@ -292,6 +292,21 @@ def tokens_of(x: Tensor, start: int, stop: int) -> Tensor:
     return _exchange_rows(rows, [send] * group.world, [len(h) for h in held], "gather").transpose(0, 1)
 
 
+def last_tokens(x: Tensor, count: int, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last `count` tokens of each whole row, on every rank, and their positions [B, count].
+
+    x [B, T, ...] -> [B, count, ...], zeros for negative positions.
+    """
+    size = whole_lengths(lengths) if lengths is not None else None
+    size = torch.full(x.shape[:1], whole_length(x.shape[1]), device=x.device) if size is None else size
+    at = size[:, None] - count + torch.arange(count, device=x.device)
+    own = layout(x.shape[1])
+    index = at if own is None else at - own.offset
+    held = ((index >= 0) & (index < x.shape[1])).view(*at.shape, *[1] * (x.dim() - 2))
+    index = index.clamp(0, x.shape[1] - 1).view(held.shape).expand(-1, -1, *x.shape[2:])
+    return total(x.gather(1, index) * held.to(x.dtype), "halo"), at
+
+
 def to_heads(x: Tensor) -> Tensor:
     """All tokens of a share of the heads: [B, T of this rank, H, D] -> [B, T of all, H of this rank, D]."""
     return x if _active is None else _transpose(x, True)

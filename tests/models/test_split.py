@@ -98,6 +98,23 @@ def check_classifier(pooling: str, sizes: tuple[int, ...], padded: bool) -> None
     assert_same_gradients(many, one, group)
 
 
+def check_prompt(sizes: tuple[int, ...], padded: bool) -> None:
+    """A prompt over ranks; each of them can then write on from the state."""
+    torch.manual_seed(0)
+    mechanism = ("linear", ("local", {"window": 3}), "gated_deltanet", "softmax")
+    model = LanguageModel(**{**BASE, "depth": 4, "mechanism": mechanism, "taps": (1, 6)}).double().eval()
+    tokens = torch.randint(VOCAB, (2, TOTAL))
+    lengths = torch.tensor([TOTAL, 7]) if padded else None
+    part, own_lengths, _ = ranks.shard(tokens, dist.group.WORLD, sizes=sizes, lengths=lengths)
+    _, after = model.prefill(tokens, lengths)
+    with ranks.sequence_parallel(dist.group.WORLD):
+        _, state = model.prefill(part, own_lengths)
+    last = torch.randint(VOCAB, (2, 1))
+    written, wanted = (model.generate(last, 12, state=s, seed=3, logprobs=True, full=True) for s in (state, after))
+    assert torch.equal(written.tokens, wanted.tokens)
+    torch.testing.assert_close(written.logprobs, wanted.logprobs)
+
+
 def check_errors() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (1, 4))
@@ -145,6 +162,12 @@ def test_a_classifier_reads_all_parts(world: int) -> None:
         for pooling in ("mean", "none"):
             for padded in (False, True):
                 together(world).run(check_classifier, pooling, sizes, padded)
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_a_prompt_over_ranks_is_continued_on_one(world: int) -> None:
+    for sizes, padded in zip(SIZES[world], (False, True), strict=True):
+        together(world).run(check_prompt, sizes, padded)
 
 
 @pytest.mark.parametrize("world", SIZES)

@@ -237,8 +237,6 @@ class Mixer(nn.Module):
     def prefill(self, x: Tensor, lengths: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
         """A prompt in parallel, from the start or from a state: y, and the state after the last token of each row."""
         checking.check_stateful(self, "prefill")
-        if self.traits.state != "constant":
-            ranks.refuse("prefill", f"accepted are states of constant size, and that of {type(self).__name__} is not")
         with checking.split_over(self, x):
             x, lengths = checking.check_padded(self, x, lengths)
             if state is not None:

@@ -146,6 +146,7 @@ class Compressed(Attention):
         return State(k, k.clone(), last, last.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        ranks.refuse("prefill of Compressed", "accepted is forward, or a prompt on one rank")
         before = self._init_state(*x.shape[:2]) if state is None else state
         (size, stride), device = (x.shape[1], self.options.stride), x.device
         q, k, v = self.heads.split(x)

@@ -104,10 +104,13 @@ class Softmax(Attention):
         return State(cache, cache.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = self._init_state(*x.shape[:2]) if state is None else state
+        if state is not None:
+            ranks.refuse("a state before a prompt of Softmax", "accepted is a prompt from the start")
+        before = self._init_state(x.shape[0], ranks.whole_length(x.shape[1])) if state is None else state
         start = before.position
         q, k, v = self._project(x, position=start)
-        new = State(append(before.k, k, start), append(before.v, v, start), self._advance(start, x, lengths))
+        keys, values = (ranks.tokens_of(t, 0, ranks.whole_length(x.shape[1])) for t in (k, v))
+        new = State(append(before.k, keys, start), append(before.v, values, start), self._advance(start, x, lengths))
         if state is None:
             return self._merge(self._attend(q, k, v, None, None)), new
         counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]

@@ -65,8 +65,14 @@ class TransformerXL(Attention):
         return State(past, past.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        if state is not None:
+            ranks.refuse("a state before a prompt of TransformerXL", "accepted is a prompt from the start")
         state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
+        if ranks.active() is not None:
+            (past_k, at), (past_v, _) = (ranks.last_tokens(t.detach(), self.options.memory, lengths) for t in (k, v))
+            past = [t.to(state.k.dtype) for t in (past_k, past_v)]
+            return self._forward(x, lengths), State(past[0], past[1], at[:, -1] + 1)
         k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
         memory = self.options.memory
         slots = torch.arange(k.shape[1], device=x.device)

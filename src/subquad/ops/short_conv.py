@@ -49,12 +49,13 @@ def short_conv_prefill(
     back = torch.arange(reach, device=x.device)
     oldest_first = ring.gather(1, _widen((position[:, None] + back) % reach, ring))
     seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
-    size = position.new_full(position.shape, ranks.whole_length(x.shape[1])) if lengths is None else lengths
+    size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
     if (cut := ranks.layout(x.shape[1])) is None:
         last = seen.gather(1, _widen(size[:, None] + back, seen)).to(ring.dtype)
     else:
-        size = size if lengths is None else position.new_zeros(()) + ranks.whole_lengths(lengths)  # type: ignore[operator]
-        last = _last_of_all(seen, size, cut).to(ring.dtype)
+        new, where = ranks.last_tokens(x, reach, lengths)
+        old = oldest_first.gather(1, _widen((where + reach).clamp(0, reach - 1), ring))
+        last, size = torch.where(where[..., None] < 0, old, new.to(ring.dtype)), where[:, -1] + 1
         halo = ranks.halo(zero_padding(x, lengths), reach, 0)
         seen = torch.cat((oldest_first[:, cut.offset :].to(x.dtype), halo[:, max(0, reach - cut.offset) :]), dim=1)
     places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
@@ -125,16 +126,6 @@ def _sum(seen: Tensor, start: int, size: int, weight: Tensor, at: Sequence[int],
     for back, scale in zip(at[1:], weight[1:], strict=True):
         y = y + scale * seen[:, start - back : start - back + size]
     return y if bias is None else y + bias.to(seen.dtype)
-
-
-def _last_of_all(seen: Tensor, size: Tensor, cut: ranks.Layout) -> Tensor:
-    """The last L tokens of whole rows of `size` [B], on every rank; `seen` has L tokens from before, then the part."""
-    reach = seen.shape[1] - cut.size
-    at = size[:, None] - reach + torch.arange(reach, device=seen.device)  # [B, L], negative for those from before
-    own = (at >= cut.offset) & (at < cut.offset + cut.size)
-    own = own | (at < 0) if cut.rank == 0 else own
-    index = (at - cut.offset + reach).clamp(0, seen.shape[1] - 1)
-    return ranks.total(seen.gather(1, _widen(index, seen)) * own[..., None].to(seen.dtype), "halo")
 
 
 def _widen(at: Tensor, like: Tensor) -> Tensor:
