@@ -13,7 +13,7 @@ import subquad
 from subquad import ranks
 from tests.together import together
 
-SIZES = {2: [(6, 3), (1, 8)], 4: [(3, 2, 5, 1), (1, 1, 1, 4)]}
+SIZES: dict[int, list[tuple[int, ...]]] = {2: [(6, 3), (1, 8)], 4: [(3, 2, 5, 1), (1, 1, 1, 4)]}
 WORLDS = sorted(SIZES)
 
 
@@ -127,7 +127,7 @@ def check_prefix(kind: str, ends: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(before, states[rank])
     weights = torch.randn(world, 2, *before.shape, dtype=dtype)
     loss = (before * weights[rank, 0]).sum()
-    expected = sum((states[r] * weights[r, 0]).sum() for r in range(world))
+    expected: Any = sum((states[r] * weights[r, 0]).sum() for r in range(world))
     if ends:
         torch.testing.assert_close(after, states[-1])
         loss = loss + (after * weights[rank, 1]).sum()

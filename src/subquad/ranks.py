@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from subquad.checks import shown
 
@@ -114,7 +115,7 @@ def alone() -> Iterator[Group]:
 def _group_of(mesh: Any) -> dist.ProcessGroup:
     if dist.is_available() and isinstance(mesh, dist.ProcessGroup):
         return mesh
-    if not isinstance(mesh, dist.DeviceMesh):
+    if not isinstance(mesh, DeviceMesh):
         accepted = 'a DeviceMesh of one dimension, such as mesh["sequence"], or a process group'
         raise ValueError(f"mesh={shown(mesh)} cannot work: accepted is {accepted}")
     if mesh.ndim != 1:
@@ -196,6 +197,12 @@ def whole_length(length: int) -> int:
     """The tokens of the whole sequence, of which this rank holds `length`."""
     found = layout(length)
     return length if found is None else found.total
+
+
+def tokens_read(length: int, lengths: Tensor | None) -> int | Tensor:
+    """The tokens of whole rows: `whole_length` where there are no lengths, otherwise `whole_lengths`."""
+    rows = whole_lengths(lengths)
+    return whole_length(length) if rows is None else rows
 
 
 def whole_lengths(lengths: Tensor | None) -> Tensor | None:
@@ -297,8 +304,7 @@ def last_tokens(x: Tensor, count: int, lengths: Tensor | None) -> tuple[Tensor, 
 
     x [B, T, ...] -> [B, count, ...], zeros for negative positions.
     """
-    size = whole_lengths(lengths) if lengths is not None else None
-    size = torch.full(x.shape[:1], whole_length(x.shape[1]), device=x.device) if size is None else size
+    size = torch.zeros(x.shape[:1], dtype=torch.int64, device=x.device) + tokens_read(x.shape[1], lengths)
     at = size[:, None] - count + torch.arange(count, device=x.device)
     own = layout(x.shape[1])
     index = at if own is None else at - own.offset

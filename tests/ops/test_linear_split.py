@@ -59,17 +59,19 @@ def check(name: str, sizes: tuple[int, ...], kind: str, dtype: torch.dtype) -> d
     if cu is not None:
         x = {key: t[:1] for key, t in x.items()}
     rows = B if cu is None else len(cu) - 1
-    start = None
+    start: Any = None
     if kind in ("state", "packed") and "bidirectional" not in name:
         start = (
             torch.rand(rows, H, K, V, dtype=dtype).requires_grad_(),
             torch.rand(rows, H, K, dtype=dtype).requires_grad_(),
         )
     ends = start is not None
-    whole = {key: t.clone().requires_grad_() for key, t in x.items()}
-    how = {"initial_state": LinearState(*start), "return_state": True} if start else {}
+    whole: dict[str, Any] = {key: t.clone().requires_grad_() for key, t in x.items()}
+    how: dict[str, Any] = {"initial_state": LinearState(*start), "return_state": True} if start else {}
     expected = linear_attention(**whole, **rule, **how, lengths=lengths, cu_seqlens=cu)
-    own = {key: ranks.shard(t, dist.group.WORLD, sizes=sizes)[0].clone().requires_grad_() for key, t in x.items()}
+    own: dict[str, Any] = {
+        key: ranks.shard(t, dist.group.WORLD, sizes=sizes)[0].clone().requires_grad_() for key, t in x.items()
+    }
     _, part_lengths, part_cu = ranks.shard(x["q"], dist.group.WORLD, sizes=sizes, lengths=lengths, cu_seqlens=cu)
     own_start = tuple(t.detach().clone().requires_grad_() for t in start) if start else ()
     how = {"initial_state": LinearState(*own_start), "return_state": True} if start else {}

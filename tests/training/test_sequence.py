@@ -163,7 +163,7 @@ def _mortal_worker(folder: Path, out: Path) -> None:
 
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and self.ranks.rank == 1:
-            ranks._Prefix.backward = staticmethod(die)  # type: ignore[method-assign]
+            ranks._Prefix.backward = staticmethod(die)  # type: ignore[assignment]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]

@@ -261,7 +261,7 @@ class Mixer(nn.Module):
 
     def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The positions after a prompt x [B, T, D]."""
-        return position + (ranks.whole_length(x.shape[1]) if lengths is None else ranks.whole_lengths(lengths))
+        return position + ranks.tokens_read(x.shape[1], lengths)
 
     def _generator(self) -> torch.Generator:
         """The generator for this layer's random draws: reproducible from `seed`, different in each layer."""

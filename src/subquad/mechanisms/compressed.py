@@ -97,7 +97,8 @@ class Compressed(Attention):
         own = around[:, lead : lead + counts[cut.rank] * stride]
         if counts[cut.rank]:
             rows = torch.full(k.shape[:1], first[cut.rank], device=k.device)
-            slots = torch.cat(self._compress(*own.contiguous().chunk(2, -1), rows), -1)
+            own_k, own_v = own.contiguous().chunk(2, -1)
+            slots = torch.cat(self._compress(own_k, own_v, rows), -1)
         else:
             unused = (around, *self.key.parameters(), *self.value.parameters())
             slots = ranks.tie(own.new_zeros(len(k), 0, *own.shape[2:]), *unused)

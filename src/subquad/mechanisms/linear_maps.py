@@ -77,10 +77,9 @@ class Cosformer(Given):
     def check(self, length: int, lengths: Tensor | None = None, position: Tensor | None = None) -> None:
         if symbolic(length):
             return
-        reached = length = ranks.whole_length(length)
+        size, reached = length, ranks.whole_length(length)
         if position is not None and readable(position):
-            own = ranks.whole_lengths(lengths)
-            reached = max(reached, int((position + (length if own is None else own)).max()))
+            reached = max(reached, int((position + ranks.tokens_read(size, lengths)).max()))
         if reached > self.length:
             raise ValueError(f"x ends at position {reached}: this module was built with length={self.length}")
 

@@ -113,9 +113,11 @@ class Patterned(Attention):
         # if all rows end together, a window needs the first and the last tokens alone
         first, start = (0, 0) if cache.growing or rows is not None else (cache.pinned, max(0, total - cache.ring))
         if 0 < first < start:
-            new = cache._extend(new, *ranks.tokens_of(both, 0, first).chunk(2, -1), None)
+            pinned_k, pinned_v = ranks.tokens_of(both, 0, first).chunk(2, -1)
+            new = cache._extend(new, pinned_k, pinned_v, None)
         new = new._replace(position=torch.full_like(new.position, start))
-        new = cache._extend(new, *ranks.tokens_of(both, start, total).chunk(2, -1), rows)
+        last_k, last_v = ranks.tokens_of(both, start, total).chunk(2, -1)
+        new = cache._extend(new, last_k, last_v, rows)
         return self._merge(self._attend(q, k, v, None, None)), new
 
 

@@ -140,7 +140,7 @@ class Transformer(Model):
             for block, before, read in zip(self._blocks(), states, memories, strict=True):
                 stream, after = block.prefill(stream, lengths, before, read, memory_lengths)
                 layers.append(after)
-            new = position + (ranks.whole_length(size) if lengths is None else ranks.whole_lengths(lengths))
+            new = position + ranks.tokens_read(size, lengths)
         return self._close(stream, lengths), State(tuple(layers), new)
 
     def step(

@@ -66,7 +66,7 @@ def sparse_attention(
     scale = D**-0.5 if scale is None else float(scale)
     impl = choose(impl, "sparse_attention", q, _unsupported(q))
     if ranks.active() is not None:
-        o, lse = _over_ranks(q, k, v, pattern, causal, lengths, key_lengths, scale, impl)
+        o, lse = _over_ranks(q, k, v, pattern, causal, lengths, key_lengths, scale, impl, return_lse)
         return (o, lse) if return_lse else o
     texts = (_text(pattern),) * H if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
     groups = _groups(texts, H, k.shape[2], impl == "triton")
@@ -86,14 +86,14 @@ def sparse_attention(
 
 def _over_ranks(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, causal: bool, lengths: Tensor | None,
-    key_lengths: Tensor | None, scale: float, impl: str,
+    key_lengths: Tensor | None, scale: float, impl: str, sums: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if key_lengths is not None or q.shape[1] != k.shape[1]:
         ranks.refuse("cross-attention", "accepted are as many keys as queries, with lengths")
     patterns = [pattern] * q.shape[2] if isinstance(pattern, Pattern) else list(pattern)
     if len(patterns) != q.shape[2] or not all(isinstance(one, Pattern) for one in patterns):
         raise ValueError(f"pattern: one Pattern, or one for each of the {q.shape[2]} query heads; got {len(patterns)}")
-    return split.attention(alone(scale, impl), q, k, v, patterns, causal, lengths)
+    return split.attention(alone(scale, impl), q, k, v, patterns, causal, lengths, sums)
 
 
 def alone(scale: float | None, impl: str) -> Callable[..., tuple[Tensor, Tensor]]:

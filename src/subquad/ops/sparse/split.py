@@ -24,22 +24,25 @@ Parts = tuple[Tensor, Tensor]  # o [B, T, H, D] and its log-sum-exp [B, T, H]
 
 
 def attention(
-    whole: Whole, q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], causal: bool, lengths: Tensor | None
-) -> Parts:
-    """o and its log-sum-exp for this rank's queries; `patterns` has one for each head."""
+    whole: Whole, q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], causal: bool, lengths: Tensor | None,
+    sums: bool,
+) -> Parts:  # fmt: skip
+    """o for this rank's queries, and with `sums` its log-sum-exp; `patterns` has one for each head."""
     share = q.shape[2] // k.shape[2]
     k, v = (t if share == 1 else t.repeat_interleave(share, 2) for t in (k, v))
     atoms = [ordered_atoms(pattern.to_json(), causal) for pattern in patterns]
     with ranks.laid_out(q.shape[1]):
         if not all(own == (Dense(),) or all(isinstance(a, Local | Global) for a in own) for own in atoms):
-            o, lse = _by_heads(whole, q, k, v, patterns, causal, lengths)
+            o, lse = _by_heads(whole, q, k, v, patterns, causal, lengths, sums)
         else:
             made: dict[int, Parts] = {}
             for own in dict.fromkeys(atoms):
                 heads = [h for h, other in enumerate(atoms) if other == own]
-                part = [t if len(heads) == len(atoms) else t[:, :, heads] for t in (q, k, v)]
-                found = _dense(whole, *part, causal, lengths) if own == (Dense(),) else None
-                found = found or _windows(whole, *part, own, causal, lengths)
+                qs, ks, vs = (t if len(heads) == len(atoms) else t[:, :, heads] for t in (q, k, v))
+                if own == (Dense(),):
+                    found = _dense(whole, qs, ks, vs, causal, lengths)
+                else:
+                    found = _windows(whole, qs, ks, vs, own, causal, lengths)
                 made |= {h: (found[0][:, :, n], found[1][:, :, n]) for n, h in enumerate(heads)}
             o, lse = (torch.stack([made[h][n] for h in range(len(atoms))], 2) for n in range(2))
     return zero_padding(o, lengths), lse
@@ -129,9 +132,10 @@ def _dense(whole: Whole, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths:
 
 
 def _by_heads(
-    whole: Whole, q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], causal: bool, lengths: Tensor | None
-) -> Parts:
-    """All tokens of this rank's share of the heads."""
+    whole: Whole, q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], causal: bool, lengths: Tensor | None,
+    sums: bool,
+) -> Parts:  # fmt: skip
+    """All tokens of this rank's share of the heads; the log-sum-exp is that of the queries only with `sums`."""
     group, heads, width = ranks.active(), q.shape[2], q.shape[3]
     assert group is not None
     if heads < group.world:
@@ -139,11 +143,14 @@ def _by_heads(
             f"{group.world} ranks with {heads} heads cannot work for {patterns[0]}: its heads are shared out, so "
             "accepted are at most as many ranks as heads"
         )
+    kind = q.dtype
     q, k, v = ranks.to_heads(torch.cat((q, k, v), -1)).split(width, -1)
     own = list(patterns[ranks.heads_of(heads, group)[group.rank]])
     o, lse = whole(q, k, v, own, causal=causal, lengths=ranks.whole_lengths(lengths))
+    if not sums:
+        return ranks.to_tokens(o, heads), lse
     both = ranks.to_tokens(torch.cat((o.to(lse.dtype), lse[..., None]), -1), heads)
-    return both[..., :-1].to(q.dtype), both[..., -1]
+    return both[..., :-1].to(kind), both[..., -1]
 
 
 def _read(whole: Whole, q: Tensor, both: Tensor, pattern: Pattern, seen: Tensor | None) -> Parts:
