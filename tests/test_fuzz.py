@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import subquad
@@ -340,6 +341,7 @@ MODELS: dict[str, Callable[[random.Random, Path], Call]] = {
     "Streams.step": lambda rng, _: method(streams(rng), "step"),
     "Streams.state": lambda rng, _: method(streams(rng), "state", id=0),
     "Streams.retire": lambda rng, _: method(streams(rng), "retire", id=1),
+    "sequence_parallel": lambda rng, _: (_among_one, {"mesh": "all ranks"}),
     "fork": lambda rng, _: (fork, {"state": stepping(rng).init_state(1), "count": 3}),
     "save_state": lambda rng, folder: (save_state, {"state": stepping(rng).init_state(1), "path": folder / "state"}),
     "load_state": lambda rng, folder: _loading(rng, folder),
@@ -511,6 +513,16 @@ def _loading(rng: random.Random, folder: Path) -> Call:
 def _prefilling(rng: random.Random) -> Call:
     model = stepping(rng)
     return model.prefill, {"tokens": ids(), "lengths": lengths(), "state": model.init_state(2)}
+
+
+def _among_one(mesh: Any) -> int:
+    """sequence_parallel in a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with subquad.sequence_parallel(dist.group.WORLD if mesh == "all ranks" else mesh) as group:
+            return group.world
+    finally:
+        dist.destroy_process_group()
 
 
 def _a_step(rng: random.Random) -> Call:

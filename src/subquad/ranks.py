@@ -95,14 +95,12 @@ def active() -> Group | None:
     return _active
 
 
-@contextlib.contextmanager
-def sequence_parallel(mesh: Any) -> Iterator[Group]:
-    """Split sequences over the ranks of a DeviceMesh of one dimension, or of a process group."""
-    group = _group_of(mesh)
+def sequence_parallel(mesh: Any) -> AbstractContextManager[Group]:
+    """Split sequences over the ranks of a DeviceMesh of one dimension, or of a process group; see `subquad.ranks`."""
+    group = Group(_group_of(mesh))
     if _active is not None:
         raise RuntimeError("sequence_parallel inside sequence_parallel: accepted is one context at a time")
-    with _as_active(Group(group)) as made:
-        yield made
+    return _as_active(group)
 
 
 @contextlib.contextmanager

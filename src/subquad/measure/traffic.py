@@ -57,17 +57,27 @@ def efficient(mix: Any, call: Call) -> float:
     return 2 * call.gathered(call.batch * FLOAT32 * keys * (mix.width + 2))
 
 
-def rules(mix: Recurrent, call: Call) -> float:
-    """S [K, V] a head and its gradients; what multiplies the state before it, a number, K numbers or a K x K matrix; and
-    the last tokens of the short convolution with their gradients."""
-    state = mix._init_state(1, None).s
-    heads, keys = mix.options.heads, mix.keys
-    if mix.rule == "gated":
-        per_channel = type(mix).__name__ == "GLA"
-        change, sums = heads * (keys if per_channel else 1), 0 if per_channel else heads * keys  # z comes along
-    else:
-        change, sums = heads * keys * keys, 0
-    found = call.gathered(call.batch * FLOAT32 * (2 * (state.numel() + sums) + change))
+def gated(mix: Recurrent, call: Call) -> float:
+    """S and z, [K, V + 1] a head, and a number by which the state before is multiplied."""
+    heads = mix.options.heads
+    return _rule(mix, call, heads * mix.keys * (mix.values + 1), heads)
+
+
+def gated_by_channel(mix: Recurrent, call: Call) -> float:
+    """S [K, V] a head, and K numbers."""
+    numbers = mix.options.heads * mix.keys
+    return _rule(mix, call, numbers * mix.values, numbers)
+
+
+def delta(mix: Recurrent, call: Call) -> float:
+    """S [K, V] a head, and a K x K matrix."""
+    numbers = mix.options.heads * mix.keys
+    return _rule(mix, call, numbers * mix.values, numbers * mix.keys)
+
+
+def _rule(mix: Recurrent, call: Call, state: int, change: int) -> float:
+    """A state and its gradient, how the state before changes, and a short convolution's last tokens, with gradients."""
+    found = call.gathered(call.batch * FLOAT32 * (2 * state + change))
     if mix.conv is not None:
         found += 2 * call.passed_on(call.batch * call.size * (WIDTH - 1) * mix.parts[0])
     return found
@@ -111,11 +121,11 @@ def ring(mix: Any, call: Call) -> float:
 FORMULAS: dict[str, Callable[[Any, Call], float]] = {
     "linear": linear,
     "efficient": efficient,
-    "retnet": rules,
-    "gla": rules,
-    "mamba2": rules,
-    "deltanet": rules,
-    "gated_deltanet": rules,
+    "retnet": gated,
+    "gla": gated_by_channel,
+    "mamba2": gated,
+    "deltanet": delta,
+    "gated_deltanet": delta,
     "local": local,
     "transformer_xl": transformer_xl,
     "strided": strided,
