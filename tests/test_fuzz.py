@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 import subquad
 from subquad import MECHANISMS, Classifier, LanguageModel, Matcher, Sampling, Seq2Seq, Streams, Transformer, build, ops
@@ -517,7 +518,7 @@ def _prefilling(rng: random.Random) -> Call:
 
 def _among_one(mesh: Any) -> int:
     """sequence_parallel in a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with subquad.sequence_parallel(dist.group.WORLD if mesh == "all ranks" else mesh) as group:
             return group.world

@@ -84,7 +84,7 @@ def _windows(
             received.append(few[0])
             rest = tuple(t[:, cut.offset : cut.offset + early] for t in few)  # type: ignore[assignment]
         o, lse = (torch.cat((a, b), 1) for a, b in zip(rest, (o, lse), strict=True))
-    return ranks.tie(o.to(q.dtype), *received), lse
+    return ranks.tie(o.to(q.dtype), *received), ranks.tie(lse, *received)
 
 
 def few_attention(whole: Whole, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Parts:
@@ -117,7 +117,7 @@ def _dense(whole: Whole, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths:
         else:
             seen = {r: (every[r] - at).clamp(0, n) for r, n in held.items()}
             o, lse = _join([_read(whole, q, got[r, :, :n], Dense(), seen[r]) for r, n in held.items()])
-        return ranks.tie(o, got), lse
+        return ranks.tie(o, got), ranks.tie(lse, got)
 
     both = torch.cat((k, v), -1)
     mine = whole(q, k, v, Dense(), causal=True) if causal else whole(q, k, v, Dense(), key_lengths=lengths)
