@@ -593,7 +593,7 @@ def _reduce(x: Tensor, group: Group, what: str, op: Any) -> Tensor:
 
 def _to_wire(x: Tensor, group: Group) -> Tensor:
     """Contiguous, and where the backend can send it from: gloo sends from the CPU, NCCL from a GPU."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group.group).split(","))
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group.group).split(",") if ":" in pair)
     if x.device.type == "cuda" and backends.get("cuda", "gloo") == "gloo":
         return x.detach().to("cpu").contiguous()
     if x.device.type == "cpu" and "gloo" not in backends.get("cpu", ""):

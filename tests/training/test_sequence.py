@@ -3,11 +3,10 @@
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +14,14 @@ from torch import nn
 
 from subquad import ranks
 from subquad.models.loss import cross_entropy
+from subquad.tasks.copy import Copy
+from subquad.tasks.music import Music
 from subquad.tasks.pairs import Pairs
 from subquad.tasks.text import Text
 from subquad.training import loop as loop_module
 from subquad.training.distributed import join
 from subquad.training.task import Batch, Loss
+from tests.together import together
 from tests.training.test_distributed import _dying
 from tests.training.tiny import Tiny, assert_close_run, run, start
 
@@ -59,12 +61,9 @@ def _text(folder: Path) -> Text:
     return Text(set=str(folder / "some.txt"), length=13)
 
 
-def _work(rank: int, world: int, folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet_{world}", rank=rank, world_size=world)
+def _work(folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
     for name, kind, settings in jobs:
-        settings = dict(settings)
-        update = loop_module.Run._update
+        settings, update = dict(settings), loop_module.Run._update
         dies = settings.pop("dies", False)
         if dies:
             loop_module.Run._update = _dying(update)  # type: ignore[method-assign]
@@ -73,19 +72,11 @@ def _work(rank: int, world: int, folder: Path, jobs: list[tuple[str, str, dict[s
         except EOFError:
             assert dies
         loop_module.Run._update = update  # type: ignore[method-assign]
-    dist.destroy_process_group()
 
 
 def _run(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
     task = Ragged(ragged=True) if kind == "ragged" else _text(folder)
     run(folder / name, DROPS if kind == "drops" else MODEL, task=task, **{**BASE, **settings})
-
-
-def _together(world: int, folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
-    members = [start(_work, rank, world, folder, jobs) for rank in range(world)]
-    for process in members:
-        process.join(150)
-    assert [process.exitcode for process in members] == [0] * world
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +93,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two = [(name, "plain", job) for name, job in JOBS.items() if name.endswith("2")]
     two += [("drops_2", "drops", JOBS["ddp_2"]), ("ragged_2", "ragged", JOBS["fsdp_2"])]
     two += [("cut_1", "drops", {**cut, "sequence": 2, "dies": True})]
-    _together(2, folder, two)
+    together(2).run(_work, folder, two)
     shutil.copytree(folder / "cut_1", folder / "cut_4")
     four = [(name, "plain", job) for name, job in JOBS.items() if name.endswith("4")]
     four += [("ragged_4", "ragged", JOBS["fsdp_4"]), ("cut_4", "drops", {**cut, "sequence": 4, "resume": True})]
-    _together(4, folder, four)
+    together(4).run(_work, folder, four)
     return folder
 
 
@@ -143,32 +134,39 @@ def test_what_cannot_be_split_is_named_before_a_folder_is_written(tmp_path: Path
         run(tmp_path / "compiled", sequence=2, compile=True)
 
 
-def test_a_rank_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
-    """Rank 1 of two dies for good in the middle of a backward; the other says so and ends."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
-    command += ["-m", "tests.training.test_sequence", str(folder), str(tmp_path / "run")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
-    assert done.returncode != 0
-    assert "lost another rank of its sequence" in done.stderr
+def test_parts_of_every_task_are_the_whole() -> None:
+    batch = Copy(length=9).source("train").batch(np.arange(3), 0)
+    parts = [Copy(length=9).part(batch, rank, 4) for rank in range(4)]
+    assert all(torch.equal(torch.cat([part[name] for part in parts], 1), batch[name]) for name in batch)
+    windows = {"tokens": torch.arange(11)[None], "first": torch.tensor([4])}
+    cut = [Music(set="audio", path=".").part(windows, rank, 3) for rank in range(3)]
+    assert [part["tokens"][0].tolist() for part in cut] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9, 10]]
+    assert [int(part["first"]) for part in cut] == [4, 1, 0]
+    with pytest.raises(ValueError, match=r"training\.sequence=2 cannot work with the task 'music'"):
+        Music().part({}, 0, 2)
 
 
-def _mortal_worker(folder: Path, out: Path) -> None:
-    """The worker that torchrun starts."""
+def _survive(rank: int, out: Path) -> None:
+    """Rank 1 dies in the middle of a backward; what becomes of the other is its exit code."""
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/meet", rank=rank, world_size=2)
     update = loop_module.Run._update
 
-    def die(*_: Any) -> None:
-        os._exit(9)
-
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
-        if self.step == 4 and self.ranks.rank == 1:
-            ranks._Prefix.backward = staticmethod(die)  # type: ignore[assignment]
+        if self.step == 4 and rank == 1:
+            ranks._Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]
-    run(out, DROPS, task=_text(folder), **{**BASE, "sequence": 2})
+    try:
+        _run(out, "run", "drops", {"sequence": 2})
+    except ranks.RankLost as error:
+        os._exit(7 if "rank 0 of 2 lost another rank of its sequence" in str(error) else 1)
 
 
-if __name__ == "__main__":
-    _mortal_worker(Path(sys.argv[1]), Path(sys.argv[2]))
+def test_a_rank_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "some.txt", tmp_path)
+    members = [start(_survive, rank, tmp_path) for rank in range(2)]
+    for process in members:
+        process.join(60)
+    assert [process.exitcode for process in members] == [7, 9]

@@ -117,7 +117,7 @@ class Task(ABC):
 
     def part(self, batch: Batch, rank: int, world: int) -> Batch:  # noqa: ARG002
         """What the loss needs of a batch on a rank that holds a part of every sequence, of `world` ranks."""
-        accepted = 'none: the task does not say how to cut its sequences; "text" and "tokens" do'
+        accepted = "none: the task does not say how to cut its sequences; text, tokens, copy and music of sound do"
         raise ValueError(f"training.sequence={world} cannot work with the task {self.name!r}: accepted is {accepted}")
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
