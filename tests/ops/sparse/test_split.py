@@ -46,8 +46,6 @@ def check(name: str, sizes: tuple[int, ...], causal: bool, padded: bool, shared:
         found, own_mass = attend(*own, pattern, lengths=own_lengths, **how)
     most = 1e-10 if dtype == torch.float64 else 1e-5
     tolerance = {"rtol": most, "atol": most}
-        {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
-    )
     torch.testing.assert_close(found, expected[:, part], **tolerance)
     seen = torch.isfinite(mass)[:, part]
     torch.testing.assert_close(own_mass[seen], mass[:, part][seen], **tolerance)
