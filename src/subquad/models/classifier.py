@@ -12,7 +12,7 @@ from subquad.checks import one_of, refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, make_head, make_mlp
 from subquad.models.inputs import batch_size, length_of
-from subquad.models.loss import Reduction, cross_entropy, over_ranks
+from subquad.models.loss import Reduction, cross_entropy, mean_over_ranks
 from subquad.models.saving import Model
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
@@ -108,15 +108,16 @@ class Classifier(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32, of labels [B], or [B, T] with pooling="none".
 
-        Inside `sequence_parallel`, over all ranks: each rank's backward gives its share of the gradients.
+        Inside `sequence_parallel` the mean is over all ranks, and each rank's backward gives its share of the gradients;
+        with pooling="none", "sum" and "none" are those of its own part.
         """
         logits = self(tokens, lengths)
         lengths = self.tower.transformer.short_lengths(lengths) if self.config.pooling == "none" else None
-        if ranks.active() is None or (self.config.pooling == "none" and reduction == "none"):
+        if ranks.active() is None or (self.config.pooling == "none" and reduction != "mean"):
             return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels")
         if self.config.pooling == "none":
             total = cross_entropy(logits, labels, lengths, ignore_index, "sum", name="labels")
-            return over_ranks(total, labels, lengths, ignore_index, reduction)
+            return mean_over_ranks(total, labels, lengths, ignore_index)
         # all ranks have the same logits
         return ranks.share(cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels"))
 

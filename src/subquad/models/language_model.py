@@ -11,7 +11,7 @@ from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, check_tie, make_head
 from subquad.models.inputs import batch_size, length_of
-from subquad.models.loss import Reduction, cross_entropy, over_ranks, shift, shift_part
+from subquad.models.loss import Reduction, cross_entropy, mean_over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
 
@@ -77,7 +77,8 @@ class LanguageModel(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given.
 
-        Inside `sequence_parallel`, over the tokens of all ranks: each rank's backward gives its share of the gradients.
+        Inside `sequence_parallel` the mean is over the tokens of all ranks, and each rank's backward gives its share of
+        the gradients; "sum" and "none" are those of its own part.
         """
         if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
             raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
@@ -85,10 +86,10 @@ class LanguageModel(Model):
             part = ranks.active() is not None
             tokens, targets, lengths = shift_part(tokens, lengths, ignore_index) if part else shift(tokens, lengths)
         loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-        if ranks.active() is None or reduction == "none":
+        if ranks.active() is None or reduction != "mean":
             return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
         total = loss(self(tokens, lengths), targets, lengths, ignore_index, "sum")
-        return over_ranks(total, targets, lengths, ignore_index, reduction)
+        return mean_over_ranks(total, targets, lengths, ignore_index)
 
     generate, stream = generation.generate, generation.stream
 

@@ -46,15 +46,12 @@ def shift_part(tokens: Tensor, lengths: Tensor | None, ignore_index: int) -> tup
     return tokens[:, :last], targets[:, :last], None if lengths is None else lengths.clamp(max=last)
 
 
-def over_ranks(
-    total: Tensor, targets: Tensor, lengths: Tensor | None, ignore_index: int, reduction: Reduction
-) -> Tensor:
-    """The sum, or the mean, over the targets of all ranks, given the sum over those of this one."""
+def mean_over_ranks(total: Tensor, targets: Tensor, lengths: Tensor | None, ignore_index: int) -> Tensor:
+    """The mean over the targets of all ranks, given the sum over those of this one."""
     counted = targets != ignore_index
     mask = keep(lengths, targets.shape[1])
     count = (counted if mask is None else counted & mask).sum()
-    total = ranks.result(total)
-    return total if reduction == "sum" else total / ranks.result(count).clamp(min=1)
+    return ranks.result(total) / ranks.result(count).clamp(min=1)
 
 
 def cross_entropy(
