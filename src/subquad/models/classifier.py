@@ -108,8 +108,8 @@ class Classifier(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32, of labels [B], or [B, T] with pooling="none".
 
-        Inside `sequence_parallel` the mean is over all ranks, and each rank's backward gives its share of the gradients;
-        with pooling="none", "sum" and "none" are those of its own part.
+        Inside `sequence_parallel` the mean is over all ranks, and each rank's backward gives its share of the
+        gradients; with pooling="none", "sum" and "none" are those of its own part.
         """
         logits = self(tokens, lengths)
         lengths = self.tower.transformer.short_lengths(lengths) if self.config.pooling == "none" else None
