@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from subquad.mechanisms import MECHANISMS
+import torch
+
+from subquad.measure.traffic import Call, ring, traffic
+from subquad.mechanisms import MECHANISMS, build
+from subquad.mechanisms.base import Mixer
 from subquad.mechanisms.card import card
 from subquad.report.lra import averages, published
 from subquad.report.recall import cells, columns, recalled
 from subquad.studies.results import ArenaTable, ReproducedTable, load
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "results/README.md", "guides/mechanisms.md")
+PAGES = ("README.md", "results/README.md", "guides/mechanisms.md", "guides/sequence_parallel.md")
 LENGTHS = (1024, 4096, 16384, 65536)
 ARENA = ("listops", "text", "image", "pathfinder")
 
@@ -322,7 +326,44 @@ def mechanisms() -> str:
     return table(("name", "family", "training cost", "causal", "bidirectional", "cross", "state", "source"), rows)
 
 
+def sequence_traffic() -> str:
+    """What a rank sends for one layer, forward and backward, by the formulas that the tests check."""
+    width, heads, million = 1024, 16, 1 << 20
+    calls = [Call(1, length, ranks) for length in (million, 16 * million) for ranks in (8, 64, 512)]
+    causal = {"dim": width, "heads": heads, "causal": True}
+    with torch.device("meta"):
+        layers: dict[str, Mixer] = {
+            "linear, any feature map of width 64": build("linear", **causal),
+            "retnet": build("retnet", **causal),
+            "gla": build("gla", **causal),
+            "mamba2": build("mamba2", **causal),
+            "deltanet": build("deltanet", **causal),
+            "gated_deltanet": build("gated_deltanet", **causal),
+            "local, window 512": build("local", window=512, **causal),
+            "transformer_xl, memory 512": build("transformer_xl", memory=512, **causal),
+            "linformer, rank 256, bidirectional": build(
+                "linformer", dim=width, heads=heads, rank=256, max_length=calls[-1].length
+            ),
+            "strided, fixed": build("strided", **causal),
+            "softmax": build("softmax", **causal),
+        }
+    rows = []
+    for name, mix in layers.items():
+        most = heads if name.startswith("strided") else calls[-1].ranks  # its heads are shared out
+        rows.append([name, *(size(traffic(mix, c) / c.ranks) if c.ranks <= most else "-" for c in calls)])
+    rows.append(["ring attention", *(size(ring(layers["softmax"], call) / call.ranks) for call in calls)])
+    return table(("a layer", *(f"{c.length // million}M tokens, {c.ranks} ranks" for c in calls)), rows)
+
+
+def size(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "sequence_traffic": sequence_traffic,
     "beside_others": beside_others,
     "linear_attention": linear_attention,
     "sparse_attention": sparse_attention,

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 import subquad
 from subquad import MECHANISMS, Classifier, LanguageModel, Matcher, Sampling, Seq2Seq, Streams, Transformer, build, ops
@@ -342,6 +344,7 @@ MODELS: dict[str, Callable[[random.Random, Path], Call]] = {
     "Streams.step": lambda rng, _: method(streams(rng), "step"),
     "Streams.state": lambda rng, _: method(streams(rng), "state", id=0),
     "Streams.retire": lambda rng, _: method(streams(rng), "retire", id=1),
+    "sequence_parallel": lambda rng, _: (_among_one, {"mesh": "all ranks"}),
     "fork": lambda rng, _: (fork, {"state": stepping(rng).init_state(1), "count": 3}),
     "save_state": lambda rng, folder: (
         save_state,
@@ -517,6 +520,16 @@ def _loading(rng: random.Random, folder: Path) -> Call:
 def _prefilling(rng: random.Random) -> Call:
     model = stepping(rng)
     return model.prefill, {"tokens": ids(), "lengths": lengths(), "state": model.init_state(2)}
+
+
+def _among_one(mesh: Any) -> int:
+    """sequence_parallel in a process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with subquad.sequence_parallel(dist.group.WORLD if mesh == "all ranks" else mesh) as group:
+            return group.world
+    finally:
+        dist.destroy_process_group()
 
 
 def _a_step(rng: random.Random) -> Call:

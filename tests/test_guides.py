@@ -13,6 +13,7 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
+from subquad import ranks
 from subquad.cli import app
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
@@ -20,6 +21,7 @@ from subquad.models import LanguageModel, load
 from subquad.tasks.configure import configure
 from tests.mechanisms import laws
 from tests.studies.in_process import work
+from tests.together import together
 
 GUIDES = Path(__file__).parents[1] / "guides"
 NAMES = sorted(path.name for path in GUIDES.glob("*.md"))
@@ -115,6 +117,18 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run(blocks("generate.md", "python"), "generate.md")
     assert names["three"].shape == (3, 10)
     assert names["b"] in names["streams"].running
+
+
+def _share_a_sequence() -> None:
+    names = run(blocks("sequence_parallel.md", "python"), "sequence_parallel.md")
+    assert names["written"].shape == (1, 8)
+    assert names["group"].sent["states"] > 0
+    assert ranks.active() is None
+
+
+def test_sequence_parallel() -> None:
+    """The guide's script on two ranks."""
+    together(2).run(_share_a_sequence)
 
 
 def test_mechanisms() -> None:

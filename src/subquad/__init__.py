@@ -26,6 +26,7 @@ from subquad.models import (
     load_state,
     save_state,
 )
+from subquad.ranks import sequence_parallel
 
 __version__ = "0.1.0"
 
@@ -48,4 +49,5 @@ __all__ = [
     "nn",
     "ops",
     "save_state",
+    "sequence_parallel",
 ]

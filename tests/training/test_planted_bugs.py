@@ -28,7 +28,7 @@ LINES: dict[str, tuple[Slip, Callable[..., None]]] = {
         lambda: test_feed.test_ranks_and_pieces_together_are_the_update(2, 2),
     ),
     "the second rank measures what the first does": (
-        Slip(feed.in_order, "range(ranks.rank,", "range(0,"),
+        Slip(feed.in_order, "range(ranks.data_rank,", "range(0,"),
         lambda: test_feed.test_a_split_is_measured_once_whatever_the_ranks(10, 3, 7, 2),
     ),
     "centroids of one rank": (

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms.base import Mixer, Options
 from subquad.ops.precision import wide_type
 from subquad.ops.rotary import Turns, turned, turned_pair, turns
@@ -153,7 +154,7 @@ class Attention(Mixer):
         """The turns for q [B, T, H, K]: those that the caller gave, which are of the same positions, or new ones."""
         if self._turns is not None:
             return self._turns
-        at = torch.arange(q.shape[1], device=q.device)
+        at = ranks.positions(q.shape[1], q.device)
         return turns(at if position is None else position[:, None] + at, q.shape[-1], wide_type(q))
 
     def _dropout(self) -> float:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import check_count, check_methods, check_plain, refuse
 from subquad.mechanisms import checking
 from subquad.ops.impl import Impl
@@ -108,6 +109,7 @@ class Mixer(nn.Module):
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
     turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
     rewinds: bool = False  # a state with a lower position is the state before the last tokens: nothing else changed
+    splits: ClassVar[bool] = False  # over ranks that share a sequence (ranks.py)
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
@@ -193,18 +195,21 @@ class Mixer(nn.Module):
         `context` may also be a memory that `remember` returned. `turns`: those of the positions of x, for rotary, if
         the caller has made them, with ops.rotary.turns(positions, mix.turn_width); without them x starts at 0.
         """
-        x, lengths = checking.check_padded(self, x, lengths)
-        checking.check_turns(self, turns, x)
-        if isinstance(context, tuple):
-            memory: Any = context
-            checking.check_memory(self, memory, context_lengths, x.shape[0])
-            y, context_lengths = self._recall(x, lengths, memory), memory.lengths
-        else:
-            context, context_lengths = checking.check_context(self, x, context, context_lengths)
-            if context is None:
-                y = self._with(turns, self._forward, x, lengths)
+        if context is not None:
+            ranks.refuse("context", "accepted is self-attention: a context is not split")
+        with checking.split_over(self, x):
+            x, lengths = checking.check_padded(self, x, lengths)
+            checking.check_turns(self, turns, x)
+            if isinstance(context, tuple):
+                memory: Any = context
+                checking.check_memory(self, memory, context_lengths, x.shape[0])
+                y, context_lengths = self._recall(x, lengths, memory), memory.lengths
             else:
-                y = self._cross(x, lengths, context, context_lengths)
+                context, context_lengths = checking.check_context(self, x, context, context_lengths)
+                if context is None:
+                    y = self._with(turns, self._forward, x, lengths)
+                else:
+                    y = self._cross(x, lengths, context, context_lengths)
         y = zero_padding(y, lengths)
         # a row with an empty context is zero, like a row of length 0
         return y if context_lengths is None else y.masked_fill((context_lengths == 0)[:, None, None], 0)
@@ -217,6 +222,7 @@ class Mixer(nn.Module):
         context_lengths: Tensor | None = None,
     ) -> Tensor:
         """The paper's definition, which `forward` must equal: dense and slow, for each row without its padding."""
+        ranks.refuse("reference", "the definition is for whole sequences; accepted is forward")
         x, lengths = checking.check_padded(self, x, lengths)
         context, context_lengths = checking.check_context(self, x, context, context_lengths)
         if lengths is None and context_lengths is None:
@@ -233,6 +239,7 @@ class Mixer(nn.Module):
 
     def pattern(self, x: Tensor) -> Tensor:
         """Weights of who attends to whom, [B, H, T, T], for pictures."""
+        ranks.refuse("pattern", "a picture is of whole sequences; accepted is forward")
         checking.check_tokens(self, x)
         return self._pattern(x)
 
@@ -265,11 +272,12 @@ class Mixer(nn.Module):
         `turns` as in `forward`; without them x starts at the state's position.
         """
         checking.check_stateful(self, "prefill")
-        x, lengths = checking.check_padded(self, x, lengths)
-        if state is not None:
-            checking.check_state(self, state, x.shape[0])
-        checking.check_turns(self, turns, x)
-        y, state = self._with(turns, self._prefill, x, lengths, state)
+        with checking.split_over(self, x):
+            x, lengths = checking.check_padded(self, x, lengths)
+            if state is not None:
+                checking.check_state(self, state, x.shape[0])
+            checking.check_turns(self, turns, x)
+            y, state = self._with(turns, self._prefill, x, lengths, state)
         return zero_padding(y, lengths), state
 
     def step(self, x: Tensor, state: State, inplace: bool = False, turns: Turns | None = None) -> tuple[Tensor, State]:
@@ -278,6 +286,7 @@ class Mixer(nn.Module):
         Use the returned state even with `inplace`: a state that must grow is replaced. `turns` as in `prefill`.
         """
         checking.check_stateful(self, "step")
+        ranks.refuse("step", "one token cannot be split; accepted is a step after the context")
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [B, {self.options.dim}]")
         checking.check_tokens(self, x[:, None])
@@ -294,7 +303,7 @@ class Mixer(nn.Module):
 
     def _advance(self, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
         """The positions after a prompt x [B, T, D]."""
-        return position + (x.shape[1] if lengths is None else lengths)
+        return position + ranks.tokens_read(x.shape[1], lengths)
 
     def _generator(self) -> torch.Generator:
         """The generator for this layer's random draws: reproducible from `seed`, different in each layer."""

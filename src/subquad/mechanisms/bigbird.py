@@ -42,6 +42,7 @@ class Options(base.KernelOptions):
 class Bigbird(Patterned):
     traits = Traits(causal=True, bidirectional=True, state="growing")
     exponent = 1.0
+    splits = False  # it moves tokens to the front
     small = ({"block": 3, "random": 2}, {"block": 3, "random": 2, "construction": "etc"}, {"block": 4, "random": 0})
     options: Options
     draw: Tensor

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import FLOATS, check_strided, check_tensor
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import autocasts
@@ -52,8 +54,8 @@ def check_tokens(mix: Mixer, x: Tensor, name: str = "x") -> None:
     if x.dtype != like.dtype and not cast:
         raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {like.dtype}")
     limit = mix.options.max_length
-    if limit is not None and mix.traits.fixed_length and x.shape[1] > limit:
-        raise ValueError(f"{name} has T={x.shape[1]}: this module was built with max_length={limit}")
+    if limit is not None and mix.traits.fixed_length and (size := ranks.whole_length(x.shape[1])) > limit:
+        raise ValueError(f"{name} has T={size}: this module was built with max_length={limit}")
 
 
 def check_padded(mix: Mixer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -76,6 +78,23 @@ def check_turns(mix: Mixer, turns: Turns | None, x: Tensor) -> None:
         if t.shape not in ((size, 1, width), (batch, size, 1, width)) or t.device != x.device:
             accepted = f"{[size, 1, width]} or {[batch, size, 1, width]} on {x.device}"
             raise ValueError(f"turns.{name} is {list(t.shape)} on {t.device}: accepted is {accepted}")
+
+
+def split_over(mix: Mixer, x: Tensor) -> AbstractContextManager[Any]:
+    """A context for a call on x, which may be a part of a sequence; refuse mechanisms that cannot be split."""
+    if ranks.active() is None:
+        return nullcontext()
+    if not mix.splits:
+        from subquad.mechanisms import MECHANISMS
+
+        accepted = ", ".join(name for name, cls in MECHANISMS.items() if cls.splits)
+        name = next((name for name, cls in MECHANISMS.items() if cls is type(mix)), type(mix).__name__)
+        raise ValueError(f"mechanism {name!r} cannot split a sequence over ranks: accepted are {accepted}")
+    if getattr(mix.options, "dropout", 0.0) and mix.training and "dropout" not in mix.unused:
+        accepted = "0 inside sequence_parallel: weights are not dropped by position there"
+        raise ValueError(f"dropout={mix.options.dropout} of {type(mix).__name__} cannot work: accepted is {accepted}")
+    check_tokens(mix, x)
+    return ranks.laid_out(x.shape[1])
 
 
 def check_context(

@@ -13,6 +13,7 @@ Verified    tests/mechanisms/test_compressed.py: the full attention limit, 1e-12
             copied weights, one head, T divisible by the stride, 1e-12 once its null slot scores far below the others
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
@@ -54,6 +56,7 @@ class Compressed(Attention):
     family, exponent = "fewer queries or keys", 2.0
     small = ({}, {"stride": 1}, {"stride": 8})
     may_turn = False
+    splits = True
     options: Options
 
     def __init__(self, options: Options):
@@ -68,8 +71,14 @@ class Compressed(Attention):
         return self.heads.split(x, context)  # not rotated yet: slots are rotated instead of keys
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        at, counts, stride = torch.arange(q.shape[1], device=q.device), key_lengths, self.options.stride
+        at, counts, stride = ranks.positions(q.shape[1], q.device), key_lengths, self.options.stride
         q = self._turn(q, at)
+        if (cut := ranks.layout(q.shape[1])) is not None:
+            slots_k, slots_v = self._slots_of_all(k, v, lengths, cut)
+            if self.options.causal:
+                return self._attend_first(q, slots_k, slots_v, (at[None] + 1) // stride)
+            visible = self._visible(ranks.whole_lengths(lengths), slots_k.shape[1])
+            return dense_attention(q, slots_k, slots_v, visible, dropout=self._dropout())
         if self.options.causal and symbolic(q.shape[1]):
             return self._attend_first(q, *self._compress_all(k, v, None), (at[None] + 1) // stride)
         if self.options.causal:
@@ -79,6 +88,25 @@ class Compressed(Attention):
             counts = torch.full(k.shape[:1], k.shape[1], device=q.device)  # hides the extra slots
         k, v = self._compress_all(k, v, counts)
         return dense_attention(q, k, v, self._visible(counts, k.shape[1]), dropout=self._dropout())
+
+    def _slots_of_all(self, k: Tensor, v: Tensor, lengths: Tensor | None, cut: ranks.Layout) -> tuple[Tensor, Tensor]:
+        """The slots of all ranks: a slot is made by the rank of its first token, with the tokens after its part."""
+        stride = self.options.stride
+        first = [-(-start // stride) for start in (*cut.starts, cut.total)]  # the first slot of each rank
+        counts = [b - a for a, b in itertools.pairwise(first)]
+        around = ranks.halo(zero_padding(torch.cat((k, v), -1), lengths), 0, stride - 1)
+        lead = first[cut.rank] * stride - cut.offset
+        own = around[:, lead : lead + counts[cut.rank] * stride]
+        if counts[cut.rank]:
+            rows = torch.full(k.shape[:1], first[cut.rank], device=k.device)
+            own_k, own_v = own.contiguous().chunk(2, -1)
+            slots = torch.cat(self._compress(own_k, own_v, rows), -1)
+        else:
+            unused = (around, *self.key.parameters(), *self.value.parameters())
+            slots = ranks.tie(own.new_zeros(len(k), 0, *own.shape[2:]), *unused)
+        every = ranks.gather(F.pad(slots, (0, 0, 0, 0, 0, max(counts) - slots.shape[1])))
+        slots = torch.cat([part[:, :count] for part, count in zip(every, counts, strict=True)], 1)
+        return slots[..., : k.shape[-1]], slots[..., k.shape[-1] :]
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._compress_all(*self.heads.keys(context), lengths), lengths)
@@ -121,6 +149,7 @@ class Compressed(Attention):
         return State(k, k.clone(), last, last.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        ranks.refuse("prefill of Compressed", "accepted is forward, or a prompt on one rank")
         before = self._init_state(*x.shape[:2]) if state is None else state
         (size, stride), device = (x.shape[1], self.options.stride), x.device
         q, k, v = self.heads.split(x)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops import linear
@@ -64,7 +65,9 @@ class Efficient(Kernelised):
                 # divide the queries by the normalisers of features, instead of a softmax over positions
                 q = (q.softmax(-1, z.dtype) * z.reciprocal()[:, None]).to(weight.dtype)
             return linear.linear_attention(q, weight, _roomy(v), causal=False, **self._how()).to(v.dtype)
-        n = k.shape[1] if key_lengths is None else key_lengths.clamp(min=1).to(wide_type(k))[:, None, None, None]
+        n: int | Tensor = ranks.whole_length(k.shape[1])
+        if (rows := ranks.whole_lengths(key_lengths)) is not None:
+            n = rows.clamp(min=1).to(wide_type(k))[:, None, None, None]
         q, k = (q / n**0.5).to(v.dtype), (k / n**0.5).to(v.dtype)
         return linear.linear_attention(q, k, v, causal=False, key_lengths=key_lengths, **self._how())
 
@@ -72,6 +75,8 @@ class Efficient(Kernelised):
         state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
+        if self.options.normalize == "softmax" and ranks.active() is not None:
+            return self._prefill_part(x, k, v, lengths, state)
         if self.options.normalize == "softmax":
             with uncast(x):
                 if _moderate(k, state.max):
@@ -80,11 +85,39 @@ class Efficient(Kernelised):
                     sums = self._running_softmax(wide(q), _mask(wide(k), lengths), wide(v), state)
             return self._merge(sums[0]), State(*sums[1:], position)
         # divide by √t twice, as the paper divides both q and k, so that all numbers stay in the range of 16 bits
-        n = state.position[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
+        n = state.position[:, None] + ranks.positions(x.shape[1], x.device) + 1
         root = n.to(state.s.dtype).sqrt()[..., None, None]  # [B, T, 1, 1]
         how = {"lengths": lengths, "initial_state": linear.LinearState(state.s, state.z), **self._how()}
         o, added = linear.linear_attention((q / root).to(v.dtype), k, v, return_state=True, **how)
         return self._merge(o / root), State(added.s, added.z, state.max, position)
+
+    def _prefill_part(
+        self, x: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, state: State
+    ) -> tuple[Tensor, State]:
+        """The part of a sequence that other ranks share: it continues the sums of the ranks before it."""
+        k, v = _mask(wide(k), lengths), wide(v)
+        most = k.detach().amax(1).clamp(min=NOTHING)  # [B, H, K]
+        weight = (k - most[:, None]).exp()
+        with uncast(x):
+            s = torch.einsum("bthk,bthv->bhkv", weight, v)
+        own = torch.cat((s, weight.sum(1)[..., None], most[..., None]), -1)
+        *sums, peaks = ranks.gather(own, "states").split((v.shape[-1], 1, 1), -1)
+        peaks = peaks.detach()  # [ranks, B, H, K, 1]
+
+        def joined(upto: int) -> tuple[Tensor, Tensor, Tensor]:
+            """s, z and the largest logit of the state and the ranks before `upto`."""
+            largest = torch.cat((state.max[None, ..., None], peaks[:upto])).amax(0)
+            before = (torch.arange(len(peaks), device=x.device) < upto).to(peaks.dtype)[:, None, None, None, None]
+            units, old = (peaks - largest).clamp(max=0).exp() * before, (state.max[..., None] - largest).exp()
+            s, z = ((part * units).sum(0) for part in sums)
+            return s + state.s * old, z[..., 0] + state.z * old[..., 0], largest[..., 0]
+
+        group = ranks.active()
+        assert group is not None
+        start = self.state_type(*joined(group.rank), state.position)
+        with ranks.suspended():
+            y, _ = self._prefill(x, lengths, start)
+        return y, self.state_type(*joined(group.world), self._advance(state.position, x, lengths))
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
@@ -212,9 +245,9 @@ def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
     The shift brings a feature's largest logit to within LIMIT. It is usually zero, so that k - shift is not rounded in
     16 bits before the exponential. If it is not zero, the difference is exact for the keys close enough to matter.
     """
-    largest = k.detach().amax(1, keepdim=True)
+    largest = ranks.largest(k.detach().amax(1, keepdim=True))
     weight = (k - (largest - largest.clamp(-LIMIT, LIMIT))).exp_()
-    return weight, weight.sum(1, dtype=wide_type(k))
+    return weight, ranks.total(weight.sum(1, dtype=wide_type(k)), "states")
 
 
 def _moderate(k: Tensor, largest: Tensor) -> bool:

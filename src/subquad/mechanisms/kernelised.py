@@ -36,6 +36,7 @@ class Kernelised(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
     family, exponent = "kernels", 1.0
     equivariant = True
+    splits = True
     unused = Attention.unused | {"dropout"}
 
     def __init_subclass__(cls) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.ops.feature_maps import feature_map
 from subquad.ops.lengths import readable, symbolic
 from subquad.ops.precision import wide, wide_type
@@ -65,7 +66,7 @@ class Cosformer(Given):
         self.length = length or 0
 
     def queries(self, q: Tensor, position: Tensor | None = None) -> Tensor:
-        at = torch.arange(q.shape[1], device=q.device)
+        at = ranks.positions(q.shape[1], q.device)
         at = at if position is None else position[:, None] + at
         angle = at.to(wide_type(q))[..., None, None] * (math.pi / 2 / self.length)  # [T, 1, 1] or [B, T, 1, 1]
         return torch.cat((wide(q) * angle.cos(), wide(q) * angle.sin()), dim=-1).to(q.dtype)
@@ -76,9 +77,9 @@ class Cosformer(Given):
     def check(self, length: int, lengths: Tensor | None = None, position: Tensor | None = None) -> None:
         if symbolic(length):
             return
-        reached = length
+        size, reached = length, ranks.whole_length(length)
         if position is not None and readable(position):
-            reached = max(reached, int((position + (length if lengths is None else lengths)).max()))
+            reached = max(reached, int((position + ranks.tokens_read(size, lengths)).max()))
         if reached > self.length:
             raise ValueError(f"x ends at position {reached}: this module was built with length={self.length}")
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Mixer, Traits
@@ -49,6 +50,7 @@ class Linformer(Attention):
         {"rank": 7, "share": "layer"},
     )
     approximates = True
+    splits = True
     options: Options
     _why_not_causal = "E and F mix all positions before any query reads them"
 
@@ -89,8 +91,9 @@ class Linformer(Attention):
     def _few(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """E k and F v, [B, S, H, K] -> [B, H, rank, K]; zeros in k have the same effect as fewer columns of E."""
         k, v = (zero_padding(t, lengths).transpose(1, 2) for t in (k, v))
-        size = k.shape[2]
-        return first(self.key_rows, size, -1) @ k, first(self._value_rows, size, -1) @ v
+        return tuple(  # type: ignore[return-value]
+            ranks.total(_columns(rows, t.shape[2]) @ t) for rows, t in ((self.key_rows, k), (self._value_rows, v))
+        )
 
     def _attend_few(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, dropout_p=self._dropout())  # [B, H, T, V]
@@ -99,3 +102,9 @@ class Linformer(Attention):
     @property
     def _value_rows(self) -> Tensor:
         return self.key_rows if self.value_rows is None else self.value_rows
+
+
+def _columns(rows: Tensor, size: int) -> Tensor:
+    """The columns of E or F for the first tokens, or for this rank's: [·, rank, size]."""
+    cut = ranks.layout(size)
+    return first(rows, size, -1) if cut is None else rows.narrow(-1, cut.offset, size)

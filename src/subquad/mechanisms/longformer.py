@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV
@@ -28,7 +29,9 @@ from subquad.mechanisms.patterned import Patterned
 from subquad.ops.lengths import symbolic
 from subquad.ops.rotary import rotate
 from subquad.ops.sparse import sparse_attention
+from subquad.ops.sparse.api import alone
 from subquad.ops.sparse.patterns import Dense, Dilated, Global, Local, Pattern
+from subquad.ops.sparse.split import few_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,10 @@ class Longformer(Patterned):
         o = self._attend(*self._project(x), lengths, lengths)
         if self.global_rows:
             q, k, v = self._project_global(x)
+            if (cut := ranks.layout(x.shape[1])) is not None:
+                rows, _ = few_attention(alone(self.scale, self.options.impl), q, k, v, lengths)
+                own = rows[:, cut.offset : cut.offset + cut.size].to(o.dtype)
+                return self.heads.merge(ranks.tie(torch.cat((own, o[:, own.shape[1] :]), 1), rows))
             rows = sparse_attention(q, k, v, Dense(), key_lengths=lengths, scale=self.scale, impl=self.options.impl)
             if symbolic(x.shape[1]):  # there may be fewer tokens than global ones
                 here = torch.arange(x.shape[1], device=x.device)[:, None, None] < rows.shape[1]
@@ -115,7 +122,7 @@ class Longformer(Patterned):
         """q' of the global tokens, k' and v' of all."""
         k, v = self.global_kv(x).unflatten(-1, (2, self.options.heads, -1)).unbind(2)  # [B, T, H, K]
         few = F.pad(x, (0, 0, 0, self.options.global_tokens + 1)) if symbolic(x.shape[1]) else x
-        q = self.global_q(few[:, : self.options.global_tokens]).unflatten(-1, k.shape[2:])
-        if self.options.rotary:
+        q = self.global_q(ranks.tokens_of(few, 0, self.options.global_tokens)).unflatten(-1, k.shape[2:])
+        if self.options.rotary:  # the first tokens are the same on every rank
             q, k = rotate(q, torch.arange(q.shape[1], device=q.device)), self._rotate(k, k)[0]
         return q, k, v

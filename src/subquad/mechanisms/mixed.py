@@ -50,6 +50,7 @@ class Mixed(Mixer):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family = "hybrid"
     exponent = 1.0
+    splits = True  # where its parts do
     unused = frozenset({"dropout"})  # each part has its own option
     small = (
         {"parts": (("linear", 1), ("local", 3, {"window": 4}))},

@@ -22,12 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import uncast, wide, wide_type
+from subquad.ops.sparse import Dense, sparse_attention
+from subquad.ops.sparse.api import alone
+from subquad.ops.sparse.split import few_attention
 
 BLOCK = 64  # tokens that a convolution computes at once
 PIECES = (16, 8, 4, 2, 1)  # cut the queries into the first of these numbers of pieces that divides their length
@@ -51,6 +55,7 @@ class Nystrom(Attention):
     joint_queries = True
     small = ({"landmarks": 6, "conv": 5}, {"landmarks": 16, "conv": 0})
     approximates = True
+    splits = True
     options: Options
     _why_not_causal = "a landmark is a mean over a segment, so every query would read the future through it"
 
@@ -65,7 +70,10 @@ class Nystrom(Attention):
         q, k, v = self._project(x)
         o = self._attend(q, k, v, lengths, lengths)
         if self.conv is not None:
-            o = o + convolve(zero_padding(v, lengths), self.conv.weight[:, 0, :, 0].to(v.dtype))
+            half = 0 if ranks.active() is None else self.options.conv // 2
+            around = zero_padding(v, lengths) if half == 0 else ranks.halo(zero_padding(v, lengths), half, half)
+            mixed = convolve(around, self.conv.weight[:, 0, :, 0].to(v.dtype))
+            o = o + mixed[:, half : half + v.shape[1]]
         return self._merge(o)
 
     def _reference(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -89,6 +97,10 @@ class Nystrom(Attention):
         with uncast(q):
             if dtype == torch.float16:  # a large inverse times values can exceed its range
                 q, k, v = q.float(), k.float(), v.float()
+            if (whole := ranks.whole_length(size)) > size and whole <= few:
+                return sparse_attention(q, k, v, Dense(), lengths=lengths).to(dtype)
+            if whole > size:
+                return self._attend_long(q, k, v, lengths, key_lengths).to(dtype)
             if symbolic(size, k.shape[1]):  # pad the rows, because `_attend_long` is exact for short padded rows
                 lengths, key_lengths = (
                     torch.full(t.shape[:1], t.shape[1], device=t.device) if n is None else n
@@ -105,37 +117,50 @@ class Nystrom(Attention):
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
         """For tensors with more tokens than landmarks, padding included; `keys` [B] are the lengths of rows of keys."""
         few, visible, dropout = self.options.landmarks, visible_keys(keys, k.shape[1]), self._dropout()
-        few_q, few_k, few_visible = self._landmarks(q, lengths), self._landmarks(k, keys), visible_keys(keys, few)
+        few_q, few_k = self._landmarks(q, lengths), self._landmarks(k, keys)
+        cut, first_values = ranks.layout(k.shape[1]), ranks.tokens_of(v, 0, few).transpose(1, 2)
+        start = 0 if cut is None else cut.offset
+        if cut is not None:  # softmax(Q̃ Kᵀ) V over the keys of all ranks
+            far, _ = few_attention(alone(None, "auto"), few_q.transpose(1, 2), k, v, keys)
+            lengths, keys = ranks.whole_lengths(lengths), ranks.whole_lengths(keys)
+        few_visible = visible_keys(keys, few)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, K]
         scores = wide(few_q) @ wide(few_k).mT / math.sqrt(q.shape[-1])
         if few_visible is not None:
             scores = scores.masked_fill(~few_visible, -math.inf)
         inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
-        summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
+        if cut is None:
+            summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
+        else:
+            summary = far.to(v.dtype).transpose(1, 2)
         values = (inverse @ wide(summary)).to(v.dtype)  # [B, H, M, V]
         if keys is not None:  # where every key is its own landmark, its own value is exact
             own_key = (keys <= few)[:, None, None, None]
-            values = torch.where(own_key, v[:, :, :few], values)
+            values = torch.where(own_key, first_values, values)
         o = _read(q, few_k, values, few_visible, dropout)
         if lengths is not None:  # where every query is its own landmark, its own summary is exact
             own = (lengths <= few)[:, None, None, None]
             own = own if keys is None else own & ~own_key
-            o = torch.cat((torch.where(own, summary, o[:, :, :few]), o[:, :, few:]), dim=2)
-        return o.transpose(1, 2)
+            own_summary = summary[:, :, start : start + o.shape[2]]
+            early = own_summary.shape[2]
+            o = torch.cat((torch.where(own, own_summary, o[:, :, :early]), o[:, :, early:]), dim=2)
+        return o.transpose(1, 2) if cut is None else ranks.tie(o.transpose(1, 2), first_values)
 
     def _landmarks(self, t: Tensor, lengths: Tensor | None) -> Tensor:
         """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]"""
         length, size, exact = t.shape[1], self.options.landmarks, wide_type(t)
-        if lengths is None and length % size == 0:
+        if lengths is None and length % size == 0 and ranks.active() is None:
             return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
-        n = torch.full(t.shape[:1], length, device=t.device) if lengths is None else lengths.clamp(min=1)
+        rows = ranks.whole_lengths(lengths)
+        whole = ranks.whole_length(length)
+        n = torch.full(t.shape[:1], whole, device=t.device) if rows is None else rows.clamp(min=1)
         n, m = n[:, None, None], n.clamp(max=size)[:, None, None]
-        segment = (torch.arange(1, length + 1, device=t.device) * m - 1) // n  # [B, 1, T]; from m on beyond the row
+        segment = ((ranks.positions(length, t.device) + 1) * m - 1) // n  # [B, 1, T]; from m on beyond the row
         index = torch.arange(size, device=t.device)[:, None]
         member = (segment == index) & (index < m)  # [B, M, T]
-        sums = (member.to(t.dtype) @ t.flatten(2)).to(exact)  # [B, M, H*K]
-        means = sums / member.sum(-1, keepdim=True).clamp(min=1)
+        sums = ranks.total((member.to(t.dtype) @ t.flatten(2)).to(exact))  # [B, M, H*K]
+        means = sums / ranks.total(member.sum(-1, keepdim=True)).clamp(min=1)
         return means.to(t.dtype).unflatten(-1, t.shape[2:]).transpose(1, 2)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import KernelOptions, Traits, own_type
@@ -44,6 +45,7 @@ class Patterned(Attention):
     family = "human patterns"
     unused = Attention.unused | {"dropout"}  # weights are never stored, so they cannot be dropped
     approximates = True
+    splits = True
     options: KernelOptions
 
     def __init_subclass__(cls) -> None:
@@ -91,6 +93,8 @@ class Patterned(Attention):
         return self.state_type(*self.cache.empty(batch, self.options.heads, self.width, capacity or 64, self._like))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
+        if ranks.active() is not None:
+            return self._prefill_part(x, lengths, state)
         if state is not None:
             o, state = self.cache._attend(*self._project(x, position=state.position), state, lengths, self.scale)
         else:
@@ -98,6 +102,24 @@ class Patterned(Attention):
             o, state = self._attend(q, k, v, None, None), Patterned._init_state(self, *x.shape[:2])
             state = self.cache._extend(state, k, v, lengths)
         return self._merge(o), state
+
+    def _prefill_part(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
+        """A part of a prompt that other ranks share; every rank keeps what decoding needs of all of it."""
+        if state is not None:
+            ranks.refuse(f"a state before a prompt of {type(self).__name__}", "accepted is a prompt from the start")
+        q, k, v = self._project(x)
+        both, total, cache = torch.cat((k, v), -1), ranks.whole_length(x.shape[1]), self.cache
+        new = Patterned._init_state(self, x.shape[0], total)
+        rows = ranks.whole_lengths(lengths)
+        # if all rows end together, a window needs the first and the last tokens alone
+        first, start = (0, 0) if cache.growing or rows is not None else (cache.pinned, max(0, total - cache.ring))
+        if 0 < first < start:
+            pinned_k, pinned_v = ranks.tokens_of(both, 0, first).chunk(2, -1)
+            new = cache._extend(new, pinned_k, pinned_v, None)
+        new = new._replace(position=torch.full_like(new.position, start))
+        last_k, last_v = ranks.tokens_of(both, start, total).chunk(2, -1)
+        new = cache._extend(new, last_k, last_v, rows)
+        return self._merge(self._attend(q, k, v, None, None)), new
 
 
 @lru_cache(maxsize=1024)

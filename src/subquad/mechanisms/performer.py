@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import at_least, check_eps, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
@@ -146,12 +147,14 @@ class Performer(Kernelised):
             exponent = exponent.masked_fill(~mask[..., None], NOTHING)
         if self.options.causal:
             start = torch.full_like(exponent[:, 0], NOTHING) if largest is None else largest
+            if ranks.active() is not None:
+                start = torch.maximum(start, ranks.largest_before(exponent.amax(1), NOTHING))
             reached = torch.maximum(running_max(exponent.mT).mT, start[:, None])
             before = torch.cat((start[:, None], reached[:, :-1]), dim=1)
             gate = (before - reached).masked_fill(before == NOTHING, 0)  # nothing to decay yet
         else:
-            reached = exponent.amax(dim=1, keepdim=True)
-        largest = reached[:, -1]
+            reached = ranks.largest(exponent.amax(dim=1, keepdim=True))
+        largest = ranks.largest(reached[:, -1])
         if mask is not None:
             reached = torch.where(mask[..., None], reached, -NOTHING)  # in such units a padded key has weight 0
         return reached, gate, largest

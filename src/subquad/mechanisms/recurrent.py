@@ -53,6 +53,7 @@ class Recurrent(Mixer):
     state_type: type[Any]
     traits = Traits(causal=True, bidirectional=False, state="constant")
     family, exponent = "gated and delta rules", 1.0
+    splits = True
     unused = Mixer.unused | {"dropout", "rotary"}
     options: KernelOptions
 

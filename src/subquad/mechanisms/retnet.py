@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1, Mixer
 from subquad.mechanisms.recurrent import Recurrent, Tokens
@@ -44,7 +45,7 @@ class RetNet(Recurrent):
     def _tokens(self, mixed: Tensor, plain: Tensor, position: Tensor | None) -> Tokens:
         q, k, v = self._qkv_of(mixed)
         if self.options.rotary:
-            at = torch.arange(q.shape[1], device=q.device)
+            at = ranks.positions(q.shape[1], q.device)
             at = at if position is None else position[:, None] + at
             by = self._turns or turns(at, self.keys, wide_type(q))
             q, k = turned(q, by), turned(k, by)

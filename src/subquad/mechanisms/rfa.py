@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import check_eps, refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV
@@ -125,8 +126,8 @@ class RFA(Kernelised):
         exact = wide_type(self._like)
         start = x.new_zeros(x.shape[0], self.options.heads, dtype=exact) if start is None else start
         if gate is None:
-            upto = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-            return start[:, None] + upto, start + (x.shape[1] if lengths is None else lengths[:, None])
+            upto = ranks.positions(x.shape[1], x.device)[:, None] + 1
+            return start[:, None] + upto, self._advance(start, x, None if lengths is None else lengths[:, None])
         gate = gate.to(exact)  # wₜ² = (1 - gₜ)², and what came before shrinks by gₜ²
         one, own = torch.ones_like(gate)[..., None], torch.expm1(gate).square()[..., None]
         before = LinearState(start[..., None, None], start[..., None])
@@ -177,7 +178,8 @@ class RFA(Kernelised):
 
 def _counts(like: Tensor, lengths: Tensor | None) -> Tensor:
     """The number of keys [B, S, H, ·] of a row, which is Σ wₛ² for all its queries without a gate: [B, 1, 1]"""
-    count = torch.full_like(like[:, 0, 0, 0], like.shape[1]) if lengths is None else lengths
+    whole = ranks.whole_lengths(lengths)
+    count = torch.full_like(like[:, 0, 0, 0], ranks.whole_length(like.shape[1])) if whole is None else whole
     return count[:, None, None].to(wide_type(like))
 
 

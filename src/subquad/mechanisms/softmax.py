@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention, Heads
@@ -22,6 +23,7 @@ from subquad.mechanisms.base import Traits
 from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import counted_attention, dense_attention, hide_future
 from subquad.ops.lengths import visible_keys
+from subquad.ops.sparse import Dense, sparse_attention
 
 
 class State(NamedTuple):
@@ -71,6 +73,7 @@ class Softmax(Attention):
     traits = Traits(causal=True, bidirectional=True, cross=True, state="growing")
     family, exponent = "exact", 2.0
     equivariant = rewinds = True
+    splits = True
     small = ({}, {"projections": False})
     options: Options
 
@@ -81,6 +84,8 @@ class Softmax(Attention):
             self.heads = Unprojected(options.heads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if ranks.active() is not None:
+            return sparse_attention(q, k, v, Dense(), causal=self.options.causal, lengths=lengths, scale=self.scale)
         causal = self.options.causal  # right padding is in every token's future
         mask = None if causal else visible_keys(key_lengths, k.shape[1])
         return dense_attention(q, k, v, mask, causal=causal, scale=self.scale, dropout=self._dropout())
@@ -99,10 +104,13 @@ class Softmax(Attention):
         return State(cache, cache.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        before = self._init_state(*x.shape[:2]) if state is None else state
+        if state is not None:
+            ranks.refuse("a state before a prompt of Softmax", "accepted is a prompt from the start")
+        before = self._init_state(x.shape[0], ranks.whole_length(x.shape[1])) if state is None else state
         start = before.position
         q, k, v = self._project(x, position=start)
-        new = State(append(before.k, k, start), append(before.v, v, start), self._advance(start, x, lengths))
+        keys, values = (ranks.tokens_of(t, 0, ranks.whole_length(x.shape[1])) for t in (k, v))
+        new = State(append(before.k, keys, start), append(before.v, values, start), self._advance(start, x, lengths))
         if state is None:
             return self._merge(self._attend(q, k, v, None, None)), new
         counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]

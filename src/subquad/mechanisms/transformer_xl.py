@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
@@ -40,6 +41,7 @@ class Options(base.Options):
 class TransformerXL(Attention):
     traits = Traits(causal=True, bidirectional=True, state="window")
     family, exponent = "recurrence", 1.0
+    splits = True
     unused = Attention.unused | {"rotary"}
     small = ({"memory": 5}, {"memory": 64})
     options: Options
@@ -54,16 +56,23 @@ class TransformerXL(Attention):
         q, k, v = self.heads.split(x)
         around, seen = (self.options.memory, self.after), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
-        k, v = (F.pad(t, (0, 0, 0, 0, *around)) for t in (k, v))
-        return self._merge(self._attend_behind(q, k, v, F.pad(seen, around)))
+        k, v = (ranks.halo(t, *around) for t in (k, v))
+        seen = F.pad(seen, around) if ranks.active() is None else ranks.halo(seen.to(torch.uint8), *around) > 0
+        return self._merge(self._attend_behind(q, k, v, seen))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         past = self._zeros(batch, self.options.memory, self.options.heads, self.width)
         return State(past, past.clone(), self._zeros(batch, dtype=torch.int64))
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        if state is not None:
+            ranks.refuse("a state before a prompt of TransformerXL", "accepted is a prompt from the start")
         state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
+        if ranks.active() is not None:
+            (past_k, at), (past_v, _) = (ranks.last_tokens(t.detach(), self.options.memory, lengths) for t in (k, v))
+            past = [t.to(state.k.dtype) for t in (past_k, past_v)]
+            return self._forward(x, lengths), State(past[0], past[1], at[:, -1] + 1)
         k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
         memory = self.options.memory
         slots = torch.arange(k.shape[1], device=x.device)

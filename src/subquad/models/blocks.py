@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad import ranks
 from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer
 from subquad.models.config import MixerConfig, TransformerConfig
+from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
@@ -33,7 +35,7 @@ class FeedForward(nn.Module):
         self.gated = config.activation == "swiglu"
         self.inner = nn.Linear(config.dim, config.ff_width * (2 if self.gated else 1))
         self.out = nn.Linear(config.ff_width, config.dim)
-        self.dropout = nn.Dropout(config.ff_dropout)
+        self.dropout = Dropout(config.ff_dropout)
         nn.init.zeros_(self.inner.bias)
         nn.init.zeros_(self.out.bias)
 
@@ -41,19 +43,21 @@ class FeedForward(nn.Module):
         """x [..., D]. In chunks along T, only one chunk's wide inner vectors exist at a time, also in backward."""
         if self.chunks == 1 or x.ndim < 3:
             return self._apply_all(x)
-        parts = x.chunk(self.chunks, dim=-2)
+        parts, seed = x.chunk(self.chunks, dim=-2), self.dropout.seed()
+        at = [None] * len(parts) if seed is None else ranks.positions(x.shape[-2], x.device).chunk(self.chunks)
+        pieces = [(part, seed, places) for part, places in zip(parts, at, strict=True)]
         if torch.is_grad_enabled():
-            return torch.cat([checkpoint(self._apply_all, part, use_reentrant=False) for part in parts], dim=-2)
-        return torch.cat([self._apply_all(part) for part in parts], dim=-2)
+            return torch.cat([checkpoint(self._apply_all, *piece, use_reentrant=False) for piece in pieces], dim=-2)
+        return torch.cat([self._apply_all(*piece) for piece in pieces], dim=-2)
 
-    def _apply_all(self, x: Tensor) -> Tensor:
+    def _apply_all(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
         h = self.inner(x)
         if self.gated:
             gate, value = h.chunk(2, dim=-1)
             h = nn.functional.silu(gate) * value
         else:
             h = nn.functional.relu(h) if self.activation == "relu" else nn.functional.gelu(h)
-        return self.out(self.dropout(h) if self.dropout.p else h)
+        return self.out(self.dropout(h, seed, positions) if self.dropout.p else h)
 
 
 class Residual(nn.Module):
@@ -63,7 +67,7 @@ class Residual(nn.Module):
         super().__init__()
         self.norm = make_norm(config)
         self.post = config.norm_position == "post"
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def read(self, stream: Stream) -> Tensor:
         # a reversible stream is at least float32, even if the model computes in fewer bits

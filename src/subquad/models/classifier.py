@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import one_of, refuse
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, make_head, make_mlp
-from subquad.models.inputs import batch_size
-from subquad.models.loss import Reduction, cross_entropy
+from subquad.models.inputs import batch_size, length_of
+from subquad.models.loss import Reduction, cross_entropy, mean_over_ranks
 from subquad.models.saving import Model
 from subquad.models.transformer import Transformer
 from subquad.ops.lengths import check_lengths
@@ -38,7 +39,12 @@ class PooledEncoder(nn.Module):
     def forward(
         self, inputs: Tensor, lengths: Tensor | None = None, name: str = "tokens", lengths_name: str = "lengths"
     ) -> Tensor:
-        x = self.embedding(inputs, lengths, name=name, lengths_name=lengths_name)
+        if self.cls is not None:
+            ranks.refuse('pooling="cls"', 'accepted are "mean" and "none"')
+        with ranks.laid_out(length_of(inputs)):
+            return self._pooled(self.embedding(inputs, lengths, name=name, lengths_name=lengths_name), lengths)
+
+    def _pooled(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         lengths = check_lengths(lengths, x)
         if self.cls is not None:
             x = torch.cat((self.cls.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
@@ -49,9 +55,12 @@ class PooledEncoder(nn.Module):
         if self.cls is not None:
             return y[:, 0]
         lengths = self.transformer.short_lengths(lengths)
+        if ranks.active() is not None:
+            whole = ranks.whole_lengths(lengths)
+            lengths = y.new_full(y.shape[:1], ranks.whole_length(y.shape[1])) if whole is None else whole
         if lengths is None:
             return y.mean(1)
-        return y.sum(1) / lengths.clamp(min=1)[:, None].to(y.dtype)  # padding is zeros already
+        return ranks.total(y.sum(1)) / lengths.clamp(min=1)[:, None].to(y.dtype)  # padding is zeros already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +107,20 @@ class Classifier(Model):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Cross-entropy in nats, float32, of labels [B], or [B, T] with pooling="none"."""
+        """Cross-entropy in nats, float32, of labels [B], or [B, T] with pooling="none".
+
+        Inside `sequence_parallel` the mean is over all ranks, and each rank's backward gives its share of the
+        gradients; with pooling="none", "sum" and "none" are those of its own part.
+        """
         logits = self(tokens, lengths)
         lengths = self.tower.transformer.short_lengths(lengths) if self.config.pooling == "none" else None
-        return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels")
+        if ranks.active() is None or (self.config.pooling == "none" and reduction != "mean"):
+            return cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels")
+        if self.config.pooling == "none":
+            total = cross_entropy(logits, labels, lengths, ignore_index, "sum", name="labels")
+            return mean_over_ranks(total, labels, lengths, ignore_index)
+        # all ranks have the same logits
+        return ranks.share(cross_entropy(logits, labels, lengths, ignore_index, reduction, name="labels"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +154,7 @@ class Matcher(Model):
 
     def forward(self, a: Tensor, b: Tensor, a_lengths: Tensor | None = None, b_lengths: Tensor | None = None) -> Tensor:
         """Logits [B, classes] of pairs of rows."""
+        ranks.refuse("a Matcher", "accepted are LanguageModel, Classifier and Transformer")
         rows_a, rows_b = batch_size(a), batch_size(b)
         if rows_a != rows_b:
             raise ValueError(f"b has batch {rows_b}: a has batch {rows_a}, and their rows are compared in pairs")

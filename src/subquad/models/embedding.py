@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.models.config import GRIDS, EmbeddingConfig
+from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.ops.lengths import keep, readable, shape_of
 
@@ -36,7 +38,7 @@ class Embedding(nn.Module):
         else:
             assert config.features is not None
             self.frames = nn.Linear(config.features, width)
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.dropout = Dropout(config.embedding_dropout)
 
     def forward(
         self,
@@ -55,14 +57,14 @@ class Embedding(nn.Module):
         batch, size, _ = x.shape
         mask = keep(None if lengths is None else lengths.to(x.device), size)
         if self.positions is not None:
-            at = torch.arange(size, device=inputs.device)  # [T]
+            at = ranks.positions(size, inputs.device)  # [T]
             if position is not None:
                 at = position[:, None] + at  # [B, T]
             if mask is not None:
                 at = at * mask  # padding may lie beyond the last position
             limit = self.positions.limit
             # on a GPU the lookup itself fails on a bad index
-            if limit is not None and readable(at) and (last := int(at.max()) + 1) > limit:
+            if limit is not None and readable(at) and (last := int(ranks.largest(at.max())) + 1) > limit:
                 what = f"shape={self.config.shape}" if self.config.shape else f"max_length={limit}"
                 raise ValueError(f"{name} reaches T={last}: this model was built with {what}, {limit} positions")
             places = self.positions(at, x.dtype)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
 from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import Rooms, check_fits
@@ -215,6 +216,7 @@ def read_prompts(
     rooms: Rooms | None = None,
 ) -> Prompts:
     """Prompts in any form, with their seeds and the state before them; ValueError if the model cannot read them."""
+    ranks.refuse("generation", "accepted is to generate after the context, from the state of a prefill")
     if not isinstance(prompt, Tensor):
         check_plain(name, prompt, Prompt)
         if prompt and all(isinstance(row, int) for row in prompt):

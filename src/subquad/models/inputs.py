@@ -62,6 +62,11 @@ def check_position(position: object, batch: int, device: torch.device) -> None:
         raise ValueError(f"state.position is on {position.device}: this model is on {device}")
 
 
+def length_of(x: object) -> int:
+    """Tokens of an input; 1 for anything else, which is refused later with a better message."""
+    return x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 1
+
+
 def batch_size(x: object) -> int:
     """Rows of an input; 0 for anything else, which is refused later with a better message."""
     return x.shape[0] if isinstance(x, Tensor) and x.ndim else 0

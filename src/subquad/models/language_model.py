@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.models import generation, logistic_mixture
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
 from subquad.models.embedding import Embedding, check_tie, make_head
-from subquad.models.inputs import batch_size
-from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, shift
+from subquad.models.inputs import batch_size, length_of
+from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, mean_over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
 
@@ -64,7 +65,8 @@ class LanguageModel(Model):
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, head: bool = True) -> Tensor:
         """Logits [B, T, vocab]; beyond `lengths` those of a zero vector. head=False: what the head reads, [B, T, D]."""
-        y = self.transformer(self.embedding(tokens, lengths), lengths)
+        with ranks.laid_out(length_of(tokens)):
+            y = self.transformer(self.embedding(tokens, lengths), lengths)
         return self._logits(y) if head else y
 
     def loss(
@@ -78,21 +80,27 @@ class LanguageModel(Model):
     ) -> Tensor:
         """Cross-entropy in nats, float32: of each token given those before it, or of `targets` [B, T] where given.
 
+        Inside `sequence_parallel` the mean is over the tokens of all ranks, and each rank's backward gives its share of
+        the gradients; "sum" and "none" are those of its own part.
         `pieces`: compute logits and loss for so many pieces of the tokens, one after the other, which saves memory.
         None: 8 pieces from 2^26 logits on, where all at once would be most of the memory, otherwise 1.
         """
         if self.config.mixture is None and self.config.width != self.config.embedding.vocab:
             raise ValueError(f"loss needs a logit per token: this model has outputs={self.config.outputs}; use forward")
         if targets is None:
-            tokens, targets, lengths = shift(tokens, lengths)
+            part = ranks.active() is not None
+            tokens, targets, lengths = shift_part(tokens, lengths, ignore_index) if part else shift(tokens, lengths)
+        over_all = ranks.active() is not None and reduction == "mean"
+        how: tuple[Tensor | None, int, Reduction] = lengths, ignore_index, "sum" if over_all else reduction
         layer = self._plain_head()
         if layer is not None:
-            y = self(tokens, lengths, head=False)
-            return head_cross_entropy(y, *layer, targets, lengths, ignore_index, reduction, pieces)
-        if pieces not in (None, 1):
+            loss = head_cross_entropy(self(tokens, lengths, head=False), *layer, targets, *how, pieces)
+        elif pieces in (None, 1):
+            criterion = cross_entropy if self.config.mixture is None else logistic_mixture.loss
+            loss = criterion(self(tokens, lengths), targets, *how)
+        else:
             refuse("pieces", pieces, "None or 1 with a mixture, or with a head that was replaced or has hooks")
-        loss = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-        return loss(self(tokens, lengths), targets, lengths, ignore_index, reduction)
+        return mean_over_ranks(loss, targets, lengths, ignore_index) if over_all else loss
 
     generate, stream = generation.generate, generation.stream
 
@@ -105,7 +113,8 @@ class LanguageModel(Model):
     ) -> tuple[Tensor, State]:
         """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it)."""
         position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
-        y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
+        with ranks.laid_out(length_of(tokens)):
+            y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
         return self._logits(y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, refuse
 from subquad.models.inputs import check_ids
 from subquad.ops.cross_entropy import summed_cross_entropy
@@ -26,6 +27,34 @@ def shift(
     check_strided(name, tokens)
     lengths = check_lengths(lengths, tokens, lengths_name)
     return tokens[:, :-1], tokens[:, 1:], None if lengths is None else (lengths - 1).clamp(min=0)
+
+
+def shift_part(tokens: Tensor, lengths: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`shift` of a rank's part of a split sequence: the target of its last token is the first of the next rank."""
+    check_strided("tokens", tokens)
+    lengths = check_lengths(lengths, tokens)
+    size = tokens.shape[1]
+    with ranks.laid_out(size):
+        cut = ranks.layout(size)
+        assert cut is not None
+        if cut.total < 2:
+            raise ValueError(
+                f"tokens has T={cut.total} over all ranks: accepted is at least 2, to predict the next one"
+            )
+        there = keep(lengths, size)
+        real = tokens.new_ones(tokens.shape) if there is None else there.to(tokens.dtype)
+        both = ranks.halo(torch.stack((tokens, real), -1), 0, 1)[:, 1:]
+    targets = both[..., 0].masked_fill(both[..., 1] == 0, ignore_index)
+    last = size - 1 if cut.rank == len(cut.sizes) - 1 and size > 1 else size  # nothing follows the last token of all
+    return tokens[:, :last], targets[:, :last], None if lengths is None else lengths.clamp(max=last)
+
+
+def mean_over_ranks(total: Tensor, targets: Tensor, lengths: Tensor | None, ignore_index: int) -> Tensor:
+    """The mean over the targets of all ranks, given the sum over those of this one."""
+    counted = targets != ignore_index
+    mask = keep(lengths, targets.shape[1])
+    count = (counted if mask is None else counted & mask).sum()
+    return ranks.result(total) / ranks.result(count).clamp(min=1)
 
 
 def cross_entropy(

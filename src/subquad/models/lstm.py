@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import check_count, check_strided, refuse, shown
 from subquad.mechanisms.base import Traits
 from subquad.models import generation
@@ -68,6 +69,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None, state: State | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(y [B, T, D or 2·D], hidden [B, depth, D], cell) after each row's own length."""
+        ranks.refuse("an LSTM", "accepted are LanguageModel, Classifier and Transformer")
         before = None if state is None else tuple(t.transpose(0, 1).contiguous() for t in state[:2])
         if lengths is None:
             y, (hidden, cell) = self.lstm(x, before)

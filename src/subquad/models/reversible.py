@@ -4,13 +4,14 @@ Gomez et al. 2017, arXiv:1707.04585; Kitaev et al. 2020 (Reformer), §3. Branch 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from subquad import ranks
 from subquad.models.blocks import Branch, Residual, Stream
 
 
@@ -39,6 +40,7 @@ class _Reversible(torch.autograd.Function):
         ctx: Any, chain: Sequence[Coupling], a: Tensor, b: Tensor, memory: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.chain, ctx.rng_states = chain, []
+        ctx.ranks = ranks.recomputing()
         device = a.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         for coupling in chain:
@@ -58,7 +60,9 @@ class _Reversible(torch.autograd.Function):
         for coupling, rng_states in zip(reversed(ctx.chain), reversed(ctx.rng_states), strict=True):
             source = None if memory is None else memory.detach().requires_grad_(wants_memory)
             a = a.detach().requires_grad_()
-            with torch.enable_grad(), _same_numbers(rng_states, a), torch.autocast(device, dtype, enabled=enabled):
+            again = ctx.ranks["context_fn"]()[1] if ctx.ranks else nullcontext()
+            same = _same_numbers(rng_states, a)
+            with torch.enable_grad(), again, same, torch.autocast(device, dtype, enabled=enabled):
                 y = coupling(a, source)
             inputs = [a, *([source] if wants_memory else []), *coupling.parameters]
             through, *others = torch.autograd.grad(y, inputs, grad_b.to(y.dtype), allow_unused=True)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.checks import refuse
 from subquad.models import generation
 from subquad.models.config import Config, EmbeddingConfig, TransformerConfig, assemble
@@ -84,6 +85,7 @@ class Seq2Seq(Model):
         self, source: Tensor, target: Tensor, source_lengths: Tensor | None = None, target_lengths: Tensor | None = None
     ) -> Tensor:
         """Teacher forcing: logits [B, T, vocab] of the token after each target token, given the source."""
+        ranks.refuse("a Seq2Seq", "accepted are LanguageModel, Classifier and Transformer")
         memory, memory_lengths = self._encode(source, source_lengths, "source_lengths")
         if batch_size(target) != len(memory):
             raise ValueError(f"target has batch {batch_size(target)}: source has batch {len(memory)}")
@@ -109,6 +111,7 @@ class Seq2Seq(Model):
 
     def encode(self, source: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The memory [B, S, D] and its lengths; shorter than the source if layers pool."""
+        ranks.refuse("a Seq2Seq", "accepted are LanguageModel, Classifier and Transformer")
         return self._encode(source, lengths, "lengths")
 
     def _encode(self, source: Tensor, lengths: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:

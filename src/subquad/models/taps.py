@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.ops.short_conv import ShortConv
 
 
@@ -46,7 +47,7 @@ class Taps(ShortConv):
         """Read many tokens after those in the state: (y, the state after the first `lengths` of them)."""
         ring, position = self.init_state(x.shape[0]) if state is None else state
         y, ring = self.advance(x, ring, position, lengths)
-        return y, Recent(ring, position + (x.shape[1] if lengths is None else lengths))
+        return y, Recent(ring, position + ranks.tokens_read(x.shape[1], lengths))
 
     def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
         """One token, x [B, D] -> (y [B, D], the new state)."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
@@ -80,6 +81,11 @@ class Transformer(Model):
         """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
         x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
         memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        self._check_split(memory)
+        with ranks.laid_out(x.shape[1]):
+            return self._run(x, lengths, memory, memory_lengths)
+
+    def _run(self, x: Tensor, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None) -> Tensor:
         stream = self._open(x)
         if self.config.reversible and torch.is_grad_enabled():
             turns = self._turns(x)
@@ -93,7 +99,7 @@ class Transformer(Model):
         for block in self._blocks():
             given = (stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
             if self.recompute is not None and torch.is_grad_enabled():
-                stream = self.recompute(block, *given)
+                stream = self.recompute(block, *given, **ranks.recomputing())
             else:
                 stream = block(*given)
             if block.pool > 1:
@@ -143,14 +149,16 @@ class Transformer(Model):
             position, states = torch.zeros(batch, dtype=torch.int64, device=x.device), (None,) * len(self.blocks)
         else:
             position, states = self.check_state(state, batch)
+        self._check_split(memory)
         stream, layers = self._open(x), []
-        turns = self._turns(x, None if state is None else position)
-        for block, before, read in zip(self._blocks(), states, memories, strict=True):
-            given = turns.get(block.mixer.turn_width)
-            stream, after = block.prefill(stream, lengths, before, read, memory_lengths, given)
-            layers.append(after)
-        new = State(tuple(layers), position + (size if lengths is None else lengths))
-        return self._close(stream, lengths), new
+        with ranks.laid_out(size):
+            turns = self._turns(x, None if state is None else position)
+            for block, before, read in zip(self._blocks(), states, memories, strict=True):
+                given = turns.get(block.mixer.turn_width)
+                stream, after = block.prefill(stream, lengths, before, read, memory_lengths, given)
+                layers.append(after)
+            new = position + ranks.tokens_read(size, lengths)
+        return self._close(stream, lengths), State(tuple(layers), new)
 
     def step(
         self,
@@ -185,6 +193,13 @@ class Transformer(Model):
         check_position(state.position, batch, self._weight().device)
         return state.position, state.layers
 
+    def _check_split(self, memory: object) -> None:
+        """Refuse what cannot be split over ranks."""
+        if memory is not None:
+            ranks.refuse("memory", "a memory is not split; accepted is a model without cross-attention")
+        if any(block.pool > 1 for block in self._blocks()):
+            ranks.refuse(f"pool={self.config.pool}", "accepted is 1")
+
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
 
@@ -198,7 +213,7 @@ class Transformer(Model):
         again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
         if not widths or (again and torch.compiler.is_compiling()):
             return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
-        at = torch.arange(x.shape[1], device=x.device)
+        at = ranks.positions(x.shape[1], x.device)
         at = at if position is None else position[:, None] + at
         return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from subquad import ranks
 from subquad.ops.lengths import zero_padding
 
 
@@ -27,7 +28,7 @@ def short_conv(
     `lengths` [B]: right padding, which is zeros to the tokens before it.
     """
     before, after = max(0, *at), max(0, *(-n for n in at))
-    seen = nn.functional.pad(zero_padding(x, lengths), (0, 0, before, after))
+    seen = ranks.halo(zero_padding(x, lengths), before, after)
     return _sum(seen, before, x.shape[1], weight, at, bias)
 
 
@@ -49,8 +50,15 @@ def short_conv_prefill(
     oldest_first = ring.gather(1, _widen((position[:, None] + back) % reach, ring))
     seen = torch.cat((oldest_first.to(x.dtype), x), dim=1)  # [B, L + T, D]
     size = position.new_full(position.shape, x.shape[1]) if lengths is None else lengths
+    if (cut := ranks.layout(x.shape[1])) is None:
+        last = seen.gather(1, _widen(size[:, None] + back, seen)).to(ring.dtype)
+    else:
+        new, where = ranks.last_tokens(x, reach, lengths)
+        old = oldest_first.gather(1, _widen((where + reach).clamp(0, reach - 1), ring))
+        last, size = torch.where(where[..., None] < 0, old, new.to(ring.dtype)), where[:, -1] + 1
+        halo = ranks.halo(zero_padding(x, lengths), reach, 0)
+        seen = torch.cat((oldest_first[:, cut.offset :].to(x.dtype), halo[:, max(0, reach - cut.offset) :]), dim=1)
     places = (position + size)[:, None] + back  # modulo L, those of the last L tokens
-    last = seen.gather(1, _widen(size[:, None] + back, seen)).to(ring.dtype)
     after = torch.empty_like(ring).scatter_(1, _widen(places % reach, ring), last)
     return _sum(seen, reach, x.shape[1], weight, at, bias), after
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import checked, shown
 from subquad.ops.lengths import check_attention, keep, zero_padding
 from subquad.ops.precision import wide
@@ -30,6 +31,7 @@ def similarity_attention(
                  from S, it means key_lengths
     key_lengths  [B] right padding of keys and values only, for cross-attention
     """
+    ranks.refuse("similarity_attention", "accepted are linear_attention and sparse_attention")
     check_attention(q, k, v, causal, lengths, key_lengths)
     (B, T, H, _), S = q.shape, k.shape[1]
     if eps < 0:

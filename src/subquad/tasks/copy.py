@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from subquad.data import copy as words
 from subquad.models import LanguageModel
 from subquad.models.loss import cross_entropy
+from subquad.ranks import even_sizes
 from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
 from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
@@ -59,6 +60,10 @@ class Copy(Task):
         if split == "train":
             return words.Copy(self.length, self.symbols, seed=seed)
         return words.Copy(self.length, self.symbols, HELD_OUT, seed)
+
+    def part(self, batch: Batch, rank: int, world: int) -> Batch:
+        sizes = even_sizes(batch["tokens"].shape[1], world)
+        return {name: tensor.split(sizes, 1)[rank] for name, tensor in batch.items()}
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return self._loss_and_correct(model, batch)[0]

@@ -30,7 +30,7 @@ from subquad.models.config import GRIDS
 from subquad.models.footprint import largest_batch
 from subquad.models.loss import cross_entropy
 from subquad.models.sampling import Sampling
-from subquad.tasks.text import COLUMNS, IGNORED, Text, window_loss
+from subquad.tasks.text import COLUMNS, IGNORED, Text, part_of_windows, window_loss
 from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written
 
@@ -101,6 +101,9 @@ class Music(Task):
         targets = tokens.masked_fill(at >= batch["lengths"][:, None], IGNORED)
         total = cross_entropy(model(inputs), targets, ignore_index=IGNORED, reduction="sum")
         return Loss(total, (targets != IGNORED).sum())
+
+    def part(self, batch: Batch, rank: int, world: int) -> Batch:
+        return part_of_windows(batch, rank, world) if self.set == "audio" else super().part(batch, rank, world)
 
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         bits = super().summary(sums)

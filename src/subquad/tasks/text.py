@@ -20,6 +20,7 @@ from subquad.data import text
 from subquad.models import LanguageModel
 from subquad.models.config import GRIDS
 from subquad.models.loss import cross_entropy
+from subquad.ranks import even_sizes
 from subquad.tasks.kinds import make_kind, positions_of
 from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Source, Split, Task, WriteOptions, Written, means
@@ -69,6 +70,9 @@ class Text(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return window_loss(model, batch)
 
+    def part(self, batch: Batch, rank: int, world: int) -> Batch:
+        return part_of_windows(batch, rank, world)
+
     def summary(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         return {**super().summary(sums), "perplexity": math.exp(min(means(sums)["nats"], 50.0))}
 
@@ -110,6 +114,19 @@ def number_tokens(prompt: str, vocab: int) -> list[int]:
     if max(tokens, default=0) >= vocab:
         refuse("prompt", prompt, f"tokens from 0 to {vocab - 1}")
     return tokens
+
+
+def part_of_windows(batch: Batch, rank: int, world: int) -> Batch:
+    """The part of windows [B, T + 1] that predicts this rank's share of the T targets."""
+    if batch.keys() != {"tokens", "first"}:
+        names = ", ".join(batch)
+        accepted = "windows of tokens, with what comes first in them"
+        raise ValueError(f"training.sequence={world} cannot work with batches of {names}: accepted are {accepted}")
+    size = batch["tokens"].shape[1] - 1
+    sizes = even_sizes(size, world)
+    start = sum(sizes[:rank])
+    tokens = batch["tokens"][:, start : start + sizes[rank] + 1]
+    return {"tokens": tokens, "first": (batch["first"] - start).clamp(min=0)}
 
 
 def window_loss(model: nn.Module, batch: Batch) -> Loss:

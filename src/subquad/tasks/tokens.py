@@ -16,7 +16,7 @@ from torch import nn
 
 from subquad.data.text import Windows
 from subquad.models import LanguageModel
-from subquad.tasks.text import window_loss
+from subquad.tasks.text import part_of_windows, window_loss
 from subquad.training.config import TrainingConfig
 from subquad.training.task import Batch, Loss, Source, Split, Task
 
@@ -76,6 +76,9 @@ class Tokens(Task):
         training = split == "train"
         part = self.tokens[: -self.held_out] if training else self.tokens[-self.held_out :]
         return RowWindows(part, self.length) if part.ndim == 2 else Windows(part, self.length, shifted=training)
+
+    def part(self, batch: Batch, rank: int, world: int) -> Batch:
+        return part_of_windows(batch, rank, world)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return window_loss(model, batch)

@@ -12,7 +12,8 @@ from subquad.models.config import Config
 
 # settings that may change on resume, because they do not affect what is learned
 FREE_ON_RESUME = (
-    "micro_batch", "compile", "capture", "parallel", "keep", "checkpoint_every", "log_every", "evaluate_batch",
+    "micro_batch", "compile", "capture", "parallel", "sequence", "keep", "checkpoint_every", "log_every",
+    "evaluate_batch",
 )  # fmt: skip
 
 
@@ -52,13 +53,17 @@ class TrainingConfig(Config):
     minutes: float | None = None  # of training, over all legs; the schedule ends with them
     seed: int = 0
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+    sequence: int | None = None  # ranks that share each sequence; any number, 1 too, drops out the same positions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas) if isinstance(self.betas, list) else self.betas)
         for name, hint in typing.get_type_hints(type(self)).items():
             check_plain(name, getattr(self, name), hint)
         at_least(self, steps=1, batch=1, warmup=0, patience=1, keep=1, log_every=1, seed=0)
-        some = ("micro_batch", "drop_at", "evaluate_every", "evaluate_batches", "evaluate_batch", "checkpoint_every")
+        some = (
+            "micro_batch", "drop_at", "evaluate_every", "evaluate_batches", "evaluate_batch", "checkpoint_every",
+            "sequence",
+        )  # fmt: skip
         at_least(self, **{name: 1 for name in some if getattr(self, name) is not None})
         if self.seed >= 2**40:
             refuse("seed", self.seed, "an integer below 2**40")
@@ -74,6 +79,10 @@ class TrainingConfig(Config):
                 value = getattr(self, name)
                 if value is not None and not fits(value):
                     refuse(name, value, accepted)
+        if self.sequence is not None:
+            for name in ("compile", "capture"):
+                if getattr(self, name):
+                    refuse(name, True, f"false with sequence={self.sequence}: exchanges between ranks are not compiled")
         if self.schedule == "step" and self.drop_at is None:
             refuse("drop_at", None, 'a step with schedule="step"')
         if self.schedule == "inverse_sqrt" and self.warmup < 1:

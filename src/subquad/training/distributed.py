@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from subquad import ranks
 from subquad.models.blocks import Block
 
 T = TypeVar("T")
@@ -31,10 +33,28 @@ class Ranks:
     world: int = 1
     started: bool = False  # whether we created the process group and must destroy it
     store: Any = None  # torchrun's key-value store, which survives its restarts
+    sequence: int | None = None  # how many ranks share each sequence; None: none does, as if it were 1
+    mesh: Any = None  # of data x sequence, where several do
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's share of the examples. Ranks of one sequence have the same one."""
+        return self.rank // (self.sequence or 1)
+
+    @property
+    def data_world(self) -> int:
+        """The number of shares of the examples."""
+        return self.world // (self.sequence or 1)
+
+    def sharing(self) -> AbstractContextManager[Any]:
+        """A context for a forward, whose sequences are split over ranks if they share them."""
+        if self.sequence is None:
+            return nullcontext()
+        return ranks.alone() if self.mesh is None else ranks.sequence_parallel(self.mesh["sequence"])
 
     @property
     def sharded(self) -> bool:
@@ -126,14 +146,19 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(parallel: str, device: str) -> Ranks:
-    """The ranks that torchrun started, or this process alone."""
+def join(parallel: str, device: str, sequence: int | None = None) -> Ranks:
+    """The ranks that torchrun started, or this process alone; `sequence` of them share each sequence."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if parallel == "none" and world > 1:
         raise ValueError(f'parallel="none" cannot work in {world} processes: accepted is "ddp" or "fsdp"')
+    if world % (sequence or 1):
+        processes = f"{world} process" + "es" * (world > 1)
+        accepted = "a number that divides that of the processes, which torchrun starts"
+        raise ValueError(f"training.sequence={sequence} cannot work in {processes}: accepted is {accepted}")
     place = torch.device(device)
     if world == 1:
-        return Ranks(torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place)
+        place = torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+        return Ranks(place, sequence=sequence)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if place.type == "cuda":
         if local >= torch.cuda.device_count():
@@ -147,7 +172,12 @@ def join(parallel: str, device: str) -> Ranks:
         store = PrefixStore(f"attempt_{attempt()}", base)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    return Ranks(place, "ddp" if parallel == "auto" else parallel, dist.get_rank(), world, started, base)
+    mesh = None
+    if sequence is not None and sequence > 1:
+        shape = (world // sequence, sequence)
+        mesh = init_device_mesh(place.type, shape, mesh_dim_names=("data", "sequence"))
+    kind = "ddp" if parallel == "auto" else parallel
+    return Ranks(place, kind, dist.get_rank(), world, started, base, sequence, mesh)
 
 
 def attempt() -> int:

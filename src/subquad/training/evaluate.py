@@ -20,11 +20,12 @@ class Wired(nn.Module):
         self.task, self.model, self.ranks = task, model, ranks
 
     def forward(self, batch: Batch, measure: bool = False) -> Loss | Sums:
-        if not measure:
-            return self.task.loss(self.model, batch)
-        if self.task.decodes and self.ranks is not None:
-            self.ranks.gather(self)
-        return self.task.measure(self.model, batch)
+        with nullcontext() if self.ranks is None else self.ranks.sharing():
+            if not measure:
+                return self.task.loss(self.model, batch)
+            if self.task.decodes and self.ranks is not None:
+                self.ranks.gather(self)
+            return self.task.measure(self.model, batch)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 
 from subquad.data.order import Order
 from subquad.training.distributed import Ranks
-from subquad.training.task import Batch, Source
+from subquad.training.task import Batch, Source, Task
 
 
 class Feed:
@@ -32,9 +32,25 @@ class Feed:
 
     def _make(self, step: int) -> list[Batch]:
         indices, epoch = self.order.indices(step)
-        mine = Order.shard(indices, self.ranks.rank, self.ranks.world)
+        mine = Order.shard(indices, self.ranks.data_rank, self.ranks.data_world)
         parts = np.array_split(mine, self.pieces)
         return [to_device(self.source.batch(part, epoch), self.ranks.device) for part in parts]
+
+
+class Part:
+    """The parts of a source's sequences that this rank holds, as its task cuts them."""
+
+    def __init__(self, source: Source, task: Task, ranks: Ranks):
+        self.source, self.task, self.ranks = source, task, ranks
+        if len(source):
+            self.batch(np.zeros(1, dtype=np.int64), 0)  # a task that cannot be cut raises now
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        shares = self.ranks.sequence or 1
+        return self.task.part(self.source.batch(indices, epoch), self.ranks.rank % shares, shares)
 
 
 def pieces_of(batch: int, micro_batch: int | None, world: int) -> int:
@@ -64,7 +80,7 @@ def in_order(source: Source, batch: int, most: int | None, ranks: Ranks) -> Iter
             rows = np.arange(number * batch, min(size, (number + 1) * batch))
             return to_device(source.batch(rows, 0), ranks.device)
 
-        numbers = range(ranks.rank, -(-count // ranks.world) * ranks.world, ranks.world)
+        numbers = range(ranks.data_rank, -(-count // ranks.data_world) * ranks.data_world, ranks.data_world)
         futures = ((pool.submit(make, number if number < count else 0), number < count) for number in numbers)
         ahead = next(futures, None)
         while ahead is not None:

@@ -2,7 +2,7 @@
 
 Updates do not wait for a GPU: losses stay on the device and are read every `log_every` steps, before evaluations and
 before checkpoints. Losses that are not finite are noticed then and never saved. All randomness is seeded by (seed,
-step, rank), and the step gives the position in the data, so a resumed run gives the same results as an
+step, rank of the data), and the step gives the position in the data, so a resumed run gives the same results as an
 uninterrupted one.
 """
 
@@ -27,7 +27,7 @@ from subquad.training.config import RunConfig
 from subquad.training.distributed import Ranks, blocks_of, whole
 from subquad.training.ema import Ema
 from subquad.training.evaluate import Wired, evaluate
-from subquad.training.feed import Feed, pieces_of
+from subquad.training.feed import Feed, Part, pieces_of
 from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
 from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
@@ -72,7 +72,7 @@ class Run:
         self.training = training = config.training
         self.config = config
         device = ranks.device
-        self.pieces = pieces_of(training.batch, training.micro_batch, ranks.world)
+        self.pieces = pieces_of(training.batch, training.micro_batch, ranks.data_world)
         self.sources = _sources(task, ranks)
         self.order = Order(len(self.sources["train"]), training.batch, training.seed, training.shuffle)
         torch.manual_seed(training.seed)
@@ -201,7 +201,7 @@ class Run:
         self.window += torch.stack((*sums, norm, torch.ones_like(norm)))
 
     def _seed(self, *purpose: int) -> None:
-        key = [self.training.seed, self.step, self.ranks.rank, *purpose]
+        key = [self.training.seed, self.step, self.ranks.data_rank, *purpose]
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
 
     def _gradients(self, batch: Batch) -> Loss:
@@ -277,7 +277,7 @@ class Run:
     def measure(self, split: Split, examples: int | None, signals: Signals | None = None) -> dict[str, float] | None:
         """The measures of a split, or of its first `examples`; None if a signal came before the end."""
         training, ranks = self.training, self.ranks
-        batch = training.evaluate_batch or training.micro_batch or max(1, training.batch // ranks.world)
+        batch = training.evaluate_batch or training.micro_batch or max(1, training.batch // ranks.data_world)
         self._seed(1)
         self._note_peak()
         with self._averaged():
@@ -407,4 +407,7 @@ def _sources(task: Task, ranks: Ranks) -> dict[Split, Source]:
     """All splits, so that a missing test set is noticed before training. Rank 0 downloads."""
     sources: dict[Split, Source] = {}
     ranks.decide(lambda: sources.update({split: task.source(split) for split in SPLITS}))
-    return sources or {split: task.source(split) for split in SPLITS}
+    sources = sources or {split: task.source(split) for split in SPLITS}
+    if ranks.sequence is None:
+        return sources
+    return {split: Part(source, task, ranks) for split, source in sources.items()}

@@ -115,6 +115,11 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss: ...
 
+    def part(self, batch: Batch, rank: int, world: int) -> Batch:  # noqa: ARG002
+        """What the loss needs of a batch on a rank that holds a part of every sequence, of `world` ranks."""
+        accepted = "none: the task does not say how to cut its sequences; text, tokens, copy and music of sound do"
+        raise ValueError(f"training.sequence={world} cannot work with the task {self.name!r}: accepted is {accepted}")
+
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         """What a batch adds to each measure; called without gradients, in eval mode."""
         return {"nats": self.loss(model, batch)}

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from subquad.checks import check_plain
+from subquad.checks import check_plain, refuse
 from subquad.disk import blaming
 from subquad.machine import available
 from subquad.training import checkpoints
@@ -44,7 +44,7 @@ def train(
         raise ValueError(f"leg={leg:g}: accepted is a positive number of minutes")
     training = task.training if training is None else training
     fields = {**task.model, **(model or {})}
-    ranks = join(training.parallel, available(device))
+    ranks = join(training.parallel, available(device), training.sequence)
     console = console or Console()
     folder = Folder(Path(out))
     config = RunConfig(task=task.name, data=task.options(), model=fields, training=training)
@@ -110,6 +110,8 @@ def learn(
     examples  number of test examples to measure; None: all
     watch     called with each point of the curve
     """
+    if training.sequence is not None:
+        refuse("sequence", training.sequence, "None: this process trains alone")
     config = RunConfig(task=task.name, model=fields, training=training)
     run = Run(task, config, None, Ranks(torch.device(available(device))))
     log = LossCurve(watch)

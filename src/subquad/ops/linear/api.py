@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import check_eps, check_heads, check_strided, check_tensor, checked, shown
 from subquad.ops.feature_maps import FeatureMap
 from subquad.ops.feature_maps import feature_map as find_map
 from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import check_attention, readable, shape_of, zero_padding
-from subquad.ops.linear import chunked, rule_chunked, rule_fused
+from subquad.ops.linear import chunked, rule_chunked, rule_fused, split
 from subquad.ops.linear.operators import attend, fused_step
-from subquad.ops.linear.rule_operators import recur
 from subquad.ops.linear.rules import RuleName, check_beta, check_gate, rule_of
 from subquad.ops.linear.spec import Inputs, RuleInputs, Spec
 from subquad.ops.precision import uncast, wide, wide_type
@@ -84,6 +84,9 @@ def linear_attention(
     beta           [B, T, H] in [0, 2], for the delta rules: how far a token moves what its key reads towards its value
     initial_state  added to the sums, decayed by the gates. With a delta rule or a gate for each channel, z is used and
                    changed only where normalize is on
+
+    Inside `subquad.sequence_parallel` all tensors along T are this rank's part, and cu_seqlens has the borders that
+    fall into it; initial_state is the one before the whole sequence, and the returned one that after it, on all ranks.
     """
     means = rule_of(rule, causal, log_gate, beta)
     feature_map = means.feature_map if feature_map is None else feature_map
@@ -115,7 +118,7 @@ def linear_attention(
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     s0, z0 = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
     impl = choose(impl, "linear_attention", q, _unsupported(q, v))
-    o, s, z = attend(Inputs(q, k, v, log_gate, lengths, cu_seqlens, s0, z0), spec, impl)
+    o, s, z = split.attend(Inputs(q, k, v, log_gate, lengths, cu_seqlens, s0, z0), spec, impl, return_state)
     return (o, LinearState(s, z)) if return_state else o
 
 
@@ -133,20 +136,20 @@ def _follow_rule(
     s, z = (None, None) if initial_state is None else _check_state("initial_state", initial_state, rows, q, v)
     x = RuleInputs(q, k, v, log_gate, beta, lengths, cu_seqlens, s)
     impl = choose(impl, "linear_attention", q, rule_fused.unsupported(x))
-    o, s, z = _recur(x, z, normalize, phi.signed, eps, impl)
+    o, s, z = _recur(x, z, normalize, phi.signed, eps, impl, return_state)
     return (o, LinearState(s, z)) if return_state else o
 
 
 def _recur(
-    x: RuleInputs, z: Tensor | None, normalize: bool, signed: bool, eps: float, impl: str
+    x: RuleInputs, z: Tensor | None, normalize: bool, signed: bool, eps: float, impl: str, ends: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, s and z after checks. Where outputs are divided, z is one more column of s, for values of one."""
     if not normalize:
-        o, s = recur(x, False, impl)
+        o, s = split.recur(x, False, impl, ends)
         return o, s, s.new_zeros(s.shape[:-1]) if z is None else z
     s0 = None if x.s0 is None or z is None else torch.cat((x.s0, z[..., None]), -1)
     x = x._replace(v=torch.cat((x.v, torch.ones_like(x.v[..., :1])), -1), s0=s0)
-    o, s = recur(x, True, impl)
+    o, s = split.recur(x, True, impl, ends)
     o = o[..., :-1] / chunked.divisor_of(o[..., -1:], signed, eps)
     return chunked.saturate(o, x.v.dtype).to(x.v.dtype), s[..., :-1], s[..., -1]
 
@@ -172,6 +175,7 @@ def linear_attention_step(
     log_gate is [B, H] or [B, H, M], beta [B, H], the rest as for `linear_attention`. The old state is left alone unless
     `inplace`, which writes the new one over it and returns it.
     """
+    ranks.refuse("linear_attention_step", "a token cannot be split; accepted is a step after the context")
     means = rule_of(rule, True, log_gate, beta)
     feature_map = means.feature_map if feature_map is None else feature_map
     normalize = means.normalize if normalize is None else normalize
@@ -219,6 +223,7 @@ def linear_attention_sums(
 
     `linear_attention_read` then equals linear_attention(q, k, v, causal=False, key_lengths=lengths), in O(M·V) a query.
     """
+    ranks.refuse("linear_attention_sums", "accepted is linear_attention, which adds up the sums of all ranks")
     phi = zero_padding(_wide_features(k, feature_map), lengths)
     with uncast(k):
         return LinearState(torch.einsum("bshm,bshv->bhmv", phi, wide(v)), phi.sum(1))

@@ -1,15 +1,17 @@
 """The public function: checks its arguments and groups the heads whose patterns can be computed together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from subquad import ranks
 from subquad.checks import check_heads, checked
 from subquad.ops.impl import choose
 from subquad.ops.lengths import check_op_lengths
+from subquad.ops.sparse import split
 from subquad.ops.sparse.operator import attend
 from subquad.ops.sparse.patterns import Pattern, Random, Summary
 from subquad.ops.sparse.spec import Inputs, Spec
@@ -63,6 +65,9 @@ def sparse_attention(
     check_op_lengths("key_lengths", key_lengths, B, S, q.device)
     scale = D**-0.5 if scale is None else float(scale)
     impl = choose(impl, "sparse_attention", q, _unsupported(q))
+    if ranks.active() is not None:
+        o, lse = _over_ranks(q, k, v, pattern, causal, lengths, key_lengths, scale, impl, return_lse)
+        return (o, lse) if return_lse else o
     texts = (_text(pattern),) * H if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
     groups = _groups(texts, H, k.shape[2], impl == "triton")
     parts: list[tuple[Tensor, Tensor]] = []
@@ -77,6 +82,28 @@ def sparse_attention(
         back = tuple(map(order.index, range(H)))
         o, lse = (_heads(torch.cat(same, 2), back) for same in zip(*parts, strict=True))
     return (o, lse) if return_lse else o
+
+
+def _over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, causal: bool, lengths: Tensor | None,
+    key_lengths: Tensor | None, scale: float, impl: str, sums: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if key_lengths is not None or q.shape[1] != k.shape[1]:
+        ranks.refuse("cross-attention", "accepted are as many keys as queries, with lengths")
+    patterns = [pattern] * q.shape[2] if isinstance(pattern, Pattern) else list(pattern)
+    if len(patterns) != q.shape[2] or not all(isinstance(one, Pattern) for one in patterns):
+        raise ValueError(f"pattern: one Pattern, or one for each of the {q.shape[2]} query heads; got {len(patterns)}")
+    return split.attention(alone(scale, impl), q, k, v, patterns, causal, lengths, sums)
+
+
+def alone(scale: float | None, impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """sparse_attention of what this rank has, with its log-sum-exp."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **how: Any) -> tuple[Tensor, Tensor]:
+        with ranks.suspended():
+            return sparse_attention(q, k, v, pattern, scale=scale, impl=impl, return_lse=True, **how)
+
+    return attend
 
 
 def _unsupported(q: Tensor) -> str | None:

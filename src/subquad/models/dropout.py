@@ -1,0 +1,42 @@
+"""Dropout; where ranks share a sequence, keyed by the position, so that the number of ranks changes nothing."""
+
+import torch
+from torch import Tensor, nn
+
+from subquad import ranks
+from subquad.models.sampling import uniform
+
+AT_ONCE = 1 << 22  # numbers drawn at once
+NEXT_ROW = 0x9E3779B97F4A7C15 >> 2  # between the seeds of two rows, so that they are far apart
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout, whose numbers depend on the layout of a whole tensor: a rank has only a part of it.
+
+    Inside `sequence_parallel` a call draws one seed from the CPU's generator, which must be at the same state on every
+    rank; the numbers of each row, position and channel follow from it. `ranks.alone` gives the same on one rank.
+    """
+
+    def seed(self) -> int | None:
+        """What one call uses, for calls on pieces of a sequence; None where nothing is keyed."""
+        if ranks.active() is None or not self.training or self.p == 0:
+            return None
+        return int(torch.randint(2**62, ()))
+
+    def forward(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
+        """x [B, T, D]; `positions` [T] are those of this rank's part if x is a piece of it, with the seed of all."""
+        seed = self.seed() if seed is None else seed
+        if seed is None:
+            return super().forward(x)
+        positions = ranks.positions(x.shape[1], x.device) if positions is None else positions
+        return x.masked_fill(~kept(x, seed, positions, self.p), 0) * (1 / (1 - self.p))
+
+
+def kept(x: Tensor, seed: int, positions: Tensor, share: float) -> Tensor:
+    """Which numbers of x [B, T, D] stay, when a share of them is dropped."""
+    batch, length, width = x.shape
+    rows = (seed + torch.arange(batch, device=x.device) * NEXT_ROW) & (2**62 - 1)
+    seeds, places = rows.repeat_interleave(length), positions.repeat(batch)
+    size = max(1, AT_ONCE // width)
+    parts = [uniform(s, p, width) >= share for s, p in zip(seeds.split(size), places.split(size), strict=True)]
+    return torch.cat(parts).view(x.shape)
