@@ -142,6 +142,24 @@ def test_a_draft_model_changes_no_token(kind: Any, same: bool) -> None:
         assert stats.steps < plain.stats.steps / 2
 
 
+def test_a_draft_that_fails_leaves_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine = Engine(model, slots=2, capacity=40, draft=model)
+    guess = engine.drafter.guess
+
+    def fail(draft: Any, text: list[int], count: int) -> list[int]:
+        if text[0] == 9:
+            raise RuntimeError("no memory")
+        return guess(draft, text, count)
+
+    monkeypatch.setattr(engine.drafter, "guess", fail)
+    requests = [Request(prompt=(n,), steps=12) for n in (9, 8)]
+    for request, (drawn, end) in zip(requests, answers(engine, requests), strict=True):
+        assert [one.token for one in drawn] == model.generate(request.prompt, 12, seed=0).tolist()
+        assert end == "length"
+    assert engine.stats.accepted > 0
+
+
 def test_pieces_of_several_prompts_in_one_call_give_the_same_text() -> None:
     """As on a GPU, with the same numbers up to rounding."""
     for kind in KINDS:
