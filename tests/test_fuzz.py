@@ -343,7 +343,8 @@ MODELS: dict[str, Callable[[random.Random, Path], Call]] = {
     "Streams.retire": lambda rng, _: method(streams(rng), "retire", id=1),
     "fork": lambda rng, _: (fork, {"state": stepping(rng).init_state(1), "count": 3}),
     "save_state": lambda rng, folder: (
-        save_state, {"state": stepping(rng).init_state(1), "path": folder / "state", "private": True}
+        save_state,
+        {"state": stepping(rng).init_state(1), "path": folder / "state", "private": True},
     ),
     "load_state": lambda rng, folder: _loading(rng, folder),
     "LanguageModel": lambda rng, _: (LanguageModel, _fields(rng, subquad.models.LanguageModelConfig, vocab=11)),
