@@ -6,7 +6,8 @@
 
 overhead  tokens/s of the engine over those of `Streams` with the same streams, in turns; and with sampling of all kinds
 churn     tokens/s while requests end and others begin, with pieces of one prompt or of several prompts in a call
-texts     requests with shared prefixes: how many texts differ between alone, together, and with a cache
+texts     requests with shared prefixes: how many texts differ between alone, together, and with a cache; and how many
+          differ from `generate`, which reads the prompt at once, with sampling of all kinds
 stall     the longest turn of running streams while a long prompt is read, and a usual turn
 prefix    seconds to the first token of a long prompt, cold and with a state that the cache keeps
 draft     one stream: tokens/s with a draft model that is always right, and one that never is, over none
@@ -19,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,7 @@ def overhead(model: LanguageModel, sizes: Figures) -> Figures:
         rounds.append(seconds)
     return {
         "seconds_per_step": rounds,
+        "captured_steps": {name: len(engine.streams.loop.graphs) for name, engine in engines.items()},
         "tokens_per_second": count / statistics.median(one["plain"] for one in rounds),
         "time_over_streams": statistics.median(one["plain"] / one["streams"] for one in rounds),
         "time_over_streams_with_mixed_sampling": statistics.median(one["mixed"] / one["streams"] for one in rounds),
@@ -175,9 +178,20 @@ def texts(model: LanguageModel, sizes: Figures) -> Figures:
             make = partial(Engine, cast, slots=64, abreast=abreast, piece=Book.every)
             together, cached, single = run(make(), requests), run(make(cache=Book()), requests), make()
             alone = [run(single, [request])[0] for request in requests[: sizes["alone"]]]
+            mixed = [
+                replace(request, sampling=SAMPLINGS[number % len(SAMPLINGS)], seed=number)
+                for number, request in enumerate(requests[: sizes["alone"]])
+            ]
+            generated = [
+                cast.generate([one.prompt], one.steps, sampling=one.sampling, seed=[one.seed])[0].tolist()
+                for one in mixed
+            ]
             figures[f"{dtype}, abreast={abreast}"] = {
                 "texts": len(requests), "alone": len(alone),
                 "differ_with_the_cache": sum(a != b for a, b in zip(together, cached, strict=True)),
+                "mixed_sampling_differs_from_generate": sum(
+                    a != b for a, b in zip(run(make(), mixed), generated, strict=True)
+                ),
                 "differ_alone": sum(a != b for a, b in zip(together, alone, strict=False)),
             }  # fmt: skip
     return figures

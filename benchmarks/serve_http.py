@@ -5,8 +5,9 @@
     python benchmarks/serve_http.py --out FILE --tiny                     tiny sizes on the CPU, as a trial
 
 The server runs in a process of its own, as users start it, with a model of random weights. The clients run in this
-process, so that their CPU time does not count. In each round `Streams` draws tokens alone, while the server has
-nothing to do, then the server works for as long; ratios are of one round. Tokens are those that the server counts.
+process, so that their CPU time does not count. In each round `Streams` does the same work alone, prompts included,
+while the server has nothing to do; then the server works for as long. Ratios are of one round. Tokens are those that
+the server counts.
 """
 
 import argparse
@@ -159,17 +160,33 @@ async def load_on(server: Server, streams: int, answer: int) -> AsyncIterator[Lo
     await asyncio.gather(*clients)
 
 
-def tokens_alone(streams: Streams, seconds: float, device: str) -> Figures:
-    """What `Streams` does without a server."""
-    begun, cpu, tokens = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - begun < seconds:
-        tokens += len(streams.step())
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return {
-        "tokens": tokens, "tokens_per_second": tokens / (time.perf_counter() - begun),
-        "cpu_microseconds_per_token": 1e6 * (time.process_time() - cpu) / tokens,
-    }  # fmt: skip
+class Alone:
+    """The same work with `Streams` and no server: as many streams, and a new prompt after each answer."""
+
+    def __init__(self, model: LanguageModel, streams: int, answer: int):
+        self.streams, self.answer = Streams(model, slots=streams, capacity=1 << 40, temperature=0.8), answer
+        self.left: dict[int, int] = {}
+        for number in range(streams):
+            self._admit(number, answer * (number + 1) // streams + 1)  # so that answers end at different times
+
+    def _admit(self, number: int, answer: int) -> None:
+        (id,) = self.streams.admit([list(f"{PROMPT}{number}".encode())], seed=1)
+        self.left[id] = answer
+
+    def run(self, seconds: float) -> Figures:
+        begun, cpu, tokens = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - begun < seconds:
+            for id in self.streams.step():
+                tokens += 1
+                self.left[id] -= 1
+                if self.left[id] == 0:
+                    del self.left[id]
+                    self.streams.retire(id)
+                    self._admit(id, self.answer)
+        return {
+            "tokens": tokens, "tokens_per_second": tokens / (time.perf_counter() - begun),
+            "cpu_microseconds_per_token": 1e6 * (time.process_time() - cpu) / tokens,
+        }  # fmt: skip
 
 
 async def served(server: Server, load: Load, seconds: float) -> Figures:
@@ -184,13 +201,12 @@ async def served(server: Server, load: Load, seconds: float) -> Figures:
     }  # fmt: skip
 
 
-async def beside_streams(server: Server, model: LanguageModel, sizes: Figures, device: str) -> Figures:
-    streams = Streams(model, slots=sizes["streams"], capacity=1 << 40, temperature=0.8)
-    streams.admit([list(f"{PROMPT}{number}".encode()) for number in range(sizes["streams"])])
-    tokens_alone(streams, min(2.0, sizes["seconds"]), device)
+async def beside_streams(server: Server, model: LanguageModel, sizes: Figures) -> Figures:
+    streams = Alone(model, sizes["streams"], sizes["answer"])
+    streams.run(min(2.0, sizes["seconds"]))
     rounds = []
     for _ in range(sizes["rounds"]):
-        alone = tokens_alone(streams, sizes["seconds"], device)
+        alone = streams.run(sizes["seconds"])
         async with load_on(server, sizes["streams"], sizes["answer"]) as load:
             ours = await served(server, load, sizes["seconds"])
         rounds.append({
@@ -264,7 +280,7 @@ async def measure(sections: Sequence[str], sizes: Figures, device: str, out: Pat
         try:
             for section in sections:
                 if section == "beside":
-                    figures[section] = await beside_streams(server, model, sizes, device)
+                    figures[section] = await beside_streams(server, model, sizes)
                 elif section == "soak":
                     figures[section] = await soak(server, sizes)
                 elif section == "connections":

@@ -142,17 +142,37 @@ def test_a_draft_model_changes_no_token(kind: Any, same: bool) -> None:
         assert stats.steps < plain.stats.steps / 2
 
 
+def test_a_draft_that_fails_leaves_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine = Engine(model, slots=2, capacity=40, draft=model)
+    guess = engine.drafter.guess
+
+    def fail(draft: Any, text: list[int], count: int) -> list[int]:
+        if text[0] == 9:
+            raise RuntimeError("no memory")
+        return guess(draft, text, count)
+
+    monkeypatch.setattr(engine.drafter, "guess", fail)
+    requests = [Request(prompt=(n,), steps=12) for n in (9, 8)]
+    for request, (drawn, end) in zip(requests, answers(engine, requests), strict=True):
+        assert [one.token for one in drawn] == model.generate(request.prompt, 12, seed=0).tolist()
+        assert end == "length"
+    assert engine.stats.accepted > 0
+
+
 def test_pieces_of_several_prompts_in_one_call_give_the_same_text() -> None:
-    """As on a GPU, with the same numbers up to rounding."""
+    """As on a GPU: equal bit by bit in any company, and equal to pieces that are read alone up to rounding."""
     for kind in KINDS:
         model, requests = make(kind), random_requests(random.Random(3), 9, sampling=GREEDY, logprobs=0)
         together, each = (
             answers(Engine(model, slots=6, capacity=40, piece=4, cache=Book(), abreast=abreast), requests)
-            for abreast in (3, 1)
+            for abreast in (4, 1)
         )
         for (a, _), (b, _) in zip(together, each, strict=True):
             assert [one.token for one in a] == [one.token for one in b]
             torch.testing.assert_close(*(torch.tensor([one.logprob for one in row]) for row in (a, b)))
+        alone = Engine(model, slots=6, capacity=40, piece=4, abreast=4)
+        assert [answers(alone, [request])[0] for request in requests] == together
 
 
 def test_log_probabilities_of_the_prompt_are_the_models() -> None:

@@ -62,7 +62,8 @@ class Answer:
         watch = asyncio.create_task(self._watch(receive))
         status = 499  # as proxies log it: the client has left
         try:
-            status = await (self._stream(send) if self.asked.stream else self._whole(send))
+            work = self._stream(send) if self.asked.stream else self._whole(send)
+            status = await asyncio.create_task(work)  # waking a task of its own does not go through Starlette's frames
         except asyncio.CancelledError:
             if not self.job.gone:
                 raise

@@ -30,7 +30,7 @@ from subquad.serve.drafting import Draft, Drafter
 
 PIECE = 256  # tokens of a prompt between two steps
 ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be idle with one
-LEAST = 16  # reading fewer tokens than this takes as long
+LEAST = 32  # reading fewer tokens than this takes as long
 SEATS = 16  # prompts that are read at the same time
 TOP = 20  # the most probable tokens that a request may ask for
 GROWING = 2048  # positions of a stream by default if its state grows with each of them
@@ -383,10 +383,11 @@ class Engine:
                     continue
                 logger.exception("reading %d prompts together failed, so each is read alone", len(group))
                 for part in group:
+                    job = part[0]
                     try:
-                        self._read_pieces([part])
+                        self._read_pieces([(job, self._border(job) - job.read)])
                     except Exception as own:
-                        updates.append(self._end(part[0], "error", error=describe(own)))
+                        updates.append(self._end(job, "error", error=describe(own)))
                         group = [other for other in group if other is not part]
             for job, _ in group:
                 if job.read < job.needed:
@@ -429,6 +430,7 @@ class Engine:
             other.number < job.number
             and other.read < end <= other.needed
             and other.request.owner == request.owner
+            and other.request.prompt[job.read : end] == request.prompt[job.read : end]  # quick: most differ here
             and other.request.prompt[:end] == request.prompt[:end]
             for other in self.reading
         )
@@ -547,20 +549,25 @@ class Engine:
 
     def _draft(self, drafter: Drafter) -> dict[int, tuple[Drawn, ...]]:
         """Tokens of streams whose drafts held, at least partly."""
-        drafts = {}
+        made = {}
         for id, job in self.drawing.items():
             # one token may follow the draft, and one may come from a step
             count = min(self.ahead, job.request.steps - job.made - 2, self.capacity - len(job.text) - 1)
-            if count >= 1 and job.draft is not None and (guess := drafter.guess(job.draft, job.text, count)):
-                drafts[id] = guess
-        drawn = {}
-        for id, checked in self.streams.propose(drafts).items():
-            self.counts["drafted"] += len(drafts[id])
-            self.counts["accepted"] += checked.accepted
-            scored = self.drawing[id].scored
-            parts = zip(checked.tokens, checked.logprobs, checked.top, strict=True)
-            drawn[id] = tuple(Drawn(t, p, tuple(top)) if scored else Drawn(t) for t, p, top in parts)
-        return drawn
+            if count < 1 or job.draft is None:
+                continue
+            try:
+                guess = drafter.guess(job.draft, job.text, count)
+                checked = self.streams.propose({id: guess})[id] if guess else None
+            except Exception:
+                logger.exception("a draft failed: its stream goes on without")
+                job.draft = None
+                continue
+            if checked is not None:
+                self.counts["drafted"] += len(guess)
+                self.counts["accepted"] += checked.accepted
+                parts = zip(checked.tokens, checked.logprobs, checked.top, strict=True)
+                made[id] = tuple(Drawn(t, p, tuple(top)) if job.scored else Drawn(t) for t, p, top in parts)
+        return made
 
     def _report(self, job: _Job, drawn: tuple[Drawn, ...]) -> Update:
         first = job.made == 0
