@@ -91,13 +91,15 @@ class LanguageModel(Model):
             part = ranks.active() is not None
             tokens, targets, lengths = shift_part(tokens, lengths, ignore_index) if part else shift(tokens, lengths)
         over_all = ranks.active() is not None and reduction == "mean"
-        how: tuple[Tensor | None, int, Reduction] = lengths, ignore_index, "sum" if over_all else reduction
+        own: Reduction = "sum" if over_all else reduction
         layer = self._plain_head()
         if layer is not None:
-            loss = head_cross_entropy(self(tokens, lengths, head=False), *layer, targets, *how, pieces)
+            loss = head_cross_entropy(
+                self(tokens, lengths, head=False), *layer, targets, lengths, ignore_index, own, pieces
+            )
         elif pieces in (None, 1):
             criterion = cross_entropy if self.config.mixture is None else logistic_mixture.loss
-            loss = criterion(self(tokens, lengths), targets, *how)
+            loss = criterion(self(tokens, lengths), targets, lengths, ignore_index, own)
         else:
             refuse("pieces", pieces, "None or 1 with a mixture, or with a head that was replaced or has hooks")
         return mean_over_ranks(loss, targets, lengths, ignore_index) if over_all else loss
