@@ -93,7 +93,7 @@ def loop(x: Call, normalize: bool = False, eps: float = 1e-6) -> tuple[Tensor, L
     return torch.stack(o, 1), LinearState(s, z if normalize else x.start.z)
 
 
-def run(x: Call, rule: str, normalize: bool = False, **options: Any) -> tuple[Tensor, LinearState]:
+def run(x: Call, rule: Any, normalize: bool = False, **options: Any) -> tuple[Tensor, LinearState]:
     return linear_attention(
         *x[:3], rule=rule, log_gate=x.log_gate, beta=x.beta, initial_state=x.start, return_state=True,
         feature_map="identity", normalize=normalize, impl="torch", **options,

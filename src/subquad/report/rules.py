@@ -53,11 +53,12 @@ def memory(rule: RuleName, keys: Tensor, values: Tensor, fade: float) -> Tensor:
     from subquad.ops import linear_attention
 
     k, v = keys[:, :, None], values[:, :, None]  # one head
-    gate = {"log_gate": k.new_full(k.shape[:3], math.log(fade))} if "gated" in rule else {}
-    beta = {"beta": k.new_ones(k.shape[:3])} if "delta" in rule else {}
+    gate = k.new_full(k.shape[:3], math.log(fade)) if "gated" in rule else None
+    beta = k.new_ones(k.shape[:3]) if "delta" in rule else None
     _, state = linear_attention(
-        k, k, v, rule=rule, feature_map="identity", normalize=False, return_state=True, impl="torch", **gate, **beta
-    )
+        k, k, v, rule=rule, log_gate=gate, beta=beta,
+        feature_map="identity", normalize=False, return_state=True, impl="torch",
+    )  # fmt: skip
     return state.s[:, 0]
 
 
