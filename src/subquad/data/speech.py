@@ -87,7 +87,7 @@ class Utterances:
 
     @cached_property
     def fewest(self) -> np.ndarray:
-        """[N]: the least frames that CTC needs: one for each symbol and one between two equal symbols."""
+        """[N]: the fewest frames that CTC accepts: one for each symbol and one between two equal symbols."""
         again = np.zeros(len(self.targets) + 1, np.int64)
         again[1:-1] = self.targets[1:] == self.targets[:-1]
         again[self.target_starts] = 0  # the first symbol of an utterance

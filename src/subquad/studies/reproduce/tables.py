@@ -25,7 +25,7 @@ class Row:
     model: Settings = field(default_factory=dict)
     data: Settings = field(default_factory=dict)
     training: Settings = field(default_factory=dict)
-    variant: str = ""  # what tells it from other rows of its mechanism: "width 64"
+    variant: str = ""  # how it differs from other rows of its mechanism: "width 64"
 
     @property
     def plain(self) -> str:

@@ -38,7 +38,7 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
 
 
 def chunk_of(size: int) -> int:
-    """How many pictures are made at once, on which the pictures depend. Even, for as many pictures of each label."""
+    """How many pictures are made at once, which decides what they show. Even, so that half have label 1."""
     return 2 * max(1, CHUNK * 32 * 16 // size**2)
 
 
