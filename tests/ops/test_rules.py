@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad.ops import LinearState, linear_attention, linear_attention_step
 from subquad.ops.linear import rule_chunked
+from tests.mechanisms.peers import fla_naive
 
 few = settings(max_examples=8, deadline=None, derandomize=True)
 
@@ -517,27 +518,21 @@ def test_equals_the_naive_reference_of_flash_linear_attention(rule: str, gate: s
     Compared with version 0.6.0: `naive_recurrent_gla`, `delta_rule_recurrence`, `naive_recurrent_gated_delta_rule` and
     `naive_recurrent_kda`.
     """
-    fla = pytest.importorskip("fla.ops", exc_type=ImportError)
-    del fla
-    from fla.ops.delta_rule.naive import delta_rule_recurrence
-    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-    from fla.ops.gla.naive import naive_recurrent_gla
-    from fla.ops.kda.naive import naive_recurrent_kda
-
     x = call_of(rule, gate, length=150, key=16, value=24).to(torch.float32).with_gradients()
     q, k, v, g, beta, (s0, _) = x
     q = q * 4  # theirs divides by the square root of K
     if (rule, gate) == GATED:
-        o, s = naive_recurrent_gla(q, k, v, g, s0, True)
+        o, s = fla_naive("gla").naive_recurrent_gla(q, k, v, g, s0, True)
     elif (rule, gate) == DELTA:
         assert beta is not None
         turned = (y.transpose(1, 2) for y in (q, k, v, beta))
-        o, s = delta_rule_recurrence(*turned, s0, True)
+        o, s = fla_naive("delta_rule").delta_rule_recurrence(*turned, s0, True)
         o = o.transpose(1, 2)
     elif gate == "head":
-        o, s = naive_recurrent_gated_delta_rule(q, k, v, beta, g, initial_state=s0, output_final_state=True)
+        naive = fla_naive("gated_delta_rule").naive_recurrent_gated_delta_rule
+        o, s = naive(q, k, v, beta, g, initial_state=s0, output_final_state=True)
     else:
-        o, s = naive_recurrent_kda(q, k, v, g, beta, initial_state=s0, output_final_state=True)
+        o, s = fla_naive("kda").naive_recurrent_kda(q, k, v, g, beta, initial_state=s0, output_final_state=True)
     theirs, ours = (o, LinearState(s, x.start.z)), run(x, rule)
     same(ours, theirs, 1e-5)
     for a, b in zip(grads(ours, x.leaves()), grads(theirs, x.leaves()), strict=True):
