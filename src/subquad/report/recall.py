@@ -48,8 +48,8 @@ def recalled(results: ReproducedTable) -> list[Recalled]:
 
 def _shares(row: TrainedRow) -> Iterator[tuple[int, float]]:
     for name, value in (row.test or {}).items():
-        if found := re.fullmatch(r"accuracy, (\d+) pairs", name):
-            yield int(found[1]), value
+        if match := re.fullmatch(r"accuracy, (\d+) pairs", name):
+            yield int(match[1]), value
 
 
 def page(results: ReproducedTable) -> Json | None:

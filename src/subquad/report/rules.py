@@ -72,11 +72,11 @@ def read_back() -> list[Read]:
     """For each rule, what keys a and b read after a was written, then b, then a again."""
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([OVERLAP, math.sqrt(1 - OVERLAP**2)])
     keys, values = torch.stack((a, b, a))[None], torch.stack(written()).flatten(1)[None]
-    found = []
+    reads = []
     for rule in RULES:
         first, second = (torch.stack((a, b)) @ memory(rule, keys, values, FADE)[0]).view(2, 8, 8)
-        found.append(Read(rule, first, second))
-    return found
+        reads.append(Read(rule, first, second))
+    return reads
 
 
 @functools.cache
@@ -111,5 +111,5 @@ def curves() -> Json:
 
 def _series(points: dict[RuleName, list[list[float]]]) -> list[Json]:
     return [
-        {"name": rule, "family": family(RULES[rule].mechanisms[0]), "points": found} for rule, found in points.items()
+        {"name": rule, "family": family(RULES[rule].mechanisms[0]), "points": line} for rule, line in points.items()
     ]

@@ -340,9 +340,9 @@ class _ChannelGates:
         while half < size:
             left, right = sums[:, ::2], sums[:, 1::2]  # of the gates of each half [P, C / 2·half, K]
             keys = _halves(k, half)[0]
-            for x, found in zip(rows, scores, strict=True):
+            for x, product in zip(rows, scores, strict=True):
                 readers = _halves(x, half)[1]
-                _corners(found, half).copy_(readers @ keys.mT)
+                _corners(product, half).copy_(readers @ keys.mT)
                 readers.mul_(left.exp()[:, :, None])
             keys.mul_(right.exp()[:, :, None])
             sums = left + right

@@ -31,9 +31,9 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
     numbers = range(-(-count // chunk))
     parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
     label = f"{count:,} pictures of {size} x {size}"
-    for number, (pictures, found) in enumerate(files.shown(parts, label, len(numbers))):
-        rows = slice(number * chunk, number * chunk + len(found))
-        tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
+    for number, (pictures, answers) in enumerate(files.shown(parts, label, len(numbers))):
+        rows = slice(number * chunk, number * chunk + len(answers))
+        tokens[rows], labels[rows] = pictures.reshape(len(answers), -1), answers
     return {"tokens": tokens, "labels": labels}
 
 
