@@ -73,8 +73,13 @@ def test_a_worker_that_is_killed_is_named_and_followed_by_another(worker: Worker
     assert worker.ask({"do": "answer"})["setup"] == "here"
 
 
-def test_a_worker_that_is_interrupted_ends(worker: Worker) -> None:
-    worker.ask({"do": "answer"})
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_worker_that_is_interrupted_ends(worker: Worker, before: Any) -> None:
+    handler = signal.signal(signal.SIGINT, before)  # a shell ignores it in background jobs, and children inherit that
+    try:
+        worker.ask({"do": "answer"})
+    finally:
+        signal.signal(signal.SIGINT, handler)
     threading.Timer(0.5, worker.interrupt).start()
     with pytest.raises(Died, match="exit code 130"):
         worker.ask({"do": "sleep"})

@@ -202,6 +202,7 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     _, parent, module, *arguments = sys.argv
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would inherit "ignore"
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__")
