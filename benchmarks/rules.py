@@ -160,7 +160,9 @@ def outputs_and_gradients(
     leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in x.items()}
     out = fn(leaves)
     wanted = [t for t in leaves.values() if t is not None]
-    grads = torch.autograd.grad(out, wanted, [a.to(o.dtype) for a, o in zip(w, out, strict=True)])
+    used = [n for n, o in enumerate(out) if o.requires_grad]  # the state of empty rows does not
+    weights = [w[n].to(out[n].dtype) for n in used]
+    grads = torch.autograd.grad([out[n] for n in used], wanted, weights, materialize_grads=True)
     return [*(o.detach() for o in out), *grads]
 
 

@@ -1,13 +1,20 @@
 """What importing the package loads, and what the wheel contains."""
 
+import inspect
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_type_hints
+
+import pytest
 
 import subquad
 import subquad.models
+from subquad.ops import linear_attention, sparse_attention
+from subquad.ops.linear.api import _Options as LinearOptions
+from subquad.ops.sparse.api import _Options as SparseOptions
 
 HEAVY = (
     "triton",
@@ -38,6 +45,16 @@ def test_public_names_are_few_and_the_expected_ones() -> None:
     assert {"models", "nn", "ops"} <= set(subquad.__all__)
     assert {"fork", "load_state", "save_state"} <= set(subquad.models.__all__)
     assert all(hasattr(subquad, name) for name in subquad.__all__)
+
+
+@pytest.mark.parametrize(
+    ("function", "seen", "told_apart"),
+    [(linear_attention, LinearOptions, "return_state"), (sparse_attention, SparseOptions, "return_lse")],
+)
+def test_type_checkers_see_every_option(function: Any, seen: Any, told_apart: str) -> None:
+    hints = get_type_hints(function)
+    keywords = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert get_type_hints(seen) == {name: hints[name] for name in keywords - {told_apart}}
 
 
 def test_the_wheel_is_pure_python_and_carries_the_data(tmp_path: Path) -> None:

@@ -20,16 +20,16 @@ COMMIT = "SUBQUAD_COMMIT"  # an environment variable, so that child processes kn
 
 def available(name: str) -> str:
     """The name of a device that this machine has; "auto" becomes "cuda" if there is a GPU, otherwise "cpu"."""
-    found = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     if name == "auto":
-        return "cuda" if found else "cpu"
+        return "cuda" if has_gpu else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         refuse("device", name, '"cpu" or "cuda"')
-    elif device.type == "cuda" and not found:
+    elif device.type == "cuda" and not has_gpu:
         refuse("device", name, '"cpu" here: torch finds no GPU')
     elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         refuse("device", name, f'"cuda:0" to "cuda:{torch.cuda.device_count() - 1}"')
@@ -122,19 +122,19 @@ def commit() -> str | None:
     """The commit of this source: as `tell_commit` recorded it, else from git, with "-dirty" if files were changed."""
     if COMMIT in os.environ:
         return os.environ[COMMIT]
-    found = _git("rev-parse", "--short=12", "HEAD")
-    return f"{found}-dirty" if found and _git("status", "--porcelain", "--", ".") else found
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return f"{head}-dirty" if head and _git("status", "--porcelain", "--", ".") else head
 
 
 def _git(*words: str) -> str | None:
     """The output of git in the folder of the package, or None if it fails."""
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             ["git", *words], cwd=Path(subquad.__file__).parent, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 def tell_commit(name: str | None) -> None:

@@ -214,7 +214,7 @@ def test_folders_that_cannot_be_split_are_named(data: Path, tmp_path: Path) -> N
         speech.folder(tmp_path / "a")
     noise(tmp_path / "a/train/x.wav", 0)
     (tmp_path / "a/train/x.txt").write_text("x")
-    with pytest.raises(Broken, match="a holds only train: accepted are folders train, validation and test"):
+    with pytest.raises(Broken, match="a holds only train: accepted are folders train, validation, test"):
         speech.folder(tmp_path / "a")
     noise(tmp_path / "b/x.wav", 0)
     (tmp_path / "b/x.txt").write_text("x")

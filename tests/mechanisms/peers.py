@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 def fla_naive(op: str) -> ModuleType:
     """The naive functions of an op of flash-linear-attention; the package itself imports only where Triton is."""
-    pytest.importorskip("einops")
     package = importlib.util.find_spec("fla")
     if package is None or package.origin is None:
         pytest.skip("flash-linear-attention is not installed")
+    pytest.importorskip("einops", reason="einops is not installed, which flash-linear-attention needs")
     spec = importlib.util.spec_from_file_location(f"fla_{op}", Path(package.origin).parent / "ops" / op / "naive.py")
     assert spec is not None
     assert spec.loader is not None

@@ -87,17 +87,17 @@ def export(call: Call, inputs: tuple[Any, ...], **how: Any) -> torch.nn.Module:
         return torch.export.export(call, inputs, **how).module()
 
 
-def export_keeps_numbers(case: Case, form: str, grad: bool = True, **how: Any) -> None:
+def export_keeps_numbers(case: Case, form: str, grad: bool = True, size: int = T, **how: Any) -> None:
     """A program exported for one batch and length gives eager's values, and its gradients if it needs gradients."""
     call = Call(case.build(), form)
     with torch.set_grad_enabled(grad):
-        program = export(call, call.inputs(3, T), **how)
+        program = export(call, call.inputs(3, size), **how)
     if grad:
-        same_gradients(call, program, 3, T)
+        same_gradients(call, program, 3, size)
     else:
-        same_values(call, program, 3, T)
+        same_values(call, program, 3, size)
     with torch.no_grad():
-        same_values(call, program, 3, T)
+        same_values(call, program, 3, size)
 
 
 def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
@@ -123,11 +123,11 @@ def export_serves_any_size(case: Case, form: str, **how: Any) -> None:
 
 
 def compile_keeps_numbers(
-    case: Case, form: str, backend: str, dynamic: bool | None = None, dtype: torch.dtype = torch.float64
+    case: Case, form: str, backend: str, dynamic: bool | None = None, dtype: torch.dtype = torch.float64, size: int = T
 ) -> None:
     """A program compiled without graph breaks gives eager's values and gradients; `dynamic`: at several sizes."""
     torch.compiler.reset()
     call = Call(case.build(dtype), form)
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)
-    for batch, size in ((3, T), (2, 7), (5, 46)) if dynamic else ((3, T),):
-        same_gradients(call, compiled, batch, size, 1e-7 if dtype == torch.float64 else 1e-3)
+    for batch, length in ((3, size), (2, 7), (5, 46)) if dynamic else ((3, size),):
+        same_gradients(call, compiled, batch, length, 1e-7 if dtype == torch.float64 else 1e-3)

@@ -9,6 +9,7 @@ from torch import Tensor
 from subquad import build
 from subquad.mechanisms.error import approximation_error
 from tests.mechanisms.laws import tokens
+from tests.mechanisms.peers import fla_naive
 
 
 def test_equals_the_recurrence_of_the_paper() -> None:
@@ -228,7 +229,7 @@ def test_options_that_do_not_go_together_are_named(message: str, options: dict[s
 
 
 def test_taylor_equals_the_naive_attention_of_fla() -> None:
-    based = pytest.importorskip("fla.ops.based.naive")  # agreed with fla-core 0.6.0
+    based = fla_naive("based")  # agreed with fla-core 0.6.0
     mix = make(dim=24, heads=3, causal=True, feature_map="taylor", features=6).double()
     x = 2 * tokens(2, 31, 24)
     o = based.naive_parallel_based(*heads_of(mix, x))

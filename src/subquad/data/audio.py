@@ -20,8 +20,8 @@ PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of a WAV file; EXTENSIBLE: a la
 
 def sound_files(folder: Path) -> list[Path]:
     """The WAV files in a folder and its subfolders, sorted; if there are none, its sound files of other kinds."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [p for p in found if p.suffix.lower() == ".wav"] or [p for p in found if p.suffix.lower() in OTHERS]
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [p for p in paths if p.suffix.lower() == ".wav"] or [p for p in paths if p.suffix.lower() in OTHERS]
 
 
 def read_sound(path: Path) -> tuple[np.ndarray, int]:

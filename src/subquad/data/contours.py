@@ -301,11 +301,11 @@ def _long_paths(growth: _Growth, rows: np.ndarray) -> np.ndarray:
     low, high = 2 * style.seed_distance, style.size - 2 * style.seed_distance
     first, last = low - made.core.min(1)[way], high - made.core.max(1)[way]  # `last` is excluded
     tail = np.floor(first + random.random((len(way), 2)) * (last - first)).astype(np.int64)
-    found = (last > first).all(1)
-    found &= growth.start(rows, 0, tail, way)
+    fits = (last > first).all(1)
+    fits &= growth.start(rows, 0, tail, way)
     around = np.round(tail + _polar(random.integers(360, size=len(rows)) * np.pi / 180, style.seed_distance))
-    found &= growth.start(rows, style.contour, around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
-    rows = rows[found]
+    fits &= growth.start(rows, style.contour, around.astype(np.int64), random.integers(DEGREES, size=len(rows)))
+    rows = rows[fits]
     for step in range(1, style.contour):
         for path in (0, style.contour):
             rows = growth.extend(rows, path + step)
@@ -325,8 +325,8 @@ def _distractor(growth: _Growth, rows: np.ndarray, dash: int, there: np.ndarray)
         needed = np.clip(tails[:, :, None] + made.core[way][:, None], 0, style.size - 1)
         room = (growth.mask.flat[growth.mask.cells(tried, needed)] <= CLEAR).all(2)
         room &= growth.inside(head) & growth.inside(pivot)
-        found, best = room.any(1), room.argmax(1)
-        tried, way, tail = tried[found], way[found], tails[found, best[found]]
+        free, best = room.any(1), room.argmax(1)
+        tried, way, tail = tried[free], way[free], tails[free, best[free]]
         growth.start(tried, dash, tail, way)
         # to undo paths that are given up
         before = growth.mask.pictures[tried], growth.wide.pictures[tried]

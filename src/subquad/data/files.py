@@ -87,9 +87,9 @@ def find(file: File) -> Path | None:
 
 def get(file: File) -> Path:
     """The path of the file, which is downloaded if it is missing."""
-    found = find(file)
-    if found is not None:
-        return found
+    path = find(file)
+    if path is not None:
+        return path
     if file.url is None:
         raise Missing(_advice(file, "there is no public file of known SHA-256 to download"))
     try:
@@ -99,10 +99,10 @@ def get(file: File) -> Path:
                 _download(file, file.url)
     except (OSError, ImportError) as error:  # errors of requests are OSErrors
         raise Missing(_advice(file, f"downloading {file.url} failed: {_brief(error)}")) from error
-    found = find(file)
-    if found is None:
+    path = find(file)
+    if path is None:
         raise Missing(_advice(file, f"{file.url} does not hold it"))
-    return found
+    return path
 
 
 def prepared(name: str, make: Callable[[Path], None], *sources: Path) -> Path:
@@ -138,8 +138,8 @@ def _inside(path: Path) -> str:
     count = size = times = 0
     for place, folders, names in os.walk(path):
         for entry in (os.path.join(place, name) for name in (*folders, *names)):
-            found = os.stat(entry, follow_symlinks=os.path.exists(entry))  # a broken link counts as itself
-            count, size, times = count + 1, size + found.st_size, times + found.st_mtime_ns
+            info = os.stat(entry, follow_symlinks=os.path.exists(entry))  # a broken link counts as itself
+            count, size, times = count + 1, size + info.st_size, times + info.st_mtime_ns
     return f" {count} {size} {times}"
 
 

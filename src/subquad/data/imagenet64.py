@@ -33,9 +33,9 @@ def load() -> tuple[Images, Images]:
 
 
 def _part(folder: Path, batches: str, pictures: str) -> Images:
-    found = sorted(folder.rglob(batches), key=lambda path: (len(path.name), path.name))  # 2 before 10
-    if found:
-        return packed(f"imagenet64.{pictures}", SHAPE, partial(_read_batches, found), *found)
+    archives = sorted(folder.rglob(batches), key=lambda path: (len(path.name), path.name))  # 2 before 10
+    if archives:
+        return packed(f"imagenet64.{pictures}", SHAPE, partial(_read_batches, archives), *archives)
     place = folder / pictures
     if not any(place.glob("*.png")):
         raise files.Missing(f"{folder} holds neither {batches} nor PNG files in {pictures} ({FOLDER.home})")

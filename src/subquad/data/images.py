@@ -71,12 +71,12 @@ def read_picture(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     from matplotlib.image import imread
 
     try:
-        found = np.asarray(imread(path))
+        pixels = np.asarray(imread(path))
     except (OSError, SyntaxError, ValueError) as error:
         raise files.Broken(f"{path} is not a whole picture: {error}") from error
-    if found.dtype != np.uint8:
-        found = np.round(found * 255).astype(np.uint8)  # imread gives PNG files as 0 to 1
-    found = np.repeat(found[..., None], 3, axis=2) if found.ndim == 2 else found[..., :3]
-    if found.shape != shape:
-        raise files.Broken(f"{path} is a picture of {found.shape}: accepted are {shape}")
-    return found
+    if pixels.dtype != np.uint8:
+        pixels = np.round(pixels * 255).astype(np.uint8)  # imread gives PNG files as 0 to 1
+    pixels = np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels[..., :3]
+    if pixels.shape != shape:
+        raise files.Broken(f"{path} is a picture of {pixels.shape}: accepted are {shape}")
+    return pixels

@@ -48,13 +48,13 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
     texts, labels, films = [], [], []
     for label, kind in enumerate(kinds):
         addresses = files.read_text(folder / f"urls_{kind.name}.txt", "ascii").split()
-        found = sorted((_number(path), path) for path in kind.glob("*.txt"))
-        if not found:
+        reviews = sorted((_number(path), path) for path in kind.glob("*.txt"))
+        if not reviews:
             raise files.Broken(f"{kind} holds no reviews")
-        if found[-1][0] >= len(addresses):
+        if reviews[-1][0] >= len(addresses):
             place = folder / f"urls_{kind.name}.txt"
-            raise files.Broken(f"{place} has only {len(addresses)} lines, and none for {found[-1][1].name}")
-        for number, path in files.shown(found, f"reviews of {folder.name}/{kind.name}"):
+            raise files.Broken(f"{place} has only {len(addresses)} lines, and none for {reviews[-1][1].name}")
+        for number, path in files.shown(reviews, f"reviews of {folder.name}/{kind.name}"):
             texts.append(files.read(path))
             labels.append(label)
             films.append(int(addresses[number].partition("/title/tt")[2].partition("/")[0]))
@@ -70,7 +70,7 @@ def _gather(folder: Path, kinds: list[Path], new: Path) -> None:
 
 def _number(path: Path) -> int:
     """127 for 127_9.txt, a review with nine stars: its line in the list of films."""
-    found = re.fullmatch(r"(\d+)_(\d+)", path.stem)
-    if found is None:
+    match = re.fullmatch(r"(\d+)_(\d+)", path.stem)
+    if match is None:
         raise files.Broken(f"{path} is not a review: reviews have names like 127_9.txt")
-    return int(found[1])
+    return int(match[1])

@@ -56,8 +56,8 @@ def chorales() -> Grids:
 def to_tokens(grid: np.ndarray) -> np.ndarray:
     """[T, 4] pitches -> [4 T] uint8"""
     if grid.size and not np.all((grid == 0) | ((grid >= LOWEST) & (grid <= HIGHEST))):
-        found, accepted = f"pitches {grid.min()} to {grid.max()}", f"0 and {LOWEST} to {HIGHEST}"
-        raise ValueError(f"{found} cannot be written: accepted are {accepted}")
+        given, accepted = f"pitches {grid.min()} to {grid.max()}", f"0 and {LOWEST} to {HIGHEST}"
+        raise ValueError(f"{given} cannot be written: accepted are {accepted}")
     return np.where(grid == 0, SILENCE, grid - LOWEST + 1).astype(np.uint8).reshape(-1)
 
 
@@ -105,13 +105,13 @@ def from_notes(notes: Sequence[Note], voices: int = VOICES) -> np.ndarray:
 
 def midi_files(folder: Path) -> Grids:
     """All .mid and .midi files of a folder: every tenth for validation and every tenth for testing."""
-    found = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
-    if len(found) < 10:
-        raise files.Missing(f"{folder} holds {len(found)} MIDI files: accepted are ten or more, which can be split")
-    grids = [from_notes(read_midi(path)) for path in files.shown(found, "converting MIDI files")]
-    silent = [path for path, grid in zip(found, grids, strict=True) if not len(grid)]
+    paths = sorted(path for path in Path(folder).expanduser().rglob("*") if path.suffix.lower() in (".mid", ".midi"))
+    if len(paths) < 10:
+        raise files.Missing(f"{folder} holds {len(paths)} MIDI files: accepted are ten or more, which can be split")
+    grids = [from_notes(read_midi(path)) for path in files.shown(paths, "converting MIDI files")]
+    silent = [path for path, grid in zip(paths, grids, strict=True) if not len(grid)]
     if silent:
-        raise files.Broken(f"{silent[0]} holds no notes, like {len(silent)} of {len(found)} files: remove them")
+        raise files.Broken(f"{silent[0]} holds no notes, like {len(silent)} of {len(paths)} files: remove them")
     return Grids(*map(list, tenths(grids)))
 
 
@@ -181,11 +181,11 @@ def sound(path: str | Path | None = None, rate: int = 8000) -> Corpus:
         except files.Broken as error:  # it names the cached tokens, but the user has to change the sound file
             count = tokens.stat().st_size
             raise files.Broken(f"{path} has {count} samples at {rate:,} Hz, too few to split") from error
-    found = audio.sound_files(path)
-    if len(found) < 10:
+    sounds = audio.sound_files(path)
+    if len(sounds) < 10:
         accepted = "one file, or ten or more, which can be split"
-        raise files.Broken(f"{path} holds {len(found)} sound files such as WAV: accepted are {accepted}")
-    parts = dict(zip(("train", "validation", "test"), tenths(found), strict=True))
+        raise files.Broken(f"{path} holds {len(sounds)} sound files such as WAV: accepted are {accepted}")
+    parts = dict(zip(("train", "validation", "test"), tenths(sounds), strict=True))
     return made_corpus(name, f"{path.name}.{rate}.{{}}.mulaw", parts, partial(_encode, rate))
 
 

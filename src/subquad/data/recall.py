@@ -1,4 +1,4 @@
-"""Multi-query associative recall (MQAR): pairs of a key and a value, and later each key again, whose value is asked.
+"""Multi-query associative recall (MQAR): pairs of a key and a value, then each key again, to be answered by its value.
 
 Source   made here, as in Arora et al. 2023, "Zoology", arXiv:2312.04927, §3.2, and its code (data/multiquery_ar.py with
          random_non_queries=False, as for its Figure 2)
@@ -16,17 +16,17 @@ from torch import Tensor
 from subquad.checks import at_least, refuse
 from subquad.data.bits import bits
 
-EMPTY = 0  # the token of every place that is neither of a pair nor a query
+EMPTY = 0  # the token at all places outside pairs and queries
 NOT_ASKED = -100  # the answer where a row has fewer queries than others
-POWER = 0.01  # of the distance between the pairs and a query: near ones are far more frequent; 1 would be uniform
+POWER = 0.01  # place n for a query has weight n^(POWER - 1): near ones are far more frequent; 1 would be uniform
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Examples by index. What one holds depends on (seed, index) alone, whatever the machine, batch or epoch."""
+    """Examples by index. An example depends only on (seed, index), not on the machine, batch or epoch."""
 
     length: int = 128
-    pairs: Sequence[int] = (8,)  # in an example; several numbers take turns
+    pairs: Sequence[int] = (8,)  # in an example; of several numbers, example i has number i mod n
     vocab: int = 1024
     count: int = 1 << 20
     seed: int = 0
@@ -66,18 +66,18 @@ class Recall:
 
     def _draw(self, indices: np.ndarray, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Different keys, different values, and where each key is asked for, all [B, pairs]."""
-        slots = self.length // 2 - pairs  # a query is at every second place after the pairs, or is not
+        slots = self.length // 2 - pairs  # every second place after the pairs can hold a query
         drawn = bits(self.seed, indices, self.vocab - 1 + slots)
         keys, values, uniform = np.split(drawn, (self.keys, self.vocab - 1), axis=1)
-        # the first slots to ring, where slot n rings at the rate n^(POWER - 1), are those of draws one after the other
-        # in proportion to the rates, without putting back
+        # weighted draws without replacement: give slot n an exponential time of rate n^(POWER - 1), and take the slots
+        # with the smallest times
         times = -np.log(((uniform >> np.uint64(11)) + 0.5) * 2.0**-53) / np.arange(1, slots + 1) ** (POWER - 1)
         at = 2 * pairs + 2 * np.argsort(times, axis=1, kind="stable")[:, :pairs]
         return 1 + _different(keys, pairs), self.keys + 1 + _different(values, pairs), at
 
 
 def _different(drawn: np.ndarray, count: int) -> np.ndarray:
-    """[B, N] random bits -> [B, count] different numbers below N: those that have the smallest bits, in that order."""
+    """[B, N] random bits -> [B, count] different numbers below N: those with the smallest bits, sorted by them."""
     size = drawn.shape[1]
-    low = np.uint64((1 << size.bit_length()) - 1)  # these bits are replaced by the number itself
+    low = np.uint64((1 << size.bit_length()) - 1)  # these bits are replaced by the index
     return (np.sort(drawn & ~low | np.arange(size, dtype=np.uint64), axis=1)[:, :count] & low).astype(np.int64)

@@ -87,7 +87,7 @@ class Utterances:
 
     @cached_property
     def fewest(self) -> np.ndarray:
-        """[N]: the least frames that CTC needs: one for each symbol and one between two equal symbols."""
+        """[N]: the fewest frames that CTC accepts: one for each symbol and one between two equal symbols."""
         again = np.zeros(len(self.targets) + 1, np.int64)
         again[1:-1] = self.targets[1:] == self.targets[:-1]
         again[self.target_starts] = 0  # the first symbol of an utterance
@@ -132,11 +132,11 @@ def digits() -> Speech:
     folder, parts = files.get(FSDD), {part: list[Utterance]() for part in PARTS}
     words = tuple(DIGITS)
     for path in sorted(folder.glob("*.wav")):
-        found = re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem)
-        if found is None:
+        match = re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem)
+        if match is None:
             raise files.Broken(f"{path} is not a spoken digit: recordings have names like 7_jackson_32.wav")
-        part = "test" if int(found[3]) < 5 else "validation" if int(found[3]) < 10 else "train"
-        parts[part].append(Utterance(path.stem, path, tuple(DIGITS[words[int(found[1])]].split())))
+        part = "test" if int(match[3]) < 5 else "validation" if int(match[3]) < 10 else "train"
+        parts[part].append(Utterance(path.stem, path, tuple(DIGITS[words[int(match[1])]].split())))
     if not all(parts.values()):
         raise files.Broken(f"{folder} does not hold the recordings of the Free Spoken Digit Dataset")
     phones = ("", *sorted({phone for word in DIGITS.values() for phone in word.split()}))
@@ -160,16 +160,16 @@ def folder(path: str | Path) -> Speech:
     dictionaries = [p for name in ("lexicon.txt", "*.dic", "*.dict") for p in sorted(root.glob(name))]
     words = read_dictionary(dictionaries[0]) if dictionaries else None
     parts = {part: next((root / n for n in names if (root / n).is_dir()), None) for part, names in PARTS.items()}
-    found = {part: _utterances(place, words) for part, place in parts.items() if place is not None}
-    if len(found) < 3:
-        if found:
-            raise files.Broken(f"{root} holds only {', '.join(found)}: accepted are folders train, validation and test")
+    by_part = {part: _utterances(place, words) for part, place in parts.items() if place is not None}
+    if len(by_part) < 3:
+        if by_part:
+            raise files.Broken(f"{root} holds only {', '.join(by_part)}: accepted are folders train, validation, test")
         everything = _utterances(root, words)
         if len(everything) < 10:
             raise files.Broken(f"{root} holds {len(everything)} utterances: accepted are ten or more, to be split")
-        found = {part: list(utterances) for part, utterances in zip(PARTS, tenths(everything), strict=True)}
-    symbols = ("", *sorted({symbol for part in found.values() for utterance in part for symbol in utterance.symbols}))
-    return _of_sounds(root.name, found, symbols)
+        by_part = {part: list(utterances) for part, utterances in zip(PARTS, tenths(everything), strict=True)}
+    symbols = ("", *sorted({symbol for part in by_part.values() for utterance in part for symbol in utterance.symbols}))
+    return _of_sounds(root.name, by_part, symbols)
 
 
 def an4_dictionary() -> dict[str, tuple[str, ...]]:
@@ -201,14 +201,14 @@ def read_cepstra(path: Path, width: int = CEPSTRA) -> np.ndarray:
 def _an4_part(root: Path, part: str, words: Mapping[str, Sequence[str]]) -> list[Utterance]:
     lists, path = (root / f"etc/an4_{part}.{kind}" for kind in ("fileids", "transcription"))
     spoken = _transcripts(path)
-    found = []
+    utterances = []
     for sound in files.read_text(lists).split():
         name = sound.rpartition("/")[2]
         if name not in spoken:
             raise files.Broken(f"{path} has no line for {name}")
         features = files.inside(root / "feat", f"{sound}.mfc", lists)
-        found.append(Utterance(sound, features, _phones(spoken[name], words, path)))
-    return found
+        utterances.append(Utterance(sound, features, _phones(spoken[name], words, path)))
+    return utterances
 
 
 def _speaker(utterance: Utterance) -> str:
@@ -225,7 +225,7 @@ def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[
     scp = place / "wav.scp"
     sounds = _wav_scp(scp) if scp.exists() else [(path.stem, path) for path in audio.sound_files(place)]
     often = Counter(name for name, _ in sounds)
-    found, used = [], dict[tuple[str, Path], Path]()
+    utterances, used = [], dict[tuple[str, Path], Path]()
     for name, sound in sorted(sounds):
         own = next((p for end in (".txt", ".TXT") if (p := sound.with_suffix(end)).exists()), None)
         if own is not None and (name not in spoken or often[name] > 1):
@@ -240,10 +240,10 @@ def _utterances(place: Path, words: Mapping[str, Sequence[str]] | None) -> list[
             text = sound.with_suffix(".txt").name
             raise files.Broken(f"{sound} has no transcript: neither {text} nor a line for {name} in {place}")
         letters = tuple(" ".join(line.split()).lower())
-        found.append(Utterance(name, sound, letters if words is None else _phones(line, words, path)))
-    if not found:
+        utterances.append(Utterance(name, sound, letters if words is None else _phones(line, words, path)))
+    if not utterances:
         raise files.Broken(f"{place} holds no sound files such as WAV")
-    return found
+    return utterances
 
 
 def _nearest(sound: Path, lists: Iterable[Path]) -> Path:
@@ -256,17 +256,17 @@ def _transcripts(path: Path) -> dict[str, str]:
     lines = [line.strip() for line in files.read_text(path).splitlines() if line.strip()]
     if path.suffix != ".transcription":
         return {name: " ".join(words) for name, *words in map(str.split, lines)}
-    found = {}
+    transcripts = {}
     for line in lines:
         match = re.fullmatch(r"(.*)\((\S+)\)", line)
         if match is None:
             raise files.Broken(f"{path} holds a line that does not end in (name): {line}")
-        found[match[2]] = match[1]
-    return found
+        transcripts[match[2]] = match[1]
+    return transcripts
 
 
 def _wav_scp(path: Path) -> list[tuple[str, Path]]:
-    found = []
+    sounds = []
     for line in files.read_text(path).splitlines():
         name, *sound = line.split(maxsplit=1) or [""]
         if not name:
@@ -275,8 +275,8 @@ def _wav_scp(path: Path) -> list[tuple[str, Path]]:
             raise files.Broken(f"{path} has no path for {name}: accepted are lines of a name and a path")
         if sound[0].rstrip().endswith("|"):
             raise files.Broken(f"{path} gives a command for the sound of {name}: accepted are paths of WAV files")
-        found.append((name, path.parent / sound[0].rstrip()))
-    return found
+        sounds.append((name, path.parent / sound[0].rstrip()))
+    return sounds
 
 
 def _phones(line: str, words: Mapping[str, Sequence[str]], path: Path) -> tuple[str, ...]:
@@ -298,9 +298,9 @@ def _of_sounds(name: str, parts: Mapping[str, Sequence[Utterance]], symbols: tup
         raise files.Broken(f"{first} has a sample rate of {rate} Hz: accepted is {audio.SLOWEST} Hz or more")
 
     def log_mel(utterance: Utterance) -> np.ndarray:
-        samples, found = audio.read_sound(utterance.sound)
-        if found != rate:
-            differ = f"{utterance.sound} has a sample rate of {found:,} Hz, but {first} has {rate:,} Hz"
+        samples, own_rate = audio.read_sound(utterance.sound)
+        if own_rate != rate:
+            differ = f"{utterance.sound} has a sample rate of {own_rate:,} Hz, but {first} has {rate:,} Hz"
             raise files.Broken(f"{differ}: accepted is the same rate for all")
         return audio.log_mel(samples, rate, FILTERS).numpy()
 

@@ -79,8 +79,10 @@ def mechanism(name: str) -> type[Mixer]:
 
 def causal_only(names: Iterable[str]) -> str:
     """Those of the mechanisms that read from left to right only, in words; "" if there are none."""
-    found = [name for name in dict.fromkeys(names) if name in MECHANISMS and not MECHANISMS[name].traits.bidirectional]
-    return ", ".join(found)
+    one_way = [
+        name for name in dict.fromkeys(names) if name in MECHANISMS and not MECHANISMS[name].traits.bidirectional
+    ]
+    return ", ".join(one_way)
 
 
 def build(name: str, **options: Any) -> Mixer:

@@ -40,13 +40,13 @@ def card(cls: type[Mixer]) -> Card:
     doc = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
     head = re.compile(rf"^({'|'.join(FIELDS)})\s+", re.MULTILINE)
     pieces = head.split(doc)
-    found = {
+    texts = {
         name: textwrap.dedent(" " * 12 + text).strip() for name, text in zip(pieces[1::2], pieces[2::2], strict=True)
     }
-    missing = [name for name in FIELDS if name not in found]
+    missing = [name for name in FIELDS if name not in texts]
     if missing:
         raise ValueError(f"the docstring of {cls.__module__} lacks {', '.join(missing)}: see CONTRIBUTING")
-    return Card(pieces[0].strip(), *(found[name] for name in FIELDS))
+    return Card(pieces[0].strip(), *(texts[name] for name in FIELDS))
 
 
 def option_meanings(cls: type[Mixer]) -> dict[str, str]:

@@ -108,10 +108,10 @@ class Clustered(Attention):
         if symbolic(k.shape[1]):  # there may be fewer keys than topk
             scores, weights = (F.pad(t, (0, topk), value=x) for t, x in ((scores, -torch.inf), (weights, 0.0)))
             v = F.pad(v, (0, 0, 0, 0, 0, topk))
-        found, top = scores.topk(at_most(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
+        best, top = scores.topk(at_most(topk, scores.shape[-1]), dim=-1)  # [B, H, N, topk]
         mass = weights.gather(-1, top).sum(-1, keepdim=True)
         rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), wide(v))
-        exact = self._over(top.masked_fill(found == -torch.inf, -1), q * self.scale, k, v, label)
+        exact = self._over(top.masked_fill(best == -torch.inf, -1), q * self.scale, k, v, label)
         return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
 
     def _over(self, top: Tensor, q: Tensor, k: Tensor, v: Tensor, label: Tensor) -> Tensor:
@@ -175,10 +175,10 @@ class Clustered(Attention):
 
         topk = min(self.options.topk, k.shape[1])
         more = max(0, topk - block)
-        found, key = in_blocks.detach().topk(topk - more, dim=-1)
+        best, key = in_blocks.detach().topk(topk - more, dim=-1)
         key = key + torch.arange(0, k.shape[1], block, device=q.device)[:, None]
-        found, key = F.pad(found, (0, more), value=-torch.inf), F.pad(key, (0, more), value=-1)
-        _, key = prefix((found, key), join_top)  # the top keys of the blocks up to each
+        best, key = F.pad(best, (0, more), value=-torch.inf), F.pad(key, (0, more), value=-1)
+        _, key = prefix((best, key), join_top)  # the top keys of the blocks up to each
         top = _pick(key.flatten(2, 3), at)  # [B, H, T, topk]
         none = top < 0
         keys, values = take(k, top), take(v, top)  # [B, H, T, topk, ·]

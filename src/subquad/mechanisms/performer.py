@@ -134,9 +134,9 @@ class Performer(Kernelised):
             unit = (exponent.detach() / LOG_2).ceil() * LOG_2
             reached, gate, largest = self._reached(unit, lengths, largest)
             return (phi * (exponent - reached).exp()[..., None]).to(dtype), v, gate, largest
-        found = exponents(k, self._signed(), self.width**-0.25)
-        reached, gate, largest = self._reached(found.factor, lengths, largest)
-        return self._exponentials(k, found, dtype, reached), v, gate, largest
+        parts = exponents(k, self._signed(), self.width**-0.25)
+        reached, gate, largest = self._reached(parts.factor, lengths, largest)
+        return self._exponentials(k, parts, dtype, reached), v, gate, largest
 
     def _reached(
         self, exponent: Tensor, lengths: Tensor | None, largest: Tensor | None
@@ -167,9 +167,9 @@ class Performer(Kernelised):
             return trigonometric(self._scaled(q), self.directions)[0].to(dtype)
         return self._exponentials(q, exponents(q, self._signed(), self.width**-0.25), dtype)
 
-    def _exponentials(self, x: Tensor, found: Exponents, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
+    def _exponentials(self, x: Tensor, parts: Exponents, dtype: torch.dtype, unit: Tensor | None = None) -> Tensor:
         scale = self.width**-0.25
-        return positive(x, self._signed(), found, scale=scale, unit=unit, eps=self.eps, dtype=dtype)
+        return positive(x, self._signed(), parts, scale=scale, unit=unit, eps=self.eps, dtype=dtype)
 
     def _signed(self) -> Tensor:
         d = self.directions

@@ -225,5 +225,5 @@ def _exact(tokens: Tokens) -> Tokens:
 
 
 def _without_divisor(s: Tensor) -> LinearState:
-    """A state of the op, whose z nobody reads here."""
+    """A state of the op; its z is not used here."""
     return LinearState(s, s.new_zeros(s.shape[:-1]))

@@ -92,14 +92,14 @@ def exponents(x: Tensor, directions: Tensor, scale: float = 1.0) -> Exponents:
 def positive(
     x: Tensor,
     directions: Tensor,
-    found: Exponents,
+    parts: Exponents,
     *,
     scale: float = 1.0,
     unit: Tensor | None = None,
     eps: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Positive features of scale·x, plus eps: [B, T, H, M]. `found` are the `exponents` of the same arguments.
+    """Positive features of scale·x, plus eps: [B, T, H, M]. `parts` are what `exponents` gives for the same arguments.
 
     unit   the logarithm of a constant to divide the features by; it broadcasts with [B, T, H]. Without it each token's
            largest feature is 1 + eps
@@ -108,10 +108,10 @@ def positive(
     """
     if torch.compiler.is_exporting():
         return _plain_positive(x, directions, scale, unit, eps, dtype or wide_type(x))
-    origin = found.largest if unit is None else found.half + unit
-    b = eps * (found.largest - origin).exp()[..., None]
+    origin = parts.largest if unit is None else parts.half + unit
+    b = eps * (parts.largest - origin).exp()[..., None]
     with uncast(x):
-        return _Positive.apply(x, directions, found.scores, origin, b, scale, unit is not None, dtype or wide_type(x))
+        return _Positive.apply(x, directions, parts.scores, origin, b, scale, unit is not None, dtype or wide_type(x))
 
 
 # An exported program loses the backward of an autograd.Function. So it gets plain expressions: the same numbers, with

@@ -99,7 +99,7 @@ class ShortConv(nn.Module):
         self.bias = nn.Parameter(self._draw(len(self.at), dim)[0]) if bias else None
 
     def _draw(self, count: int, dim: int) -> Tensor:
-        """Weights to begin with, [J, D]."""
+        """Initial weights, [J, D]."""
         return torch.empty(count, dim).uniform_(-(count**-0.5), count**-0.5)
 
     def restore(self) -> None:

@@ -48,9 +48,9 @@ FRAMED = 27  # the pixel whose row is shown first: near the middle, on the strok
 
 def build_atlas(out: Path, runs: Sequence[Path] = (), share: Mapping[str, Any] | None = None) -> Path:
     """Write the site into `out` and return its index page. Without `runs` it shows this machine's or shipped ones."""
-    found = read(runs) if runs else find()
-    known = next((run.data for run in found if run.kind == "share"), None)
-    return _Site(out, found, dict(share or known or block_share())).write()
+    loaded = read(runs) if runs else find()
+    known = next((run.data for run in loaded if run.kind == "share"), None)
+    return _Site(out, loaded, dict(share or known or block_share())).write()
 
 
 class _Site:
@@ -163,7 +163,7 @@ class _Site:
 
     def _crossovers(self) -> list[Json]:
         """For each comparison: the lengths from which on kernels are faster than softmax."""
-        found = []
+        tables = []
         for run in self.runs:
             won = [charts.wins(run, what) for what in ("training", "forward")]
             never = Cell("not reached", float("inf"), "n")
@@ -175,17 +175,17 @@ class _Site:
             ]
             dim, heads = run.settings.get("dim"), run.settings.get("heads")
             if rows:
-                found.append({"where": _where(run), "rows": rows, "width": dim // heads if dim and heads else None})
-        return found
+                tables.append({"where": _where(run), "rows": rows, "width": dim // heads if dim and heads else None})
+        return tables
 
     def _recall(self) -> list[Json]:
         """Each table of recall that was run: its figures, and where they come from."""
         tables = [run.reproduced for run in self.figures if run.kind == "reproduce"]
-        found = [(results, recall.page(results)) for results in tables]
+        pages = [(results, recall.page(results)) for results in tables]
         return [
             {**shown, "where": f"{results.machine.get('device', 'an unknown device')}, {results.date[:10]}",
              "differs": results.differs}
-            for results, shown in found if shown is not None
+            for results, shown in pages if shown is not None
         ]  # fmt: skip
 
     def _share(self) -> Json:
@@ -342,8 +342,8 @@ def _decoding(cost: str) -> str:
 def _legend() -> str:
     """The legend of shapes, from the contract's docstring."""
     doc = inspect.cleandoc(sys.modules[Mixer.__module__].__doc__ or "")
-    found = re.search(r"^ +(B batch.*?)\n\n", doc, re.MULTILINE | re.DOTALL)
-    return _one_line(found[1]) if found else ""
+    match = re.search(r"^ +(B batch.*?)\n\n", doc, re.MULTILINE | re.DOTALL)
+    return _one_line(match[1]) if match else ""
 
 
 def _link(name: str, up: str) -> Cell:

@@ -77,10 +77,10 @@ class Win(NamedTuple):
 
 def wins(run: Run, what: str) -> dict[str, Win]:
     """{mechanism: Win} in `training`, `forward` or `memory`. Rings, sentences and tables all use this rule."""
-    found = {name: series(run.rows, name, RATIOS[what]) for name in names(run.rows) if name != "softmax"}
+    measured = {name: series(run.rows, name, RATIOS[what]) for name in names(run.rows) if name != "softmax"}
     return {
         name: Win(at, ratios[0] < 1 and at == lengths[0])
-        for name, (lengths, ratios) in found.items()
+        for name, (lengths, ratios) in measured.items()
         if (at := crossover(lengths, ratios)) is not None
     }
 
@@ -170,13 +170,13 @@ def quality_against_cost(run: Run) -> Json | None:
     steps: dict[int, dict[str, float]] = {}  # {length: {mechanism: ms}}
     for row in run.rows:
         steps.setdefault(row.length, {}).update({row.mechanism: row.training_ms.median} if row.training_ms else {})
-    for (task, metric), found in by_task(run).items():
-        better = "lower" if found[0].lower_is_better else "higher"
+    for (task, metric), records in by_task(run).items():
+        better = "lower" if records[0].lower_is_better else "higher"
         y = {"label": f"{metric} on {task} ({better} is better)", "short": metric, "unit": ""}
-        costs = {("seconds of training", "s"): {q.mechanism: q.seconds or 0.0 for q in found}}
+        costs = {("seconds of training", "s"): {q.mechanism: q.seconds or 0.0 for q in records}}
         costs |= {(f"a training step at T = {n:,}, ms", "ms"): dict(times) for n, times in sorted(steps.items())}
         for (cost, unit), paid in costs.items():
-            points = {q.mechanism: [[paid[q.mechanism], q.value or 0.0]] for q in found if paid.get(q.mechanism)}
+            points = {q.mechanism: [[paid[q.mechanism], q.value or 0.0]] for q in records if paid.get(q.mechanism)}
             if points:
                 x = {"label": cost, "short": "cost", "unit": unit, "log": True}
                 series = _series(points)
@@ -187,12 +187,12 @@ def quality_against_cost(run: Run) -> Json | None:
 def loss_curves(run: Run) -> Json | None:
     """The metric over training steps, a view for each task."""
     views = []
-    for (task, metric), found in by_task(run).items():
-        points = {q.mechanism: q.curve for q in found if q.curve}
+    for (task, metric), records in by_task(run).items():
+        points = {q.mechanism: q.curve for q in records if q.curve}
         if points:
             x = {"label": "training step", "short": "step", "unit": "steps"}
             # training lowers the loss, not the accuracy, so tasks with an accuracy show curves of the loss
-            y = {"label": metric if found[0].lower_is_better else "training loss", "unit": ""}
+            y = {"label": metric if records[0].lower_is_better else "training loss", "unit": ""}
             views.append({"label": f"Training on {task} ({metric})", "x": x, "y": y, "series": _series(points)})
     return _chart(views)
 
@@ -240,7 +240,7 @@ def draw(spec: Json, views: int | Sequence[int], path: Path, origin: Mapping[str
     figure, axes = plt.subplots(1, len(chosen), figsize=(2 + 7 * len(chosen), 6), layout="constrained", squeeze=False)
     for axis, view in zip(axes[0], chosen, strict=True):
         _draw_view(axis, spec["views"][view], spec["chosen"])
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda legend: len(legend[1]))
     if any(len(series["points"]) > 1 for view in chosen for series in spec["views"][view]["series"]):
         figure.legend(handles, labels, fontsize=8, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=130 if len(chosen) == 1 else 100, metadata=origin)

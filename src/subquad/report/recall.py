@@ -1,4 +1,4 @@
-"""The table of recall: how many answers are right, by what a model keeps and by how many pairs it was told."""
+"""The table of recall: the share of right answers, by the size of the state and the number of pairs."""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Recalled(NamedTuple):
 
     @property
     def solved(self) -> int:
-        """The most pairs of which, and of all fewer, nearly all answers are right; 0 if there are none."""
+        """The largest number of pairs up to which nearly all answers are right; 0 if there is none."""
         most = 0
         for pairs, share in self.points:
             if share < SOLVED:
@@ -48,8 +48,8 @@ def recalled(results: ReproducedTable) -> list[Recalled]:
 
 def _shares(row: TrainedRow) -> Iterator[tuple[int, float]]:
     for name, value in (row.test or {}).items():
-        if found := re.fullmatch(r"accuracy, (\d+) pairs", name):
-            yield int(found[1]), value
+        if match := re.fullmatch(r"accuracy, (\d+) pairs", name):
+            yield int(match[1]), value
 
 
 def page(results: ReproducedTable) -> Json | None:

@@ -35,17 +35,17 @@ class Written(NamedTuple):
 
 def write(runs: Sequence[Path], out: Path | None = None) -> Written:
     """Read the runs; write `out` (by default report.html in the first run's folder), with CSV and PNG beside it."""
-    found = read(runs)
-    out = out or found[0].path.parent / "report.html"
+    loaded = read(runs)
+    out = out or loaded[0].path.parent / "report.html"
     if out.is_dir() or not out.suffix:
         out = out / "report.html"
-    for run in found:  # fails for a damaged run before anything is written
+    for run in loaded:  # fails for a damaged run before anything is written
         with blaming(_file_of(run), ValueError):
             make([run])
     out.parent.mkdir(parents=True, exist_ok=True)
-    with blaming(", ".join(map(_file_of, found)), ValueError):
-        written = [*_write_csv(found, out), *_write_png(found, out)]
-    out.write_text(make(found, [path.name for path in written]), encoding="utf-8")
+    with blaming(", ".join(map(_file_of, loaded)), ValueError):
+        written = [*_write_csv(loaded, out), *_write_png(loaded, out)]
+    out.write_text(make(loaded, [path.name for path in written]), encoding="utf-8")
     return Written(out, written)
 
 
@@ -110,9 +110,9 @@ def _findings(run: Run) -> Json:
     first = wins[earliest[0]].length if wins else 0
     below = [ratio for length, _, ratio in ratios if length < first]
     best = []
-    for (task, metric), found in by_task(run).items():
-        found.sort(key=lambda q: q.value or 0.0, reverse=not found[0].lower_is_better)
-        best.append((metric, task, _listed({q.mechanism: q.value or 0.0 for q in found[:3]})))
+    for (task, metric), records in by_task(run).items():
+        records.sort(key=lambda q: q.value or 0.0, reverse=not records[0].lower_is_better)
+        best.append((metric, task, _listed({q.mechanism: q.value or 0.0 for q in records[:3]})))
     return {
         "longest": longest,
         "fastest": _listed(dict(sorted(at_longest.items(), key=lambda item: item[1])[:3])),

@@ -15,7 +15,7 @@ from subquad.report.charts import name_lengths, name_plainly
 from subquad.report.html import number
 from subquad.studies.results import ReproducedTable, TrainedRow, save
 
-PARTLY = 0.01  # epochs: of a set of which less was read, the time of an epoch is not shown
+PARTLY = 0.01  # of an epoch: if a run read less, its time an epoch is not shown
 LABELS = {"per": "phone error rate, %"}
 
 

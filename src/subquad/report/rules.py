@@ -15,10 +15,10 @@ from subquad.report.runs import Json
 FADE = 0.8  # what a gated rule keeps of its state at each pair, in the picture of digits
 SLOW_FADE = 0.95  # and in the curves
 OVERLAP = 0.3  # of the two keys of the picture: a · b
-WIDTH, DRAWS = 32, 128  # of keys, and how often the curves' keys and values are drawn
-COUNTS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # pairs
-TOLD, AGES = 64, range(1, 65, 4)  # pairs, and how many pairs ago those were written whose errors are shown
-SHOWN = (3, 7, 5)  # the digits that are written: for key a, for key b, and for key a again
+WIDTH, DRAWS = 32, 128  # the width of keys, and how many draws the curves average
+COUNTS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of pairs in the first view of the curves
+TOLD, AGES = 64, range(1, 65, 4)  # the pairs of the second view, and the ages of those whose errors it shows
+SHOWN = (3, 7, 5)  # the digits that are written: for key a, then for key b, then for key a again
 
 
 class Rule(NamedTuple):
@@ -29,11 +29,11 @@ class Rule(NamedTuple):
 
 
 RULES: dict[RuleName, Rule] = {
-    "linear": Rule("S ← S + k vᵀ", "", "nothing: what was written stays, and what is written later lies over it",
+    "linear": Rule("S ← S + k vᵀ", "", "nothing: all values under a key add up",
                    ("linear",)),
-    "gated": Rule("S ← Diag(a) S + k vᵀ", "a in [0, 1]", "everything a little at each token, whether in the way or not",
+    "gated": Rule("S ← Diag(a) S + k vᵀ", "a in [0, 1]", "a little of everything at each token",
                   ("retnet", "gla", "mamba2")),
-    "delta": Rule("S ← S + β k (v − Sᵀk)ᵀ", "β in [0, 1]", "what the same key read before, and that alone",
+    "delta": Rule("S ← S + β k (v − Sᵀk)ᵀ", "β in [0, 1]", "only what the same key read before",
                   ("deltanet",)),
     "gated_delta": Rule("S ← Diag(a) S, then S ← S + β k (v − Sᵀk)ᵀ", "a and β",
                         "both: it can clear everything, or one key", ("gated_deltanet",)),
@@ -53,11 +53,12 @@ def memory(rule: RuleName, keys: Tensor, values: Tensor, fade: float) -> Tensor:
     from subquad.ops import linear_attention
 
     k, v = keys[:, :, None], values[:, :, None]  # one head
-    gate = {"log_gate": k.new_full(k.shape[:3], math.log(fade))} if "gated" in rule else {}
-    beta = {"beta": k.new_ones(k.shape[:3])} if "delta" in rule else {}
+    gate = k.new_full(k.shape[:3], math.log(fade)) if "gated" in rule else None
+    beta = k.new_ones(k.shape[:3]) if "delta" in rule else None
     _, state = linear_attention(
-        k, k, v, rule=rule, feature_map="identity", normalize=False, return_state=True, impl="torch", **gate, **beta
-    )
+        k, k, v, rule=rule, log_gate=gate, beta=beta,
+        feature_map="identity", normalize=False, return_state=True, impl="torch",
+    )  # fmt: skip
     return state.s[:, 0]
 
 
@@ -71,16 +72,16 @@ def read_back() -> list[Read]:
     """For each rule, what keys a and b read after a was written, then b, then a again."""
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([OVERLAP, math.sqrt(1 - OVERLAP**2)])
     keys, values = torch.stack((a, b, a))[None], torch.stack(written()).flatten(1)[None]
-    found = []
+    reads = []
     for rule in RULES:
         first, second = (torch.stack((a, b)) @ memory(rule, keys, values, FADE)[0]).view(2, 8, 8)
-        found.append(Read(rule, first, second))
-    return found
+        reads.append(Read(rule, first, second))
+    return reads
 
 
 @functools.cache
 def errors(rule: RuleName, pairs: int) -> Tensor:
-    """[N]: |what a key reads - its value|² / |value|² of each pair, the first written first, after all were written.
+    """The squared error of what each key reads after all pairs were written, over the squared value: [N], oldest first.
 
     Keys are random directions, values random numbers.
     """
@@ -110,5 +111,5 @@ def curves() -> Json:
 
 def _series(points: dict[RuleName, list[list[float]]]) -> list[Json]:
     return [
-        {"name": rule, "family": family(RULES[rule].mechanisms[0]), "points": found} for rule, found in points.items()
+        {"name": rule, "family": family(RULES[rule].mechanisms[0]), "points": line} for rule, line in points.items()
     ]

@@ -66,8 +66,8 @@ def curves(run: Run) -> Json | None:
     )
     x = {"label": "training step", "short": "step", "unit": "steps"}
     views = []
-    for (split, key), found in points.items():
+    for (split, key), curve in points.items():
         label, y = ("Training loss", "loss") if split == "train" else (f"Validation: {key}", key)
-        series = [{"name": run.name, "family": "other", "points": found}]
+        series = [{"name": run.name, "family": "other", "points": curve}]
         views.append({"label": label, "x": x, "y": {"label": y, "unit": ""}, "series": series})
     return {"views": views, "chosen": [run.name]} if views else None

@@ -13,7 +13,7 @@ HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066
 
 def visible(text: str) -> str:
     """The text with hidden characters spelt out, as \\x1b."""
-    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class Terminal(Console):

@@ -268,7 +268,7 @@ def _verdict(best: Choice, request: Request, rows: Sequence[Row], choices: Seque
         )
     rivals = [choice.mechanism for choice in choices if choice.mechanism != YARDSTICK]
     later = [(crossover(*series(rows, name, "training_ratio")) or 0, n, name) for n, name in enumerate(rivals)]
-    at, _, name = min((found for found in later if found[0] > length), default=(0, 0, ""))
+    at, _, name = min((entry for entry in later if entry[0] > length), default=(0, 0, ""))
     if not at:
         return f"use flash softmax: nothing measured is clearly cheaper at T = {length:,}"
     return f"use flash softmax: you are below the crossover at T = {at:,} ({name}, training time)"

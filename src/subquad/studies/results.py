@@ -132,7 +132,7 @@ class TrainedRow:
     context: int | None = field(default=None, metadata=OPTIONAL)  # table of contexts only, like the next two
     window: int | None = field(default=None, metadata=OPTIONAL)
     bytes: int | None = field(default=None, metadata=OPTIONAL)
-    variant: str | None = field(default=None, metadata=OPTIONAL)  # of the table of recall, as the next
+    variant: str | None = field(default=None, metadata=OPTIONAL)  # table of recall only, like the next
     state: int | None = field(default=None, metadata=OPTIONAL)  # numbers that a layer keeps of one sequence
 
 

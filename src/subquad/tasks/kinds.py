@@ -44,13 +44,13 @@ def make_kind(
 
 
 def directed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an encoder: causal where a mechanism is causal only, which is said aloud, unless they say it."""
+    """The fields of an encoder. If a mechanism is causal only, they get causal=True, with a warning."""
     if "causal" in fields or fields.get("mechanism") in (None, "lstm"):
         return dict(fields)
     one_way = causal_only(mixer.name for mixer in mixers(fields["mechanism"], "mechanism"))
     if not one_way:
         return dict(fields)
-    logger.warning("this model reads from left to right only (causal=True), since that is all %s can", one_way)
+    logger.warning("this model reads from left to right only (causal=True), because %s is causal only", one_way)
     return {**fields, "causal": True}
 
 

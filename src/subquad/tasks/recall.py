@@ -36,7 +36,7 @@ MODEL: Mapping[str, Any] = {
 @dataclass(frozen=True)
 class Recall(Task):
     length: int = 128
-    pairs: int | tuple[int, ...] = 8  # of several numbers each example has one, and each is measured by itself too
+    pairs: int | tuple[int, ...] = 8  # of several numbers each example has one, and each has its own accuracy
     vocab: int = 1024
     held_out: int = HELD_OUT
     seed: int = 0
@@ -86,7 +86,7 @@ class Recall(Task):
 
     @property
     def _parts(self) -> tuple[int, ...]:
-        """The numbers of pairs that are measured by themselves."""
+        """The numbers of pairs for which accuracy is measured separately."""
         return tuple(sorted(set(self.numbers))) if len(set(self.numbers)) > 1 else ()
 
     @staticmethod

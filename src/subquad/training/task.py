@@ -28,7 +28,7 @@ class Loss(NamedTuple):
     """A sum, so that batches and ranks with more targets have more weight; the mean is total / count."""
 
     total: Tensor  # nats, float32
-    count: Tensor  # type: ignore[assignment]  # of targets; hides tuple.count, which nobody calls here
+    count: Tensor  # type: ignore[assignment]  # of targets; hides tuple.count, which is not used here
 
 
 class Source(Protocol):

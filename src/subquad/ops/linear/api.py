@@ -10,7 +10,7 @@ Legend: B batch, T queries, S keys, H heads, K key width, M features, V value wi
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -37,15 +37,32 @@ class LinearState(NamedTuple):
     z: Tensor  # [B, H, M]
 
 
+class _Options(TypedDict, total=False):
+    """What type checkers see of the signature of linear_attention, which a test compares."""
+
+    causal: bool
+    rule: RuleName | None
+    feature_map: Map | None
+    normalize: bool | None
+    eps: float
+    lengths: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    log_gate: Tensor | None
+    beta: Tensor | None
+    initial_state: LinearState | None
+    impl: Impl
+
+
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, LinearState]: ...
-@checked  # type: ignore[misc]
+@checked
 def linear_attention(
     q: Tensor,
     k: Tensor,

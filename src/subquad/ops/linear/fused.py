@@ -51,7 +51,7 @@ def outputs(x: Inputs, spec: Spec, save: bool) -> Outputs:
     q, n, state = x.q, x.sequences, state_type(x.q)
     h, width_k, width_v = x.k.shape[2], x.k.shape[3], x.v.shape[3]
     shape = (q.shape[0], q.shape[1], h, width_v)
-    # packed: tokens after the last sequence belong to nobody and stay zero
+    # packed: outputs after the last sequence stay zero
     o = q.new_empty(shape) if x.cu_seqlens is None else q.new_zeros(shape)
     s = q.new_empty((n, h, width_k, width_v), dtype=state)
     z = q.new_empty((n, h, width_k), dtype=state)

@@ -62,7 +62,7 @@ class Walk(NamedTuple):
     """A kernel that walks over tokens: of keys or of queries; each program takes some columns of K, of V, or all."""
 
     kernel: Any
-    inputs: str  # the letters of the inputs it reads, of which it takes strides
+    inputs: str  # the letters of the inputs that it reads; their strides are passed too
     over_keys: bool
     columns: str
 

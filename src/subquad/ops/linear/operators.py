@@ -131,7 +131,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _eager(x: Tensor) -> bool:
-    """Whether nobody traces, fakes or counts: the work can be done at once."""
+    """Whether nothing traces, fakes or counts operations, so that kernels can be started directly."""
     return type(x) in (Tensor, Parameter) and not (
         torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     )

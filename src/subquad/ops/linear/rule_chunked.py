@@ -160,7 +160,7 @@ class _Chunks:
         readers = [self.q] if x.beta is None else [self.q, self.k]
         (self.scores, *kk), (self.q_in, *k_in), self.k_out = self.gates.meet(readers, self.k)
         self.delta = None if x.beta is None else self._delta(self.split(x.beta[at][..., None]), kk[0], k_in[0])
-        # U but for what the state takes from it, which `_travel` adds
+        # U without the part of the state, which `_travel` subtracts
         self.u = self.v if self.delta is None else self.delta.tv
         self.final = self._travel(start)
 
@@ -261,12 +261,12 @@ class _Chunks:
         dq, dk_read = self.gates.pull(torch.bmm(do, self.u.mT), self.q, self.k)
         dq.addcmul_(torch.bmm(do, self.enter.mT), self.gates.reach)
         dk_out = torch.bmm(self.u, dleave.mT).mul_(self.gates.rest)
-        # each product holds exp(g_t) of the one who reads and exp(-g_s) of the one who is read
+        # each product has a factor exp(g_t) of the token that reads and exp(-g_s) of the token that is read
         until, since = self.q * dq, dk_read.add_(dk_out)
         dk, dv, dbeta = since, du, None
         if self.delta is not None:
             beta, k_in, scores, solve, _, _ = self.delta
-            dright = torch.bmm(solve.mT, du)  # of β(v - k_in S), of which U = T(...)
+            dright = torch.bmm(solve.mT, du)  # the gradient of β(v - k_in S), which T maps to U
             da = torch.bmm(dright, self.u.mT).neg_().tril_(-1)
             error = torch.baddbmm(self.v, k_in, self.enter, alpha=-1)
             dbeta = torch.linalg.vecdot(dright, error).add_(torch.linalg.vecdot(da, scores))[..., None]
@@ -309,7 +309,7 @@ class _HeadGates:
         return torch.bmm(dscores, k), torch.bmm(dscores.mT, x)
 
     def gradient(self, dcumulated: Tensor, dleave: Tensor, leave: Tensor) -> Tensor | None:
-        """The gradients of the gates from those of g [P, C, K], but for the ways through the state that leaves."""
+        """The gradients of the gates from those of g [P, C, K], without the part through the state that leaves."""
         if self.gate is None:
             return None
         dcumulated = dcumulated.sum(-1, keepdim=True)
@@ -340,9 +340,9 @@ class _ChannelGates:
         while half < size:
             left, right = sums[:, ::2], sums[:, 1::2]  # of the gates of each half [P, C / 2·half, K]
             keys = _halves(k, half)[0]
-            for x, found in zip(rows, scores, strict=True):
+            for x, product in zip(rows, scores, strict=True):
                 readers = _halves(x, half)[1]
-                _corners(found, half).copy_(readers @ keys.mT)
+                _corners(product, half).copy_(readers @ keys.mT)
                 readers.mul_(left.exp()[:, :, None])
             keys.mul_(right.exp()[:, :, None])
             sums = left + right
@@ -384,7 +384,7 @@ class _ChannelGates:
         return dx, dk
 
     def gradient(self, dcumulated: Tensor, dleave: Tensor, leave: Tensor) -> Tensor:
-        """The gradients of the gates from those of g [P, C, K], but for the ways through the state that leaves."""
+        """The gradients of the gates from those of g [P, C, K], without the part through the state that leaves."""
         dcumulated[:, -1] += torch.linalg.vecdot(dleave, leave)
         return _uncumulate(dcumulated, self.gate)
 

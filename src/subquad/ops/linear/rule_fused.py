@@ -22,7 +22,7 @@ def unsupported(x: RuleInputs) -> str | None:
 
 
 def outputs(x: RuleInputs, wide: bool, save: bool) -> Outputs:  # noqa: ARG001 (W and U are made of the inverses)
-    """What `forward` fills; in a pack, tokens after the last sequence belong to nobody and stay zero."""
+    """What `forward` fills; in a pack, outputs after the last sequence stay zero."""
     make = x.v.new_empty if x.cu_seqlens is None else x.v.new_zeros
     o = make(x.v.shape, dtype=torch.float32 if wide else x.v.dtype)
     shape = x.sequences, x.v.shape[2], x.k.shape[3], x.v.shape[3]

@@ -34,7 +34,7 @@ import triton.language as tl
 from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
 
 MILD = tl.constexpr(-60.0)  # a sum of log gates whose exponential, and its inverse, leave room in float32
-BLOCK = tl.constexpr(64)  # channels of which `decay` writes the steepest
+BLOCK = tl.constexpr(64)  # `decay` writes the steepest gate of this many channels
 
 
 @triton.jit

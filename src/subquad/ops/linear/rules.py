@@ -90,11 +90,6 @@ def _real(x: Tensor, q: Tensor) -> bool:
     return x.is_floating_point() and x.device == q.device
 
 
-def per_channel(log_gate: Tensor | None, q: Tensor) -> bool:
-    """Whether there is a gate for each column of k."""
-    return log_gate is not None and log_gate.dim() == q.dim()
-
-
 def rule_step(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, beta: Tensor | None, state: Tensor, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:

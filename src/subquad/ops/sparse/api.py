@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from subquad import ranks
 from subquad.checks import check_heads, checked
-from subquad.ops.impl import choose
+from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import check_op_lengths
 from subquad.ops.sparse import split
 from subquad.ops.sparse.operator import attend
@@ -20,15 +20,25 @@ Fn = TypeVar("Fn")
 Patterns = Pattern | Sequence[Pattern]
 
 
+class _Options(TypedDict, total=False):
+    """What type checkers see of the signature of sparse_attention, which a test compares."""
+
+    causal: bool
+    lengths: Tensor | None
+    key_lengths: Tensor | None
+    scale: float | None
+    impl: Impl
+
+
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Any
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[False] = ..., **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Any
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
-@checked  # type: ignore[misc]
+@checked
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -40,7 +50,7 @@ def sparse_attention(
     key_lengths: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ) v over the pairs of `pattern`: q [B, T, H, D], k and v [B, S, Hkv, D] -> [B, T, H, D].
 

@@ -171,7 +171,7 @@ def model_of(task: str, name: str, size: Size) -> dict[str, Any]:
 
 
 def direction(name: str, given: Fields) -> dict[str, Any]:
-    """Fields that let a model with a mechanism that is causal only classify: from left to right, then a mean."""
+    """Fields of a classifier whose mechanisms are causal only: it reads from left to right and takes a mean."""
     if not causal_only([name]):
         return {}
     pooling = given.get("pooling", SMALL["pooling"])  # a first position would see nothing but itself

@@ -25,7 +25,7 @@ class Row:
     model: Settings = field(default_factory=dict)
     data: Settings = field(default_factory=dict)
     training: Settings = field(default_factory=dict)
-    variant: str = ""  # what tells it from other rows of its mechanism: "width 64"
+    variant: str = ""  # how it differs from other rows of its mechanism: "width 64"
 
     @property
     def plain(self) -> str:
@@ -168,10 +168,12 @@ _TABLES = (
             Row("softmax", "softmax", training=GRAPH),
             Row("reformer-4", ("reformer", REFORMER_4)),
             Row("lstm", "lstm", training=FULL),
+            Row("deltanet", "deltanet", training=GRAPH),
+            Row("gated_deltanet", "gated_deltanet", training=GRAPH),
         ),
         differs=(
             "the paper prints curves, not figures: linear reaches the loss of softmax, LSH does not",
-            "an LSTM of the same width and depth is added",
+            "an LSTM of the same width and depth is added, and two mechanisms with delta rules",
         ),
     ),
     Table(

@@ -31,14 +31,14 @@ def make(size: int, count: int, seed: int = 0, workers: int | None = None) -> Ar
     numbers = range(-(-count // chunk))
     parts = in_order(partial(_chunk, size, count, seed, chunk), numbers, workers)
     label = f"{count:,} pictures of {size} x {size}"
-    for number, (pictures, found) in enumerate(files.shown(parts, label, len(numbers))):
-        rows = slice(number * chunk, number * chunk + len(found))
-        tokens[rows], labels[rows] = pictures.reshape(len(found), -1), found
+    for number, (pictures, answers) in enumerate(files.shown(parts, label, len(numbers))):
+        rows = slice(number * chunk, number * chunk + len(answers))
+        tokens[rows], labels[rows] = pictures.reshape(len(answers), -1), answers
     return {"tokens": tokens, "labels": labels}
 
 
 def chunk_of(size: int) -> int:
-    """How many pictures are made at once, on which the pictures depend. Even, for as many pictures of each label."""
+    """How many pictures are made at once, which decides what they show. Even, so that half have label 1."""
     return 2 * max(1, CHUNK * 32 * 16 // size**2)
 
 

@@ -90,8 +90,8 @@ def _bytes(text: bytes) -> bytes:
     """The bytes of a text. The arena's files write them as Python literals, b'...' or b"...", with escapes."""
     if text[:2] in (b"b'", b'b"') and text[-1:] == text[1:2]:
         with contextlib.suppress(ValueError, SyntaxError):
-            found = ast.literal_eval(text.decode("ascii"))
-            return found if isinstance(found, bytes) else text
+            literal = ast.literal_eval(text.decode("ascii"))
+            return literal if isinstance(literal, bytes) else text
     return text
 
 
