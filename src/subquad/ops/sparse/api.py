@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def sparse_attention(
 
 def _over_ranks(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, causal: bool, lengths: Tensor | None,
-    key_lengths: Tensor | None, scale: float, impl: str, sums: bool,
+    key_lengths: Tensor | None, scale: float, impl: Impl, sums: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if key_lengths is not None or q.shape[1] != k.shape[1]:
         ranks.refuse("cross-attention", "accepted are as many keys as queries, with lengths")
@@ -106,7 +106,7 @@ def _over_ranks(
     return split.attention(alone(scale, impl), q, k, v, patterns, causal, lengths, sums)
 
 
-def alone(scale: float | None, impl: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def alone(scale: float | None, impl: Impl) -> Callable[..., tuple[Tensor, Tensor]]:
     """sparse_attention of what this rank has, with its log-sum-exp."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **how: Any) -> tuple[Tensor, Tensor]:
