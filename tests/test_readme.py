@@ -54,12 +54,35 @@ def test_the_readme_fits_one_screen() -> None:
     assert max(map(len, lines)) <= 150
 
 
-def test_the_examples_run() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def example(number: int) -> str:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[number]
+
+
+def test_the_example_runs() -> None:
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(example(0), names)
     assert names["y_t"].shape == (2, 64)
     assert len(names["tokens"]) == 10
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_example_of_hugging_face_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from subquad.hf import byte_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    byte_tokenizer().save_pretrained("model")
+    Path("my.txt").write_text("The sea was calm, and the ships lay still. " * 30)
+    names: dict[str, Any] = {}
+    exec(example(1), names)
+    assert names["written"].startswith("The sea ")
+    assert len(names["written"].encode()) >= len("The sea ") + 40
+    assert json.loads(Path("mine/config.json").read_text())["subquad"]["replaced"][0]["layers"] == [1]
 
 
 def test_every_result_says_how_to_take_it_again() -> None:
