@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        return [sum(self.sizes[:r]) for r in range(len(self.sizes))]
+        return list(itertools.accumulate(self.sizes[:-1], initial=0))
 
     @property
     def total(self) -> int:
@@ -247,7 +247,7 @@ def even_sizes(total: int, world: int) -> tuple[int, ...]:
     return tuple(total * (r + 1) // world - total * r // world for r in range(world))
 
 
-# Exchanges with their gradients. All but the last two do nothing if no sequence is split
+# Exchanges with their gradients. All but `prefix` do nothing if no sequence is split
 
 
 def halo(x: Tensor, before: int, after: int) -> Tensor:
@@ -260,12 +260,13 @@ def halo(x: Tensor, before: int, after: int) -> Tensor:
         return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (before, after))
     cut = layout(x.shape[1])
     assert cut is not None
+    starts = [*cut.starts, cut.total]
 
     def wanted(rank: int, other: int) -> range:
         """The tokens of `other` that `rank` needs."""
-        first, end = cut.starts[rank], cut.starts[rank] + cut.sizes[rank]
+        first, end = starts[rank : rank + 2]
         low, high = (first - before, first) if other < rank else (end, end + after)
-        own = cut.starts[other], cut.starts[other] + cut.sizes[other]
+        own = starts[other : other + 2]
         low, high = max(low, own[0]), min(high, own[1])
         return range(low, high) if other != rank and low < high else range(own[0], own[0])
 

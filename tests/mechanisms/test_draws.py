@@ -198,6 +198,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
     "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
+    "ops.sparse.split.PIECE": "mechanisms/test_split.py",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
 }
 

@@ -505,7 +505,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         in_pieces,
     ),
     "inputs of a convolution from the padding": (
-        (Slip(short_conv_prefill, "last = seen", "size = torch.full_like(size, x.shape[1])\n    last = seen"),),
+        (Slip(short_conv_prefill, "last = seen", "size = torch.full_like(size, x.shape[1])\n        last = seen"),),
         few("mamba2", True, state=5),
         in_pieces,
     ),
@@ -515,7 +515,7 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
         in_pieces,
     ),
     "a convolution that looks ahead": (
-        (Slip(short_conv, "(0, 0, before, after)", "(0, 0, before - 1, after + 1)"),),
+        (Slip(short_conv, "lengths), before, after)", "lengths), before - 1, after + 1)"),),
         few("deltanet", True),
         laws.strictly_causal,
     ),
