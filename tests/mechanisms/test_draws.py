@@ -178,6 +178,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "mechanisms.reformer.SELF": "of the definition",
     "mechanisms.sinkhorn.ABSENT": "stands for zero",
     "ops.cache_triton.LOG2E": "a number of mathematics",
+    "ops.cache.BLOCK": "ops/test_cache.py",
     "ops.cache_triton.BLOCK": "ops/test_cache_triton.py",
     "ops.cache_triton.PROGRAMS": "ops/test_cache_triton.py",
     "ops.ctc.MOST": "ops/test_ctc.py",

@@ -143,6 +143,7 @@ class Attention(Mixer):
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """q and k of the same tokens with rotary positions, if options.rotary; rows start at `position` [B] or at 0."""
         if self.turn is not None:
+            ranks.refuse("the rotation of another model", "accepted is rotary=True")
             return self.turn(q, k, position)
         if not self.options.rotary:
             return q, k
