@@ -516,7 +516,9 @@ def convert(
 ) -> None:
     """Write a model as a folder for Hugging Face transformers, or back. No weight changes."""
     from subquad.hf import convert as run
+    from subquad.hf import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
 
 

@@ -1,6 +1,7 @@
 """The server against clients nobody here wrote: openai, httpx and curl; and against clients that misbehave."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -279,7 +280,20 @@ def test_failures_are_told_and_logs_hold_no_prompts(live: Live, caplog: pytest.L
         assert live.post("/v1/completions", prompt="my secret", max_tokens=3).status_code == 500
     until(lambda: "KeyError" in caplog.text)
     assert "/v1/completions 200 prompt=9" in caplog.text
+    assert "the client has left" not in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_model_is_called_what_its_folder_is_called(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("model", "runs/mine/model"):
+        shutil.copytree(folder, place)
+    options = ServeSettings(device="cpu", slots=1, cache_gb=0)
+    names = [server.make_service(path, options).about["id"] for path in ("model", "runs/mine", "runs/mine/")]
+    assert names == ["model", "mine", "mine"]
+    assert server.make_service("model", dataclasses.replace(options, name="other")).about["id"] == "other"
 
 
 def test_metrics_are_prometheus_text(live: Live) -> None:

@@ -167,7 +167,7 @@ class Service:
         usage = answer.usage()
         first = "" if job.first is None else f" first={job.first:.3f}s"
         prompts = f" prompts={answer.asked.prompts}" if self.log_prompts else ""
-        why = f" ({job.gone})" if job.gone else ""
+        why = f" ({job.gone})" if status == 499 else ""  # clients also leave when they have it all
         logger.info(
             "%s %s %d prompt=%d cached=%d made=%d%s seconds=%.3f%s%s", answer.id, path, status, usage["prompt_tokens"],
             usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"], first, seconds, why, prompts,

@@ -103,7 +103,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     capacity = min(exchange.engine.capacity, LONGEST) if settings.capacity is None else settings.capacity
     metrics.slots, metrics.stats = settings.slots, lambda: exchange.engine.stats
     metrics.cache = None if cache is None else lambda: cache.stats
-    name = settings.name or (folder.parent if folder.name == "model" else folder).resolve().name
+    name = settings.name or Path(checkpoint).resolve().name
     about = {
         "id": name, "object": "model", "created": int((folder / "config.json").stat().st_mtime), "owned_by": "subquad",
         "subquad": _describe(model, card, vocabulary, capacity, exchange.engine.stats.bytes_per_stream, settings),
@@ -198,7 +198,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"host={host!r}, port={port} cannot be listened on: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"host={host!r}, port={port} cannot be listened on: {why}") from error
 
 
 def _allow_connections() -> None:
