@@ -515,10 +515,11 @@ def convert(
     ] = None,
 ) -> None:
     """Write a model as a folder for Hugging Face transformers, or back. No weight changes."""
-    from subquad.hf import convert as run
-    from subquad.hf import transformers
+    from subquad.data.files import extra
 
-    transformers.utils.logging.disable_progress_bar()
+    extra("transformers", "hf", "folders for Hugging Face").utils.logging.disable_progress_bar()
+    from subquad.hf import convert as run
+
     _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
 
 
