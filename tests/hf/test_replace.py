@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     DynamicCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     EuroBertConfig,
     StaticCache,
     T5Config,
@@ -231,6 +233,20 @@ def test_a_config_makes_the_replaced_model() -> None:
     again = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
     assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
     json.dumps(model.config.to_dict())
+
+
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    """Each part has its own config, which makes its layers again."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    parts = [BertConfig(**sizes, intermediate_size=16) for _ in range(2)]
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
+    with pytest.raises(ValueError, match="EncoderDecoderModel has attention modules in parts with their own configs"):
+        subquad.hf.replace(model, layers=[2])
+    subquad.hf.replace(model.decoder, layers=[1], mechanism="linear")
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    tokens = draw(2, 7, "none", seed=5)[0] % 20
+    close(again(tokens, decoder_input_ids=tokens).logits, model(tokens, decoder_input_ids=tokens).logits)
 
 
 def test_what_is_copied_depends_on_shapes() -> None:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from subquad.models import LanguageModel
 from subquad.serve import answer, exchange, server
+from subquad.serve.engine import Full
 from subquad.serve.settings import ServeSettings
 from tests.serve.scripted import Scripted
 
@@ -294,6 +295,19 @@ def test_a_model_is_called_what_its_folder_is_called(
     names = [server.make_service(path, options).about["id"] for path in ("model", "runs/mine", "runs/mine/")]
     assert names == ["model", "mine", "mine"]
     assert server.make_service("model", dataclasses.replace(options, name="other")).about["id"] == "other"
+
+
+def test_a_body_that_comes_while_the_engine_stops(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(request: Any) -> int:
+        live.service.draining = True
+        raise Full("the engine stops: no new requests")
+
+    monkeypatch.setattr(live.engine, "submit", stopped)
+    try:
+        done = live.post("/v1/completions", prompt="a")
+        assert (done.status_code, done.json()["error"]["code"]) == (503, "shutting_down")
+    finally:
+        live.service.draining = False
 
 
 def test_metrics_are_prometheus_text(live: Live) -> None:

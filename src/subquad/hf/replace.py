@@ -59,6 +59,11 @@ def replace(
     found = dict(attentions(model))
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention modules that are known here: known are {KNOWN}")
+    if len({id(one.module.config) for one in found.values()}) > 1:  # each part makes its own layers again
+        accepted = "one of them, such as model.encoder or model.language_model"
+        raise ValueError(
+            f"{type(model).__name__} has attention modules in parts with their own configs: accepted is {accepted}"
+        )
     chosen = sorted(found) if layers is None else list(dict.fromkeys(layers))
     for n in chosen:
         check_count("layers", n, 0)
