@@ -291,7 +291,8 @@ def test_a_model_is_called_what_its_folder_is_called(
     monkeypatch.chdir(tmp_path)
     for place in ("model", "runs/mine/model"):
         shutil.copytree(folder, place)
-    options = ServeSettings(device="cpu", slots=1, cache_gb=0)
+    options = ServeSettings(device="cpu", cache_gb=0)
+    assert server.make_service("model", options).about["subquad"]["slots"] == 16  # all cost time in each step on a CPU
     names = [server.make_service(path, options).about["id"] for path in ("model", "runs/mine", "runs/mine/")]
     assert names == ["model", "mine", "mine"]
     assert server.make_service("model", dataclasses.replace(options, name="other")).about["id"] == "other"
