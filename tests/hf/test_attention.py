@@ -23,7 +23,7 @@ from transformers.models.t5 import modeling_t5
 import subquad.hf
 from subquad.hf import attention, masks
 from subquad.ops import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
-from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, VOCAB, dense, draw, eager, pair, positions
+from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, VOCAB, close, dense, draw, eager, pair, positions
 
 PATTERNS: list[Pattern] = [
     Local(4) | Global(2),
@@ -40,10 +40,6 @@ NAMES = [subquad.hf.register(pattern) for pattern in PATTERNS]
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of these tests span several blocks of queries."""
     monkeypatch.setattr(attention, "ROWS", 16)
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(b.detach().abs().max())))
 
 
 def twins(kind: Any, config: Any, name: str) -> tuple[Any, Any]:

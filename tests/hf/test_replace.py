@@ -27,7 +27,7 @@ import subquad.hf
 from subquad.hf.replace import MixerLayer, Replacement
 from subquad.mechanisms import MECHANISMS
 from subquad.ops import Global, Local
-from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, dense, draw, positions
+from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, close, dense, draw, positions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
@@ -51,10 +51,6 @@ def made(kind: str, **changes: Any) -> Any:
 def options_of(name: str) -> dict[str, Any]:
     small = dict(MECHANISMS[name].small[0])
     return small | ({"max_length": 64} if MECHANISMS[name].traits.fixed_length else {})
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(b.detach().abs().max())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
