@@ -1,6 +1,11 @@
 import gc
+import signal
 
 import pytest
+
+# a shell's background job and nohup ignore these signals, and processes that tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

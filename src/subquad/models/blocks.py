@@ -176,7 +176,7 @@ class Block(nn.Module):
     def _feed(self, stream: Stream) -> Stream:
         """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
         ff, residual = self.ff, self.ff_residual
-        usual = len(stream) == 2 or self.training or not stream[0].is_cuda or ff.gated
+        usual = len(stream) == 2 or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
         if usual or not pays(stream[0], ff.inner.weight):
             return residual.write(stream, ff(residual.read(stream)))

@@ -45,7 +45,7 @@ def feed_forward(
 
 def pays(x: Tensor, w_in: Tensor) -> bool:
     """Whether the fused pass supports this call and is faster than separate operations."""
-    wanted = x.ndim == 2 and x.shape[0] >= ROWS and x.is_cuda and not torch.is_grad_enabled()
+    wanted = x.is_cuda and x.ndim == 2 and x.shape[0] >= ROWS and not torch.is_grad_enabled()
     return wanted and choose("auto", "feed_forward", x, _unsupported(x, w_in)) == "triton"
 
 

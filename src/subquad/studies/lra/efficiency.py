@@ -33,8 +33,10 @@ from subquad.measure.cost import (
     time_beside,
 )
 from subquad.mechanisms import mechanism
+from subquad.mechanisms.base import Mixer
 from subquad.models import Classifier
 from subquad.models.blocks import Block
+from subquad.ops.rotary import Turns
 from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import BUSY
 from subquad.studies.lra.recipes import direction, directions, mixer
@@ -52,6 +54,15 @@ LIMIT = {"cuda": 5.0, "cpu": 30.0}  # skip a length if a step is expected to tak
 SAFE = 0.8  # of the free memory
 
 
+def _naive(mix: Mixer) -> Callable[..., Tensor]:
+    """The definition of a mechanism as a function that a block can call."""
+
+    def forward(x: Tensor, lengths: Tensor | None = None, turns: Turns | None = None) -> Tensor:  # noqa: ARG001
+        return mix.reference(x, lengths)
+
+    return forward
+
+
 class Step(Subject):
     """A training step of a whole model, measured in the same way as a mechanism."""
 
@@ -65,7 +76,7 @@ class Step(Subject):
         if name == NAIVE:
             for block in self.model.modules():
                 if isinstance(block, Block):
-                    block.mixer.forward = block.mixer.reference  # type: ignore[method-assign,assignment]
+                    block.mixer.forward = _naive(block.mixer)  # type: ignore[method-assign]
         self.mix = self.model  # type: ignore[assignment]
         self.x = tokens.to(shape.device)
         self.batch = {"tokens": self.x, "labels": (torch.arange(shape.batch) % 2).to(shape.device)}
