@@ -15,7 +15,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal
 
 # Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes, train for seconds
 # or draw pictures, and the laws for all but the first set of options of a mechanism.
@@ -28,7 +28,7 @@ QUICK := not (compile or export or own_process or distributed or torchrun or kil
 quick: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
+	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
 
 format: $(STAMP)
 	$(BIN)/ruff format
