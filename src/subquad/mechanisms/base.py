@@ -180,6 +180,13 @@ class Mixer(nn.Module):
     def share_with(self, first: "Mixer") -> None:
         """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""
 
+    def defer(self, state: State) -> State:
+        """A state for a fixed group of steps that may write late, until `settle`; by default the same state."""
+        return state
+
+    def settle(self, state: State, steps: int) -> None:
+        """Write what the state of `defer` has not written after its steps, into the state that `defer` was given."""
+
     # The public methods
 
     def forward(
