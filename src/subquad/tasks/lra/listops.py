@@ -14,7 +14,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from subquad.checks import at_least
-from subquad.data.generated import Arrays, cores, generated, in_order, kept
+from subquad.data.generated import Arrays, cores, generated, kept
+from subquad.pool import in_order
 from subquad.tasks.lra.task import Classification, cut
 from subquad.training.task import Source, Split, Trial
 
