@@ -131,7 +131,7 @@ class Linear(Kernelised):
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
 
-    def defer(self, state: Any) -> Any:
+    def defer(self, state: State) -> State | Deferred:
         if self.width > 256 or not can_defer(self._like, self.options.feature_map, self.options.impl):
             return state
         return Deferred(*state, make_queue(self._like, state.position, self.options.heads, self.width, self.width))
@@ -148,7 +148,7 @@ class Linear(Kernelised):
         state.position.add_(1)
         return self.heads.merge(o), state
 
-    def settle(self, state: Any, steps: int) -> None:
+    def settle(self, state: State | Deferred, steps: int) -> None:
         if isinstance(state, Deferred):
             settle(state.s, state.z, state.queue, steps % GROUP, str(self.options.feature_map))
 
