@@ -154,7 +154,7 @@ def _survive(rank: int, out: Path) -> None:
 
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and rank == 1:
-            ranks._Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
+            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]
