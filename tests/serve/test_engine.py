@@ -10,7 +10,8 @@ import torch
 from subquad import LanguageModel, Sampling
 from subquad.models.state import State
 from subquad.models.streams import Streams
-from subquad.serve.engine import Drawn, Engine, Full, Request, Update
+from subquad.serve.engine import Engine
+from subquad.serve.request import Drawn, Full, Request, Update
 
 GREEDY = Sampling(temperature=0)
 KINDS: tuple[Any, ...] = ("linear", "softmax", ("linear", ("local", {"window": 5})), "gated_deltanet")
