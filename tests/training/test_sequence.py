@@ -168,5 +168,5 @@ def test_a_rank_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "some.txt", tmp_path)
     members = [start(_survive, rank, tmp_path) for rank in range(2)]
     for process in members:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in members] == [7, 9]
