@@ -11,7 +11,6 @@ from subquad.checks import at_least, counts, one_of, refuse
 from subquad.machine import available
 from subquad.measure.cost import DTYPES, YARDSTICK, Shape
 from subquad.mechanisms import MECHANISMS, mechanism
-from subquad.tasks import TRIALS
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
@@ -35,7 +34,7 @@ class Settings:
     limit: float = field(default=2.5, metadata={"help": "Skip a training step that would take more seconds."})
     memory: int | None = None  # bytes that may be used; None: most of what is free
     task: str | None = field(
-        default=None, metadata={"help": f"Also measure quality: train shortly on one of {', '.join(TRIALS)}."}
+        default=None, metadata={"help": "Also measure quality: train shortly on copy, digits or listops."}
     )
     data: str | None = None  # a file: also measure quality on the user's own tokens
     steps: int = field(default=200, metadata={"help": "Training steps for quality."})
@@ -62,13 +61,16 @@ class Settings:
             if value is not None and not value > 0:
                 refuse(name, value, "a positive number")
         if self.task is not None:
+            from subquad.tasks import TRIALS  # here, so that help does not load the tasks
+
             one_of(self, task=TRIALS)
             if self.data is not None:
                 refuse("task", self.task, "None together with data: name one of the two")
-        if self.causal is False and (self.data is not None or (self.task and TRIALS[self.task].bidirectional is None)):
-            able = " or ".join(name for name, trial in TRIALS.items() if trial.bidirectional is not None)
-            what = "task" if self.data is None else "data"
-            refuse(what, getattr(self, what), f"a task with a bidirectional form, with causal=False: {able}")
+            if self.causal is False and TRIALS[self.task].bidirectional is None:
+                able = " or ".join(name for name, trial in TRIALS.items() if trial.bidirectional is not None)
+                refuse("task", self.task, f"a task with a bidirectional form, with causal=False: {able}")
+        if self.causal is False and self.data is not None:
+            refuse("data", self.data, "None with causal=False: tokens are predicted from left to right")
         object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:
