@@ -374,7 +374,7 @@ def bodies(draw: st.DrawFn) -> Any:
     return draw(st.sampled_from([body] * 9 + [draw(anything)]))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies(), st.sampled_from(["completions", "chat/completions"]))
 def test_no_body_makes_the_server_fail(live: Live, body: Any, path: str) -> None:
     done = live.http.post(f"/v1/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
