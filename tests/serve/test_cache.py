@@ -721,9 +721,11 @@ def test_sets_of_requests_get_the_same_text_with_the_cache_and_without(kind: Any
     plain, (cache, cached) = Engine(model, slots=4, capacity=40, piece=4), begin()
     hits = loaded = evicted = 0
     for number in range(50):
-        requests = engines.random_requests(random.Random(number // 3), 4, sampling=engines.GREEDY, logprobs=1)
-        requests = [dataclasses.replace(r, owner="ab"[n == 0]) for n, r in enumerate(requests)]
-        assert engines.answers(cached, requests) == engines.answers(plain, requests), number
+        if number % 3 == 0:  # each set comes three times
+            requests = engines.random_requests(random.Random(number // 3), 4, sampling=engines.GREEDY, logprobs=1)
+            requests = [dataclasses.replace(r, owner="ab"[n == 0]) for n, r in enumerate(requests)]
+            expected = engines.answers(plain, requests)
+        assert engines.answers(cached, requests) == expected, number
         if number % 25 == 24:
             cache.close()
             hits, loaded, evicted = (
