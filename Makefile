@@ -15,20 +15,21 @@ test: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal
 
-# Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes, train for seconds
-# or draw pictures, and the laws for all but the first set of options of a mechanism.
+# Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes or servers, train for
+# seconds or draw pictures, and the laws for all but the first set of options of a mechanism.
 QUICK := not (compile or export or own_process or distributed or torchrun or kill or pool or importing \
   or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
   or fcntl or unix or registering or locked or freed or damage or processes or expressions or many_features \
-  or l-1 or l-2 or l-3 or l-4 or l-5)
+  or test_split or linear_split or test_ranks or test_sequence or test_http or test_page or needs_nothing_of_ours \
+  or sets_of or draft_model or several_prompts or broken_file or without_cache or the_wheel or l-1 or l-2 or l-3 or l-4 or l-5)
 
 quick: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
+	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
 
 format: $(STAMP)
 	$(BIN)/ruff format

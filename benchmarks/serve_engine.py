@@ -30,7 +30,8 @@ import torch
 from subquad import LanguageModel, Sampling, Streams
 from subquad.machine import origin, tell_commit
 from subquad.models.state import State
-from subquad.serve.engine import Engine, Request
+from subquad.serve.engine import Engine
+from subquad.serve.request import Request
 from subquad.studies.results import save
 
 Figures = dict[str, Any]

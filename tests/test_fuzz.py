@@ -137,6 +137,8 @@ MIXER: dict[str, Callable[[random.Random, Path], Call]] = {
     "Mixer.redraw": mixed_call("redraw", generator=lambda _: torch.Generator()),
     "Mixer.restore": mixed_call("restore"),
     "Mixer.share_with": mixed_call("share_with", first=lambda m: m),
+    "Mixer.defer": mixed_call("defer", "state", state=lambda m: m.init_state(2)),
+    "Mixer.settle": mixed_call("settle", "state", state=lambda m: m.init_state(2), steps=lambda _: 3),
     "Mixer.extra_repr": mixed_call("extra_repr"),
 }
 

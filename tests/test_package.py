@@ -32,8 +32,11 @@ MOST = 35_000_000  # bytes of the wheel: checkpoints of at most 30 MB, and the c
 
 
 def test_importing_loads_nothing_heavy_beside_torch() -> None:
-    code = "import sys, torch; before = set(sys.modules); import subquad; print(*(set(sys.modules) - before))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = "import sys, torch; before = set(sys.modules); import subquad; print(*(set(sys.modules) - before));"
+    code += "import subquad.cli; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *loaded, theirs = done.stdout.split()
+    assert theirs == "False"
     assert {"subquad.mechanisms.linear", "subquad.ops.linear.operators"} <= set(loaded)
     assert not {name for name in loaded if name.split(".")[0] in HEAVY}
 

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -10,12 +11,22 @@ import pytest
 
 import subquad
 from subquad import pool as processes
-from subquad.pool import Died, Worker, environment, run_all
+from subquad.pool import Died, Worker, environment, in_order, run_all
 
 # starts a process like `subquad reproduce`, without its imports
 PARENT = """
 import os, subprocess, sys
 subprocess.call([sys.executable, "-m", "subquad.pool", str(os.getpid()), "subquad.cli", *sys.argv[1:]])
+"""
+# gets numbers from two workers, and waits for the rest
+ASKS = """
+import threading
+from subquad.pool import in_order
+from tests.test_pool import square
+if __name__ == "__main__":
+    answers = in_order(square, range(50), 2)
+    print(next(answers), flush=True)
+    threading.Event().wait()
 """
 
 
@@ -105,3 +116,28 @@ def test_a_process_saves_and_ends_when_its_parent_is_killed(tmp_path: Path) -> N
     assert said
     assert "saved: --resume continues" in rest
     assert list(tmp_path.glob("checkpoints/step_*"))
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def test_processes_answer_in_order_and_may_be_stopped() -> None:
+    assert list(in_order(square, range(5), 1)) == [0, 1, 4, 9, 16]
+    if os.cpu_count():
+        answers = in_order(square, range(50), 2)
+        assert [next(answers) for _ in range(3)] == [0, 1, 4]
+        answers.close()  # type: ignore[attr-defined]
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    path = os.pathsep.join((str(Path(__file__).parents[1]), environment()["PYTHONPATH"]))
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "asks.py")], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.readline() == b"0\n"
+        parent.kill()
+        parent.communicate(timeout=120)  # until the workers, which hold the other end too, have ended

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.training.tiny import processes
 
-LONGEST = 60  # seconds to wait for an answer
+LONGEST = 120  # seconds to wait for an answer
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:

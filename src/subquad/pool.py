@@ -2,11 +2,13 @@
 
 A process is `python -m subquad.pool PARENT MODULE ARGUMENTS`: it runs MODULE as `python -m` would, and once PARENT is
 gone it interrupts itself as Ctrl-C would. `run_all` runs commands of subquad that way. A `Worker` runs a module that
-calls `serve`: it reads jobs and writes answers, each a line of JSON.
+calls `serve`: it reads jobs and writes answers, each a line of JSON. `in_order` calls one function in several
+processes, through the standard library's pool.
 """
 
 import contextlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -15,12 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import subquad
 
+T = TypeVar("T")
 Json = dict[str, Any]
 OnLine = Callable[[str, str], None]  # (name, a line that it printed)
 PATIENCE = 20.0  # seconds that a worker gets to end before it is killed
@@ -191,6 +195,32 @@ def _interrupting(running: list[Process]) -> Iterator[None]:
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
+
+
+def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
+    """make(number) for each number, in order, in several processes; the caller may stop early."""
+    if workers <= 1:
+        yield from map(make, numbers)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
+        results = pool.map(make, numbers)
+        try:
+            yield from results
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin() -> None:
+    """Before the first number: ignore Ctrl-C, since the parent stops its workers, and end if the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # the main thread waits for numbers that nobody will send
 
 
 def end_with(parent: int) -> None:

@@ -1,14 +1,9 @@
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from subquad.data.generated import in_order, kept
-
-
-def square(number: int) -> int:
-    return number * number
+from subquad.data.generated import kept
 
 
 def test_arrays_are_made_once_and_mapped(tmp_path: Path) -> None:
@@ -49,11 +44,3 @@ def test_a_second_process_uses_the_arrays_of_the_first(tmp_path: Path) -> None:
 
     assert kept(tmp_path / "set", slow)["a"][0] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
-
-
-def test_processes_answer_in_order_and_may_be_stopped() -> None:
-    assert list(in_order(square, range(5), 1)) == [0, 1, 4, 9, 16]
-    if os.cpu_count():
-        answers = in_order(square, range(50), 2)
-        assert [next(answers) for _ in range(3)] == [0, 1, 4]
-        answers.close()  # type: ignore[attr-defined]

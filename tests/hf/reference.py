@@ -57,15 +57,18 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def pair(kind: str, name: str, seed: int = 0, eager: str = "eager") -> tuple[Any, Any]:
+def pair(kind: str, name: str, seed: int = 0, eager: str = "eager", **changes: Any) -> tuple[Any, Any]:
     """The same model with our attention and with theirs."""
     torch.manual_seed(seed)
-    theirs = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=eager).eval()
+    config, same = CONFIGS[kind](), CONFIGS[kind]()
+    config.update(changes)
+    same.update(changes)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=eager).eval()
     if kind == "gpt_oss":
         with torch.no_grad():
             for layer in theirs.model.layers:
                 layer.self_attn.sinks.normal_()
-    ours = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation=name).eval()
+    ours = AutoModelForCausalLM.from_config(same, attn_implementation=name).eval()
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
 

@@ -416,7 +416,7 @@ def test_a_sliding_cache_with_padding_between_tokens_says_what_it_dropped() -> N
 
 def test_decoding_compiles_whole() -> None:
     """As `generate` compiles it on a GPU: masks are made before, and the forward pass is one graph."""
-    ours, theirs = pair("llama", NAMES[0])
+    ours, theirs = pair("llama", NAMES[0], num_hidden_layers=1)
     tokens, real = draw(2, 12, "left", seed=2)
     cache = StaticCache(config=ours.config, max_cache_len=20)
     at = positions(real)
@@ -437,7 +437,7 @@ def test_decoding_compiles_whole() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, after a graph break
 def test_training_under_compile() -> None:
-    ours, _ = pair("llama", NAMES[0])
+    ours, _ = pair("llama", NAMES[0], num_hidden_layers=1)
     tokens, real = draw(2, 20, "left", seed=2)
     compiled = torch.compile(ours, backend="eager")
     for how in ({"attention_mask": real}, {}):

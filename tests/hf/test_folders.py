@@ -445,11 +445,6 @@ def test_the_config_answers_what_programs_ask(tmp_path: Path) -> None:
         SubquadConfig.of(model.config.embedding)
 
 
-def test_the_core_does_not_import_transformers() -> None:
-    code = "import sys, subquad, subquad.cli; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-
-
 def test_without_the_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in sys.modules if name.startswith("subquad.hf")]:
         monkeypatch.delitem(sys.modules, name)

@@ -57,7 +57,7 @@ class Browser:
         try:
             self.session = ""
             self.call("Browser.close")
-            self.process.wait(10)
+            self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()

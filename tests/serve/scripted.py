@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from subquad.models.decoding import limit_of
-from subquad.serve.engine import Drawn, Full, Request, Stats, Update
+from subquad.serve.request import Drawn, Full, Request, Stats, Update
 
 OTHER = ord("?")  # the second most probable token, always
 

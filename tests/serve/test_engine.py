@@ -10,7 +10,8 @@ import torch
 from subquad import LanguageModel, Sampling
 from subquad.models.state import State
 from subquad.models.streams import Streams
-from subquad.serve.engine import Drawn, Engine, Full, Request, Update
+from subquad.serve.engine import Engine
+from subquad.serve.request import Drawn, Full, Request, Update
 
 GREEDY = Sampling(temperature=0)
 KINDS: tuple[Any, ...] = ("linear", "softmax", ("linear", ("local", {"window": 5})), "gated_deltanet")
@@ -86,14 +87,14 @@ def random_requests(rng: random.Random, count: int, **fields: Any) -> list[Reque
 
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_text_is_the_same_alone_and_together_with_the_cache_on_and_off(kind: Any) -> None:
-    """50 sets for each kind of state; log-probabilities too are equal bit by bit."""
-    model, book = make(kind), Book()
+    """Log-probabilities too are equal bit by bit. Each set comes twice; test_cache.py has 200 sets."""
+    model, book = make(kind, depth=1 if isinstance(kind, str) else 2), Book()
     plain, cached, alone = (Engine(model, slots=4, capacity=40, piece=4, cache=c) for c in (None, book, None))
-    for number in range(50):
-        rng = random.Random(number)
-        requests = random_requests(rng, 5, sampling=GREEDY, logprobs=2)
-        expected = [answers(alone, [request])[0] for request in requests]
-        assert answers(plain, requests) == expected, number
+    for number in range(28):
+        if number % 2 == 0:
+            requests = random_requests(random.Random(number), 5, sampling=GREEDY, logprobs=2)
+            expected = [answers(alone, [request])[0] for request in requests]
+            assert answers(plain, requests) == expected, number
         if number % 10 == 0:
             book.states.clear()
         assert answers(cached, requests) == expected, number

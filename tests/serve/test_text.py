@@ -16,7 +16,7 @@ from subquad.models import LanguageModel
 from subquad.serve import server
 from subquad.serve.body import Refused
 from subquad.serve.choice import Choice
-from subquad.serve.engine import Drawn
+from subquad.serve.request import Drawn
 from subquad.serve.settings import ServeSettings
 from subquad.serve.vocabulary import Bytes, Numbers, Vocabulary, render_template, vocabulary_of
 from tests.serve.scripted import Scripted

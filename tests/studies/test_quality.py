@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from subquad.studies.quality import make_task, quality
+from subquad.studies.quality import quality, trial_of
 from subquad.studies.settings import Settings
 from subquad.tasks.tokens import Tokens, load_tokens
 
@@ -38,10 +38,10 @@ def test_what_cannot_learn_a_task_says_why() -> None:
 
 
 def test_what_raises_while_learning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(settings: Settings, causal: bool) -> None:
+    def fails(settings: Settings) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr("subquad.studies.quality.make_task", fails)
+    monkeypatch.setattr("subquad.studies.quality.trial_of", fails)
     assert quality(Settings(task="digits", threads=1), "linear")["reason"] == "RuntimeError: no luck"
 
 
@@ -97,6 +97,6 @@ def test_data_that_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_task_is_chosen_by_form() -> None:
-    both, _ = make_task(Settings(task="listops", threads=1), causal=False)
+    both = trial_of(Settings(task="listops", threads=1)).form(causal=False)
     assert both is not None
     assert both.name == "listops"

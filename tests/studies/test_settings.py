@@ -8,6 +8,7 @@ from subquad.disk import cache_folder
 from subquad.machine import readable
 from subquad.mechanisms import MECHANISMS
 from subquad.studies.settings import Settings, parse_length, parse_lengths, parse_mechanisms
+from subquad.tasks import TRIALS
 
 
 def test_json_there_and_back() -> None:
@@ -67,3 +68,9 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(cache_folder()) == "/somewhere/subquad"
     monkeypatch.setenv("SUBQUAD_CACHE", "/elsewhere")
     assert str(cache_folder()) == "/elsewhere"
+
+
+def test_the_help_names_the_tasks_that_have_a_trial() -> None:
+    (task,) = (field for field in dataclasses.fields(Settings) if field.name == "task")
+    assert task.metadata["help"].endswith(" on copy, digits or listops.")
+    assert list(TRIALS) == ["copy", "digits", "listops"]

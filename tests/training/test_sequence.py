@@ -154,7 +154,7 @@ def _survive(rank: int, out: Path) -> None:
 
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and rank == 1:
-            ranks._Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
+            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]
@@ -168,5 +168,5 @@ def test_a_rank_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "some.txt", tmp_path)
     members = [start(_survive, rank, tmp_path) for rank in range(2)]
     for process in members:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in members] == [7, 9]

@@ -1,19 +1,14 @@
 """Generated arrays: made once, written completely or not at all, and shared by processes through memory maps."""
 
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from subquad.data import files
 
 Arrays = dict[str, np.ndarray]
-T = TypeVar("T")
 
 
 def generated() -> Path:
@@ -39,21 +34,6 @@ def kept(folder: Path, make: Callable[[], Arrays]) -> Arrays:
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is damaged: delete {folder}, and it will be made again") from error
     return arrays
-
-
-def in_order(make: Callable[[int], T], numbers: Sequence[int], workers: int) -> Iterator[T]:
-    """make(number) for each number, in order, in several processes; the caller may stop early."""
-    if workers <= 1:
-        yield from map(make, numbers)
-        return
-    # workers ignore Ctrl-C: the process that waits for them stops them
-    ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with ProcessPoolExecutor(workers, get_context("spawn"), *ignore) as pool:
-        results = pool.map(make, numbers)
-        try:
-            yield from results
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def cores() -> int:

@@ -109,7 +109,7 @@ class Mixer(nn.Module):
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
     turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
     rewinds: bool = False  # a state with a lower position is the state before the last tokens: nothing else changed
-    splits: ClassVar[bool] = False  # over ranks that share a sequence (ranks.py)
+    splits: ClassVar[bool] = False  # over ranks that share a sequence (subquad.ranks)
     joint_queries: bool = False  # in cross-attention one query's result depends on the others: not for decoders
     unused: ClassVar[frozenset[str]] = frozenset({"max_length"})  # base options that have no effect
     small: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options for tests and pictures with about forty tokens
@@ -179,6 +179,13 @@ class Mixer(nn.Module):
 
     def share_with(self, first: "Mixer") -> None:
         """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""
+
+    def defer(self, state: State) -> State:
+        """A state for a fixed group of steps that may write late, until `settle`; by default the same state."""
+        return state
+
+    def settle(self, state: State, steps: int) -> None:
+        """Write what the state of `defer` has not written after its steps, into the state that `defer` was given."""
 
     # The public methods
 

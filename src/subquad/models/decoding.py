@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.mechanisms.linear import Linear
 from subquad.models import logistic_mixture
 from subquad.models.sampling import Rows, Sampling, Uses, draw, score
 from subquad.models.state import State, leaves, select
@@ -239,25 +238,24 @@ def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State,
 
 
 def defer(decoder: Any, state: State) -> State:
-    """The state for a group of steps: linear layers write their sums every fourth step; `settle` writes the rest."""
+    """The state for a group of steps, in which mixers may write late; `settle` writes the rest."""
     inner: Any = getattr(state, "decoder", state)
     if not hasattr(inner, "layers"):
         return state
-    layers = list(inner.layers)
-    for number, (block, layer) in enumerate(zip(stack_of(decoder).blocks, layers, strict=True)):
-        if isinstance(block.mixer, Linear):
-            late = block.mixer.defer(layer if block.taps is None else layer.mixer)
-            layers[number] = late if block.taps is None else layer._replace(mixer=late)
+    layers = []
+    for block, layer in zip(stack_of(decoder).blocks, inner.layers, strict=True):
+        tapped = block.taps is not None
+        late = block.mixer.defer(layer.mixer if tapped else layer)
+        layers.append(layer._replace(mixer=late) if tapped else late)
     inner = inner._replace(layers=tuple(layers))
     return state._replace(decoder=inner) if hasattr(state, "decoder") else inner
 
 
 def settle(decoder: Any, state: State, steps: int) -> None:
     """Write what a deferred state has not written yet after `steps` steps, into the state that `defer` was given."""
-    layers = getattr(getattr(state, "decoder", state), "layers", ())
-    for block, layer in zip(stack_of(decoder).blocks, layers, strict=False):
-        if isinstance(block.mixer, Linear):
-            block.mixer.settle(layer if block.taps is None else layer.mixer, steps)
+    for number, layer in enumerate(getattr(getattr(state, "decoder", state), "layers", ())):
+        block = stack_of(decoder).blocks[number]
+        block.mixer.settle(layer if block.taps is None else layer.mixer, steps)
 
 
 class Categorical:

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from subquad.serve.body import Asked, Refused
 from subquad.serve.choice import Choice, Piece, chat_logprobs, completion_logprobs
-from subquad.serve.engine import Drawn, Request, Update
 from subquad.serve.exchange import Job
+from subquad.serve.request import Drawn, Request, Update
 from subquad.serve.vocabulary import Vocabulary
 
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect events

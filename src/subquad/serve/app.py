@@ -25,10 +25,10 @@ from subquad.checks import shown
 from subquad.disk import parse_json
 from subquad.serve.answer import Answer, requests_of, to_json
 from subquad.serve.body import Asked, Reader, Refused
-from subquad.serve.engine import Full
 from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
 from subquad.serve.page import page, policy
+from subquad.serve.request import Full
 
 logger = logging.getLogger("subquad.serve")
 LARGE = 1 << 16  # bytes of a body that is read in a thread, so that streams do not wait for it

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from subquad.serve.engine import Drawn
+from subquad.serve.request import Drawn
 from subquad.serve.vocabulary import Vocabulary
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for "very improbable", where ours is -infinity

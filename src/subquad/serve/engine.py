@@ -10,8 +10,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,12 +20,13 @@ from subquad.disk import logger
 from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of, work_of
 from subquad.models.footprint import Rooms
 from subquad.models.generation import check_drawing, evaluating
-from subquad.models.sampling import PLAIN, Sampling
+from subquad.models.sampling import PLAIN
 from subquad.models.state import State, map_state, select
 from subquad.models.streams import Streams
 from subquad.models.threads import run_small
 from subquad.ops.cache import BLOCK
 from subquad.serve.drafting import Draft, Drafter
+from subquad.serve.request import Drawn, Full, Request, Stats, Update
 
 PIECE = 256  # tokens of a prompt between two steps
 ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be idle with one
@@ -38,61 +38,7 @@ UNLIMITED = 1 << 40  # positions of one whose state does not
 SWITCH = 0.0005  # seconds after which a busy thread gives the interpreter to the engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a client asks for."""
-
-    prompt: tuple[int, ...]  # tokens, at least one
-    steps: int  # at most this many new tokens
-    sampling: Sampling = PLAIN
-    seed: int = 0
-    stop: tuple[int, ...] = ()  # tokens that end the text
-    logprobs: int | None = None  # None: none; n: of the drawn token and of the n most probable ones
-    prompt_logprobs: bool = False  # also of the prompt's tokens
-    owner: str = ""  # requests of different owners never share cached states
-
-
 _HINTS = {name: hint for name, hint in get_type_hints(Request).items() if name not in ("prompt", "stop")}
-
-
-class Drawn(NamedTuple):
-    """A token, with log-probabilities under the model if they were asked for."""
-
-    token: int
-    logprob: float | None = None  # None also for the first token of a prompt, which nothing predicts
-    top: tuple[tuple[int, float], ...] = ()  # the most probable tokens, the best first
-
-
-class Update(NamedTuple):
-    """What one turn of the engine made for one request."""
-
-    number: int
-    drawn: tuple[Drawn, ...] = ()  # in order; the token that stopped the text is the last one
-    end: str | None = None  # None while it runs; "stop", "length", "cancelled" or "error"
-    cached: int = 0  # prompt tokens that came from the cache
-    prompt: tuple[Drawn, ...] = ()  # the prompt's tokens, once, if their log-probabilities were asked for
-    error: str = ""
-
-
-class Full(Exception):
-    """The queue is full: try again later."""
-
-
-class Stats(NamedTuple):
-    """Counts of an engine. Those below `steps` are totals since it was made."""
-
-    running: int  # streams that draw tokens
-    queued: int
-    prefilling: int  # requests whose prompt is being read
-    free: int  # slots
-    steps: int  # of the whole batch
-    tokens: int  # drawn
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens that came from the cache
-    drafted: int  # tokens that the draft model proposed
-    accepted: int  # of these
-    bytes_per_stream: int
-    state_bytes: int  # of all slots
 
 
 class Cache(Protocol):

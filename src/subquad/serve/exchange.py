@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from subquad.serve.engine import Engine, Request, Update
+from subquad.serve.engine import Engine
 from subquad.serve.metrics import Metrics
+from subquad.serve.request import Request, Update
 
 JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off

@@ -6,14 +6,11 @@ from typing import Any
 
 from subquad.mechanisms import mechanism
 from subquad.studies.settings import Settings
-from subquad.tasks.copy import Copy
-from subquad.tasks.digits import DigitClasses
-from subquad.tasks.images import Images
-from subquad.tasks.lra.listops import ListOps
+from subquad.tasks import TRIALS
 from subquad.tasks.lra.task import Classification
 from subquad.tasks.tokens import Tokens
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Task
+from subquad.training.task import Task, Trial
 from subquad.training.train import learn
 
 DIM, DEPTH, HEADS, BATCH = 64, 2, 2, 32  # of every model here
@@ -27,10 +24,11 @@ def quality(settings: Settings, name: str) -> dict[str, Any]:
     if not (traits.causal if causal else traits.bidirectional):
         return {**record, "reason": f"has no {'causal' if causal else 'bidirectional'} form"}
     try:
-        task, examples = make_task(settings, causal)
+        trial = trial_of(settings)
+        task = trial.form(causal)
         if task is None:
             return {**record, "reason": "has no causal form, which this task needs"}
-        return {**record, **_train(task, examples, name, settings, causal)}
+        return {**record, **_train(task, trial.examples, name, settings, causal)}
     except Exception as error:
         return {**record, "reason": f"{type(error).__name__}: {error}"}
 
@@ -39,15 +37,11 @@ def task_name(settings: Settings) -> str:
     return settings.task or Path(settings.data or "").name
 
 
-def make_task(settings: Settings, causal: bool) -> tuple[Task | None, int | None]:
-    """(the task in this form, how many of its test examples are enough); no task if it has no such form."""
+def trial_of(settings: Settings) -> Trial:
     if settings.data is not None:
-        return Tokens(settings.data) if causal else None, 64
-    if settings.task == "copy":
-        return Copy() if causal else None, 256
-    if settings.task == "listops":
-        return ListOps(train=2000, held_out=500, shortest=16, longest=128), None
-    return Images("digits", validation=1) if causal else DigitClasses(), None
+        return Trial(causal=Tokens(settings.data), examples=64)
+    assert settings.task is not None
+    return TRIALS[settings.task]
 
 
 def _train(task: Task, examples: int | None, name: str, settings: Settings, causal: bool) -> dict[str, Any]:

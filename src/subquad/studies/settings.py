@@ -13,7 +13,6 @@ from subquad.measure.cost import DTYPES, YARDSTICK, Shape
 from subquad.mechanisms import MECHANISMS, mechanism
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-TASKS = ("copy", "digits", "listops")
 CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
 
 
@@ -62,12 +61,16 @@ class Settings:
             if value is not None and not value > 0:
                 refuse(name, value, "a positive number")
         if self.task is not None:
-            one_of(self, task=TASKS)
+            from subquad.tasks import TRIALS  # here, so that help does not load the tasks
+
+            one_of(self, task=TRIALS)
             if self.data is not None:
                 refuse("task", self.task, "None together with data: name one of the two")
-        if self.causal is False and (self.data is not None or self.task == "copy"):
-            what = "data" if self.data is not None else "task"
-            refuse(what, getattr(self, what), "a task with a bidirectional form, with causal=False: digits or listops")
+            if self.causal is False and TRIALS[self.task].bidirectional is None:
+                able = " or ".join(name for name, trial in TRIALS.items() if trial.bidirectional is not None)
+                refuse("task", self.task, f"a task with a bidirectional form, with causal=False: {able}")
+        if self.causal is False and self.data is not None:
+            refuse("data", self.data, "None with causal=False: tokens are predicted from left to right")
         object.__setattr__(self, "device", available(self.device))
 
     def shape(self, length: int, causal: bool) -> Shape:

@@ -23,6 +23,7 @@ from subquad.training.task import Task
 ARENA: tuple[type[Task], ...] = (ListOps, IMDb, Retrieval, Image, Pathfinder, PathX)
 ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, Recall, *ARENA)
 TASKS = {task.name: task for task in ALL}
+TRIALS = {name: trial for name, task in sorted(TASKS.items()) if (trial := task.trial()) is not None}
 
 
 def writer_of(model: LanguageModel, card: Mapping[str, Any], shape: str | None = None) -> type[Task]:

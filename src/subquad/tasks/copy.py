@@ -18,7 +18,7 @@ from subquad.models.loss import cross_entropy
 from subquad.ranks import even_sizes
 from subquad.tasks.kinds import make_kind
 from subquad.training.config import TrainingConfig
-from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, means
+from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Sums, Task, Trial, means
 
 HELD_OUT = 1280  # examples each for validation and test: 20 batches, as in the paper
 IGNORED = -100
@@ -49,6 +49,10 @@ class Copy(Task):
     training: ClassVar[TrainingConfig] = dataclasses.replace(
         PAPER_TRAINING, steps=10_000, batch=64, lr=1e-3, schedule="step", drop_at=3000
     )
+
+    @classmethod
+    def trial(cls) -> Trial:
+        return Trial(causal=cls(), examples=256)
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         vocab = {"vocab": self.symbols + 1}

@@ -11,7 +11,7 @@ from subquad.models import LanguageModel
 from subquad.tasks.images import Images
 from subquad.tasks.lra.task import Classification, Labelled
 from subquad.training.config import TrainingConfig
-from subquad.training.task import Source, Split, WriteOptions, Written
+from subquad.training.task import Source, Split, Trial, WriteOptions, Written
 
 MODEL = {"mechanism": "linear", "dim": 64, "depth": 3, "heads": 4, "positions": "grid", "dropout": 0.1}
 
@@ -30,6 +30,10 @@ class Digits(Images):
 
     def make_model(self, fields: Mapping[str, Any]) -> LanguageModel:
         return super().make_model({**MODEL, **fields})
+
+    @classmethod
+    def trial(cls) -> Trial:
+        return Trial(causal=Images(cls.set, validation=1), bidirectional=DigitClasses())
 
     @classmethod
     def write(cls, model: Any, data: Mapping[str, Any], options: WriteOptions, console: Console) -> Written:  # noqa: ARG003

@@ -21,6 +21,16 @@ LSTM_FIELDS = _names(LSTMConfig, EmbeddingConfig) - {"positions", "shape"}
 TRANSFORMER_ONLY = _names(TransformerConfig, EmbeddingConfig) - LSTM_FIELDS - {"mechanism"}
 
 
+def is_lstm(mechanism: object) -> bool:
+    """Whether what stands in the place of a mechanism asks for the recurrent baseline."""
+    return mechanism == "lstm"
+
+
+def without(mechanism: object) -> set[str]:
+    """The model settings of others that a model of this kind cannot have: an LSTM has no heads."""
+    return TRANSFORMER_ONLY if is_lstm(mechanism) else set()
+
+
 def make_kind(
     transformer: type[Model],
     fields: Mapping[str, Any],
@@ -33,7 +43,7 @@ def make_kind(
 
     An LSTM ignores `defaults` of the task that it does not know, such as heads=8, but refuses them from the user.
     """
-    if fields.get("mechanism") != "lstm":
+    if not is_lstm(fields.get("mechanism")):
         return transformer(**{**given, **fields})
     known = {
         name: value
@@ -45,9 +55,10 @@ def make_kind(
 
 def directed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an encoder. If a mechanism is causal only, they get causal=True, with a warning."""
-    if "causal" in fields or fields.get("mechanism") in (None, "lstm"):
+    mechanism = fields.get("mechanism")
+    if "causal" in fields or mechanism is None or is_lstm(mechanism):
         return dict(fields)
-    one_way = causal_only(mixer.name for mixer in mixers(fields["mechanism"], "mechanism"))
+    one_way = causal_only(mixer.name for mixer in mixers(mechanism, "mechanism"))
     if not one_way:
         return dict(fields)
     logger.warning("this model reads from left to right only (causal=True), because %s is causal only", one_way)

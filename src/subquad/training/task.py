@@ -59,6 +59,17 @@ class Written(NamedTuple):
     per_second: float | None = None
 
 
+class Trial(NamedTuple):
+    """The forms of a task on which small models learn something in a few steps; None: it has no such form."""
+
+    causal: "Task | None" = None
+    bidirectional: "Task | None" = None
+    examples: int | None = None  # of the test set that are enough; None: all
+
+    def form(self, causal: bool) -> "Task | None":
+        return self.causal if causal else self.bidirectional
+
+
 class Task(ABC):
     """An experiment. A subclass is a frozen dataclass; its fields are its `data.*` options.
 
@@ -104,6 +115,11 @@ class Task(ABC):
     def data_name(self) -> str:
         """The name of the data, shown with a result."""
         return self.name
+
+    @classmethod
+    def trial(cls) -> Trial | None:
+        """What `subquad compare` trains for this task; None: it does not offer the task."""
+        return None
 
     @abstractmethod
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:

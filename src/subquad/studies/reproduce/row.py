@@ -18,9 +18,8 @@ from subquad.models.footprint import imagine
 from subquad.models.state import leaves
 from subquad.studies.reproduce.tables import Row, Table
 from subquad.studies.results import Quality, ReproducedTable, TableBudget, TrainedRow, save
-from subquad.tasks import TASKS
+from subquad.tasks import TASKS, kinds
 from subquad.tasks.configure import configure
-from subquad.tasks.kinds import TRANSFORMER_ONLY
 from subquad.training.config import FREE_ON_RESUME, parse
 from subquad.training.folder import CONFIG, RESULT, Folder, plain, read_config, read_result
 from subquad.training.log import curve, logged
@@ -103,10 +102,8 @@ def settings_of(table: Table, row: Row, budget: Budget) -> list[str]:
 
 def without(row: Row, budget: Budget) -> list[str]:
     """Settings of the call that this row cannot have: an LSTM has no heads."""
-    if row.mechanism != "lstm":
-        return []
-    keys = {setting: parse(setting)[0] for setting in budget.given}
-    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in TRANSFORMER_ONLY]
+    keys, lacking = {setting: parse(setting)[0] for setting in budget.given}, kinds.without(row.mechanism)
+    return [setting for setting, key in keys.items() if key[0] == "model" and key[1] in lacking]
 
 
 def settings_in(table: Table, row: Row, run: Path) -> list[str]:

@@ -16,6 +16,7 @@ from subquad.measure.cost import Sample, Shape, Subject, calibrate, first_line, 
 from subquad.measure.growth import Growth, amount, exponent
 from subquad.mechanisms import build, mechanism
 from subquad.studies.results import Json, ScalingRow, to_json
+from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
 from subquad.training.task import Batch, Loss, Task
@@ -44,7 +45,7 @@ class Contender(Subject):
     def __init__(self, label: str, shape: Shape):
         super().__init__("linear", shape)  # for the input and the gradient
         (name, options), self.name = CONTENDERS[label], label
-        if name == "lstm":
+        if is_lstm(name):
             self.mix: Any = Recurrent(shape.dim, shape.dim, batch_first=True)
         else:
             self.mix = build(name, dim=shape.dim, heads=shape.heads, causal=True, **options)
@@ -102,7 +103,7 @@ def _measure(row: ScalingRow, shape: Shape, samples: int) -> None:
 def _expected(label: str, before: int, samples: int, ms: float, length: int, batch: int) -> float:
     """The expected ms of a training step, from the time of a sample at the length before."""
     name, _ = CONTENDERS[label]
-    if name == "lstm":  # its steps run one after another, however many samples there are
+    if is_lstm(name):  # its steps run one after another, however many samples there are
         return grown(ms * samples, before, length, 1.0)
     return grown(ms, before, length, mechanism(name).exponent) * batch
 

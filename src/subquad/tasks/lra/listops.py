@@ -14,9 +14,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from subquad.checks import at_least
-from subquad.data.generated import Arrays, cores, generated, in_order, kept
+from subquad.data.generated import Arrays, cores, generated, kept
+from subquad.pool import in_order
 from subquad.tasks.lra.task import Classification, cut
-from subquad.training.task import Source, Split
+from subquad.training.task import Source, Split, Trial
 
 LONGEST = 2000  # positions
 LENGTHS = (501, 1999)  # tokens of an accepted expression
@@ -152,6 +153,11 @@ class ListOps(Classification):
 
     def __post_init__(self) -> None:
         at_least(self, train=1, seed=0, held_out=1, shortest=1, longest=self.shortest)
+
+    @classmethod
+    def trial(cls) -> Trial:
+        short = cls(train=2000, held_out=500, shortest=16, longest=128)
+        return Trial(causal=short, bidirectional=short)
 
     def positions(self) -> int:
         return LONGEST if self.longest == LENGTHS[1] else self.longest

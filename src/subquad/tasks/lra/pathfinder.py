@@ -15,8 +15,9 @@ import numpy as np
 from subquad.checks import at_least
 from subquad.data import files
 from subquad.data.contours import HARD, VERSION, draw
-from subquad.data.generated import Arrays, cores, generated, in_order, kept
+from subquad.data.generated import Arrays, cores, generated, kept
 from subquad.data.images import read_picture
+from subquad.pool import in_order
 from subquad.tasks.lra.task import Picture, cut
 from subquad.training.task import Source, Split
 

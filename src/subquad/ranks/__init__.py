@@ -15,77 +15,20 @@ rank: `tie` makes it part of the graph of an output that does not need it.
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from subquad.checks import shown
-
-
-class RankLost(RuntimeError):
-    """Another rank of the sequence ended, or cannot be reached."""
-
-
-class Layout(NamedTuple):
-    """How the T tokens of a sequence are cut: rank r holds sizes[r] of them."""
-
-    sizes: tuple[int, ...]
-    rank: int
-
-    @property
-    def size(self) -> int:
-        return self.sizes[self.rank]
-
-    @property
-    def offset(self) -> int:
-        """The position of this rank's first token."""
-        return self.starts[self.rank]
-
-    @property
-    def starts(self) -> list[int]:
-        return list(itertools.accumulate(self.sizes[:-1], initial=0))
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes)
-
-
-class Group:
-    """The ranks that share a sequence, and the bytes that this rank has sent to and received from the others.
-
-    `sent` and `received` count by what was exchanged: "states", "halo", "gather", "transpose", "sum" and so on. A
-    collective counts as if every rank sent what another needs straight to it, and a sum as a ring does.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None):
-        """None: this rank alone, which shares with nobody."""
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world = 1 if group is None else dist.get_world_size(group)
-        self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
-        self.layout: Layout | None = None  # of the call that runs now
-
-    def sum_gradients(self, model: nn.Module) -> None:
-        """Add up the gradients of a model over the ranks of the sequence, in place."""
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    parameter.grad = _reduce(grad, self, "gradients", dist.ReduceOp.SUM)
-
-    def count(self, what: str, sent: int, received: int, like: Tensor) -> None:
-        """Count elements like those of a tensor."""
-        self.sent[what] += sent * like.element_size()
-        self.received[what] += received * like.element_size()
-
+from subquad.ranks import collectives, exchanges
+from subquad.ranks.collectives import Group as Group
+from subquad.ranks.collectives import Layout as Layout
+from subquad.ranks.collectives import RankLost as RankLost
 
 _active: Group | None = None  # for the whole process, since backward runs in threads of its own
 
@@ -178,7 +121,7 @@ def layout(length: int) -> Layout | None:
 
 
 def _exchange_sizes(group: Group, length: int) -> Layout:
-    sizes = _all_gather(torch.tensor([length], dtype=torch.int64), group, "sizes")
+    sizes = collectives.all_gather(torch.tensor([length], dtype=torch.int64), group, "sizes")
     return Layout(tuple(int(n) for n in sizes.flatten().tolist()), group.rank)
 
 
@@ -207,7 +150,7 @@ def whole_lengths(lengths: Tensor | None) -> Tensor | None:
     """The lengths [B] of whole rows from those of this rank's parts."""
     if _active is None or lengths is None:
         return lengths
-    return _reduce(lengths, _active, "lengths", dist.ReduceOp.SUM)
+    return collectives.reduce(lengths, _active, "lengths", dist.ReduceOp.SUM)
 
 
 def refuse(what: str, instead: str) -> None:
@@ -344,47 +287,47 @@ def _transpose(x: Tensor, out: bool, heads: int = 0) -> Tensor:
         shapes = [(batch, cut.size, count, width) for count in counts]
     flat = torch.cat([part.reshape(-1) for part in parts])
     receive = [batch * s[1] * s[2] * width for s in shapes]
-    got = _Exchange.apply(flat, group, [part.numel() for part in parts], receive, "transpose")
+    got = exchanges.Exchange.apply(flat, group, [part.numel() for part in parts], receive, "transpose")
     return torch.cat([p.view(s) for p, s in zip(got.split(receive), shapes, strict=True)], 1 if out else 2)
 
 
 def gather(x: Tensor, what: str = "gather") -> Tensor:
     """What every rank has, in the same shape: [...] -> [ranks, ...]."""
-    return x[None] if _active is None else _Gather.apply(x, _active, what)
+    return x[None] if _active is None else exchanges.Gather.apply(x, _active, what)
 
 
 def total(x: Tensor, what: str = "sum") -> Tensor:
     """The sum over the ranks, on every rank, where each rank goes on to use it for its own tokens."""
-    return x if _active is None else _Total.apply(x, _active, what)
+    return x if _active is None else exchanges.Total.apply(x, _active, what)
 
 
 def largest(x: Tensor) -> Tensor:
     """The largest over the ranks, on every rank, without gradients."""
-    return x if _active is None else _reduce(x.detach(), _active, "largest", dist.ReduceOp.MAX)
+    return x if _active is None else collectives.reduce(x.detach(), _active, "largest", dist.ReduceOp.MAX)
 
 
 def largest_before(x: Tensor, nothing: float) -> Tensor:
     """The largest over the ranks before this one, without gradients; `nothing` on the first."""
     if _active is None:
         return torch.full_like(x, nothing)
-    every = _all_gather(x.detach(), _active, "largest")[: _active.rank]
+    every = collectives.all_gather(x.detach(), _active, "largest")[: _active.rank]
     return torch.full_like(x, nothing) if _active.rank == 0 else every.amax(0)
 
 
 def result(x: Tensor) -> Tensor:
     """The sum over the ranks as the result of all: each rank's backward gives its share of the gradients of that."""
-    return x if _active is None else _Result.apply(x, _active)
+    return x if _active is None else exchanges.Result.apply(x, _active)
 
 
 def share(x: Tensor) -> Tensor:
     """A result that all ranks computed alike, with this rank's share of its gradients."""
-    return x if _active is None else _Share.apply(x, _active.world)
+    return x if _active is None else exchanges.Share.apply(x, _active.world)
 
 
 def tie(x: Tensor, *received: Tensor) -> Tensor:
     """x, with what was received in its graph: its gradient is zero, but the exchange also runs in backward."""
     linked = [t for t in received if t.requires_grad]
-    return x if not linked else _Tie.apply(x, *linked)
+    return x if not linked else exchanges.Tie.apply(x, *linked)
 
 
 class Change(NamedTuple):
@@ -405,79 +348,9 @@ def prefix(change: Change, start: Tensor | None, ends: bool) -> tuple[Tensor, Te
     added, by, matrix = change
     first = group.rank == 0 and start is not None
     if first:
-        added = added + _moved(start, by, matrix)  # type: ignore[arg-type]
-    before, after = _Prefix.apply(added, by, matrix, ends, group)
+        added = added + exchanges.moved(start, by, matrix)  # type: ignore[arg-type]
+    before, after = exchanges.Prefix.apply(added, by, matrix, ends, group)
     return (before + start if first else before), after
-
-
-def _moved(state: Tensor, by: Tensor | None, matrix: bool) -> Tensor:
-    if by is None:
-        return state
-    if not matrix:
-        return by * state
-    with torch.autocast(state.device.type, enabled=False):
-        return by @ state
-
-
-class _Prefix(torch.autograd.Function):
-    """The states P_0 = 0, P_{r+1} = A_r P_r + S_r: before this rank's part, and after the last one.
-
-    Gradients go the other way: G_r = g_r + A_rᵀ G_{r+1} from those of the states before each rank's part, where G after
-    the last is the sum of all ranks' gradients of the end; then dS_r = G_{r+1} and dA_r = G_{r+1} P_rᵀ.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, added: Tensor, by: Tensor | None, matrix: bool, ends: bool, group: Group
-    ) -> tuple[Tensor, Tensor]:
-        parts = [added] if by is None else [added, by]
-        flat = _all_gather(torch.cat([p.reshape(-1) for p in parts]), group, "states")
-        every = flat[:, : added.numel()].view(-1, *added.shape)
-        steps = None if by is None else flat[:, added.numel() :].view(-1, *by.shape)
-        state = torch.zeros_like(added)
-        before = state
-        for r in range(group.world if ends else group.rank):
-            before = state if r == group.rank else before
-            state = _moved(state, None if steps is None else steps[r], matrix) + every[r]
-        if not ends:
-            before = state
-        ctx.group, ctx.matrix, ctx.ends = group, matrix, ends
-        ctx.save_for_backward(before, *(() if steps is None else (steps,)))
-        return before.clone(), state if ends else state.new_zeros(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dbefore: Tensor, dafter: Tensor) -> tuple[Tensor | None, ...]:
-        before, *rest = ctx.saved_tensors
-        steps, group = rest[0] if rest else None, ctx.group
-        sent = torch.stack([dbefore, dafter]) if ctx.ends else dbefore[None]
-        every = _all_gather(sent, group, "states")  # [ranks, 1 or 2, R, H, K, V]
-        later = every[:, 1].sum(0) if ctx.ends else torch.zeros_like(before)
-        for r in range(group.world - 1, group.rank, -1):
-            step = None if steps is None else steps[r]
-            later = every[r, 0] + _moved(later, step.mT if step is not None and ctx.matrix else step, ctx.matrix)
-        if steps is None:
-            dby = None
-        elif ctx.matrix:
-            with torch.autocast(later.device.type, enabled=False):
-                dby = later @ before.mT
-        else:
-            dby = (later * before).sum_to_size(steps.shape[1:])
-        return later, dby, None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of a flat tensor: send[r] elements to rank r, receive[r] from it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, send: list[int], receive: list[int], what: str) -> Tensor:
-        ctx.given = group, receive, send, what
-        return _all_to_all(x, group, send, receive, what)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad.contiguous(), *ctx.given), None, None, None, None
 
 
 def _exchange_rows(rows: Tensor, send: list[slice], receive: list[int], what: str) -> Tensor:
@@ -486,134 +359,5 @@ def _exchange_rows(rows: Tensor, send: list[slice], receive: list[int], what: st
     width = rows[:1].numel()
     flat = torch.cat([rows[s].reshape(-1) for s in send])
     sizes = [max(0, s.stop - s.start) * width for s in send]
-    got = _Exchange.apply(flat, _active, sizes, [n * width for n in receive], what)
+    got = exchanges.Exchange.apply(flat, _active, sizes, [n * width for n in receive], what)
     return got.view(sum(receive), *rows.shape[1:])
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
-        ctx.group, ctx.what = group, what
-        return _all_gather(x, group, what)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The sum of what the ranks send back."""
-        size = grad[0].numel()
-        got = _all_to_all(grad.reshape(-1), ctx.group, [size] * len(grad), [size] * len(grad), ctx.what)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return got.view_as(grad).sum(0, dtype=wide).to(grad.dtype), None, None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, what: str) -> Tensor:
-        ctx.group, ctx.what = group, what
-        return _reduce(x, group, what, dist.ReduceOp.SUM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _reduce(grad, ctx.group, ctx.what, dist.ReduceOp.SUM), None, None
-
-
-class _Result(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ARG004
-        return _reduce(x, group, "result", dist.ReduceOp.SUM)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return grad, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: int) -> Tensor:
-        ctx.world = world
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad / ctx.world, None
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *received: Tensor) -> Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in received]
-        ctx.save_for_backward(x.new_empty(0))  # so that under checkpointing every rank runs the exchange again
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        _ = ctx.saved_tensors
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-
-
-# The collectives of torch.distributed, counted
-
-# its name up to torch 2.12 is deprecated since
-_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-
-
-def _all_gather(x: Tensor, group: Group, what: str) -> Tensor:
-    if group.world == 1:
-        return x.detach().clone()[None]
-    group.count(what, (group.world - 1) * x.numel(), (group.world - 1) * x.numel(), x)
-    wire = _to_wire(x, group)
-    out = wire.new_empty(group.world, *x.shape)
-    with _reporting(group):
-        _gather_single(out.view(-1), wire.reshape(-1), group=group.group)
-    return out.to(x.device)
-
-
-def _all_to_all(x: Tensor, group: Group, send: list[int], receive: list[int], what: str) -> Tensor:
-    if group.world == 1:
-        return x.detach().clone()
-    group.count(what, sum(send) - send[group.rank], sum(receive) - receive[group.rank], x)
-    wire = _to_wire(x, group)
-    out = wire.new_empty(sum(receive))
-    with _reporting(group):
-        dist.all_to_all_single(out, wire, receive, send, group=group.group)
-    return out.to(x.device)
-
-
-def _reduce(x: Tensor, group: Group, what: str, op: Any) -> Tensor:
-    if group.world == 1:
-        return x.detach().clone()
-    around = 2 * x.numel() * (group.world - 1) // group.world  # each way round a ring
-    group.count(what, around, around, x)
-    wire = _to_wire(x, group)
-    wire = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
-    with _reporting(group):
-        dist.all_reduce(wire, op, group=group.group)
-    return wire.to(x.device)
-
-
-def _to_wire(x: Tensor, group: Group) -> Tensor:
-    """Contiguous, and where the backend can send it from: gloo sends from the CPU, NCCL from a GPU."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group.group).split(",") if ":" in pair)
-    if x.device.type == "cuda" and backends.get("cuda", "gloo") == "gloo":
-        return x.detach().to("cpu").contiguous()
-    if x.device.type == "cpu" and "gloo" not in backends.get("cpu", ""):
-        return x.detach().to("cuda").contiguous()
-    return x.detach().contiguous()
-
-
-@contextlib.contextmanager
-def _reporting(group: Group) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        _lost(group, error)
-    except RuntimeError as error:
-        if "gloo" in str(error).lower() or "connection" in str(error).lower():
-            _lost(group, error)
-        raise
-
-
-def _lost(group: Group, error: Exception) -> NoReturn:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    raise RankLost(f"rank {group.rank} of {group.world} lost another rank of its sequence: {line}") from error
