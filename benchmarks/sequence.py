@@ -17,7 +17,6 @@ import gc
 import multiprocessing
 import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,6 +31,7 @@ from torch import Tensor
 import subquad
 from subquad import LanguageModel, ranks
 from subquad.machine import commit, machine, tell_commit
+from subquad.measure.cost import once
 from subquad.studies.results import save
 
 Figures = dict[str, Any]
@@ -65,16 +65,6 @@ def compute(model: LanguageModel, tokens: Tensor, dtype: torch.dtype = torch.bfl
     return float(loss.detach())
 
 
-def seconds(run: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
 def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) -> Figures:
     """The two shapes take turns, so that a drifting clock affects both; ratios are of one round."""
     model = make(sizes, mechanism, device)
@@ -91,7 +81,7 @@ def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) ->
         figures[name] = {"shape": list(shapes[name]), "loss": loss, "peak_bytes": peak}
     for _ in range(ROUNDS):
         for name, batch in batches.items():
-            rates[name].append(length / seconds(partial(compute, model, batch), device))
+            rates[name].append(1000 * length / once(partial(compute, model, batch), device))
     one, many = rates.values()
     for name, found in rates.items():
         figures[name]["tokens_per_second"] = {"median": statistics.median(found), "all": found}
@@ -110,7 +100,7 @@ def share(rank: int, folder: str, device: str, sizes: Mapping[str, Any], mechani
     times = []
     for _ in range(2):  # the first compiles and chooses kernels
         with subquad.sequence_parallel(dist.group.WORLD) as group:
-            times.append(seconds(lambda: losses.append(compute(model, part)), device))
+            times.append(once(lambda: losses.append(compute(model, part)), device) / 1000)
     group.sum_gradients(model)
     if rank == 0:
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0

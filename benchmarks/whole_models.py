@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from subquad import Classifier, LanguageModel
 from subquad.machine import commit, machine, tell_commit
+from subquad.measure.cost import once
 from subquad.models.loss import cross_entropy
 from subquad.studies.reproduce.scaling import Iteration, iterations
 from subquad.studies.results import save
@@ -214,20 +215,10 @@ def train(device: str, sizes: Mapping[str, int], lengths: Sequence[int], tokens:
     return figures
 
 
-def seconds(run: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
 def middle(run: Callable[[], Any], device: str) -> float:
     """The median of three calls after one that is not timed."""
     run()
-    return statistics.median(seconds(run, device) for _ in range(3))
+    return statistics.median(once(run, device) / 1000 for _ in range(3))
 
 
 def decode(device: str, sizes: Mapping[str, int], prompt: int, batches: Sequence[int], steps: int) -> Figures:
@@ -240,7 +231,7 @@ def decode(device: str, sizes: Mapping[str, int], prompt: int, batches: Sequence
             key = f"{name}, batch {batch}"
             try:
                 calls = [partial(model.generate, tokens, count, seed=1) for count in (steps, 3 * steps)]
-                first = seconds(calls[0], device)
+                first = once(calls[0], device) / 1000
                 with torch.no_grad():
                     reading = middle(partial(model.prefill, tokens), device)
                 short, long = (middle(call, device) for call in calls)

@@ -515,6 +515,9 @@ def convert(
     ] = None,
 ) -> None:
     """Write a model as a folder for Hugging Face transformers, or back. No weight changes."""
+    from subquad.data.files import extra
+
+    extra("transformers", "hf", "folders for Hugging Face").utils.logging.disable_progress_bar()
     from subquad.hf import convert as run
 
     _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`

@@ -118,3 +118,7 @@ def draw(batch: int, length: int, side: str, seed: int) -> tuple[Tensor, Tensor]
             missing = int(torch.randint(1, length - 2, (1,), generator=generator))
             real[b, slice(0, missing) if side == "left" else slice(length - missing, length)] = 0
     return tokens, real
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(b.detach().abs().max())))

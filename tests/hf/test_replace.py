@@ -14,6 +14,9 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     DynamicCache,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    EuroBertConfig,
     StaticCache,
     T5Config,
     Trainer,
@@ -24,7 +27,7 @@ import subquad.hf
 from subquad.hf.replace import MixerLayer, Replacement
 from subquad.mechanisms import MECHANISMS
 from subquad.ops import Global, Local
-from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, dense, draw, positions
+from tests.hf.reference import CONFIGS, DROPS_OF_BERT, UNGROUPED, close, dense, draw, positions
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 CAUSAL = [name for name, cls in MECHANISMS.items() if cls.traits.causal]
@@ -48,10 +51,6 @@ def made(kind: str, **changes: Any) -> Any:
 def options_of(name: str) -> dict[str, Any]:
     small = dict(MECHANISMS[name].small[0])
     return small | ({"max_length": 64} if MECHANISMS[name].traits.fixed_length else {})
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(b.detach().abs().max())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,6 +231,20 @@ def test_a_config_makes_the_replaced_model() -> None:
     json.dumps(model.config.to_dict())
 
 
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    """Each part has its own config, which makes its layers again."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    parts = [BertConfig(**sizes, intermediate_size=16) for _ in range(2)]
+    model = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*parts)).eval()
+    with pytest.raises(ValueError, match="EncoderDecoderModel has attention modules in parts with their own configs"):
+        subquad.hf.replace(model, layers=[2])
+    subquad.hf.replace(model.decoder, layers=[1], mechanism="linear")
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    tokens = draw(2, 7, "none", seed=5)[0] % 20
+    close(again(tokens, decoder_input_ids=tokens).logits, model(tokens, decoder_input_ids=tokens).logits)
+
+
 def test_what_is_copied_depends_on_shapes() -> None:
     assert set(subquad.hf.replace(made("llama"), mechanism="gated_deltanet")[0]) == {"q", "k"}
     whole = subquad.hf.replace(made("llama"), mechanism="gated_deltanet", expand_v=1)
@@ -240,6 +253,12 @@ def test_what_is_copied_depends_on_shapes() -> None:
     assert set(subquad.hf.replace(made("qwen2"), mechanism="gla", key_width=8)[0]) == {"o"}  # theirs have biases
     wider = made("qwen3", head_dim=16)
     assert subquad.hf.replace(wider, mechanism="linear")[0] == ()
+    encoder = AutoModel.from_config(EuroBertConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        mask_token_id=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ))  # fmt: skip
+    # its global tokens have projections of their own, which turn by themselves
+    assert subquad.hf.replace(encoder, mechanism="longformer", global_tokens=1)[0] == ("q", "k", "v", "o")
     model = made("llama")
     theirs = model.model.layers[0].self_attn
     subquad.hf.replace(model, layers=[0], mechanism="gated_deltanet", expand_v=1)
@@ -267,13 +286,17 @@ def test_states_live_in_the_cache() -> None:
         close(model(tokens[:, 8:], past_key_values=cache).logits, wanted)
         got = model(tokens[order, 8:].repeat_interleave(2, 0), past_key_values=other).logits
         close(got, wanted[order].repeat_interleave(2, 0))
-    cache.crop(0)
-    with pytest.raises(NotImplementedError, match=r"crop\(-2\) cannot work: tokens cannot be removed from .* Linear"):
+    cache.layers[0].crop(0)
+    with pytest.raises(NotImplementedError, match=r"crop\(-2\) cannot work: Linear keeps a state \(a running sum\)"):
         cache.crop(-2)
-    assert not cache.is_croppable
-    cache.reset()
-    with torch.no_grad():
-        close(model(tokens, past_key_values=cache).logits[:, 8:], wanted)
+    assert not cache.layers[0].is_croppable
+    cache.layers[0].reset()
+    assert (cache.layers[0].get_seq_length(), cache.layers[0].state) == (0, None)
+    subquad.hf.replace(model, layers=[1], mechanism="linear")
+    cache = DynamicCache(config=model.config)
+    wanted = model(tokens).logits[:, 8:]
+    model(tokens[:, :8], past_key_values=cache)
+    close(model(tokens[:, 8:], past_key_values=copy.deepcopy(cache)).logits, wanted)  # without the graph of the states
 
 
 def test_assisted_decoding_is_refused() -> None:
@@ -357,6 +380,7 @@ def test_what_cannot_be_replaced_says_so() -> None:
         subquad.hf.replace(t5)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # older ones know it only
 def test_a_replaced_model_trains(tmp_path: Path) -> None:
     """With their Trainer and checkpoints of activations, and the result loads."""
     model = made("llama", initializer_range=0.02)
@@ -364,7 +388,7 @@ def test_a_replaced_model_trains(tmp_path: Path) -> None:
     rows = [{"input_ids": (t := torch.arange(16) % 5 + 1), "labels": t} for _ in range(8)]
     how = {"per_device_train_batch_size": 4, "max_steps": 30, "learning_rate": 1e-2, "report_to": [], "use_cpu": True}
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), activation_checkpointing=True, save_strategy="no", disable_tqdm=True, **how
+        output_dir=str(tmp_path), gradient_checkpointing=True, save_strategy="no", disable_tqdm=True, **how
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     before = trainer.evaluate(rows)["eval_loss"]

@@ -378,6 +378,10 @@ def test_turns_of_other_positions() -> None:
         build("softmax", dim=16, heads=2)(x.float(), turns=by)
     with pytest.raises(ValueError, match="turns was given, but this Compressed computes its own"):
         build("compressed", dim=16, heads=2, rotary=True).double()(x, turns=by)
+    mix = build("softmax", dim=16, heads=2, rotary=True).double()
+    own = rotary.turns(torch.arange(x.shape[1]), mix.turn_width)
+    with pytest.raises(ValueError, match="turns cannot work with a context"):
+        mix(x, context=x, turns=own)
 
 
 def test_threads_do_not_share_turns() -> None:

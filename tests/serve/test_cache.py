@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +178,13 @@ def test_a_state_that_is_found_may_be_changed() -> None:
         _, state = cache.find((*tokens, 5))
         assert same(state, constant(tokens))
         state.s.zero_()
+
+
+def test_counts_do_not_wait_for_the_disk() -> None:
+    """Whoever reads a state holds the lock meanwhile."""
+    cache = small()
+    with ThreadPoolExecutor(1) as other, cache.lock:
+        assert other.submit(lambda: cache.stats.entries).result(timeout=5) == 0
 
 
 def test_one_token_is_left_to_read() -> None:

@@ -1,6 +1,7 @@
 """The server against clients nobody here wrote: openai, httpx and curl; and against clients that misbehave."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from subquad.models import LanguageModel
 from subquad.serve import answer, exchange, server
+from subquad.serve.request import Full
 from subquad.serve.settings import ServeSettings
 from tests.serve.scripted import Scripted
 
@@ -279,7 +281,34 @@ def test_failures_are_told_and_logs_hold_no_prompts(live: Live, caplog: pytest.L
         assert live.post("/v1/completions", prompt="my secret", max_tokens=3).status_code == 500
     until(lambda: "KeyError" in caplog.text)
     assert "/v1/completions 200 prompt=9" in caplog.text
+    assert "the client has left" not in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_model_is_called_what_its_folder_is_called(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("model", "runs/mine/model"):
+        shutil.copytree(folder, place)
+    options = ServeSettings(device="cpu", cache_gb=0)
+    assert server.make_service("model", options).about["subquad"]["slots"] == 16  # all cost time in each step on a CPU
+    names = [server.make_service(path, options).about["id"] for path in ("model", "runs/mine", "runs/mine/")]
+    assert names == ["model", "mine", "mine"]
+    assert server.make_service("model", dataclasses.replace(options, name="other")).about["id"] == "other"
+
+
+def test_a_body_that_comes_while_the_engine_stops(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(request: Any) -> int:
+        live.service.draining = True
+        raise Full("the engine stops: no new requests")
+
+    monkeypatch.setattr(live.engine, "submit", stopped)
+    try:
+        done = live.post("/v1/completions", prompt="a")
+        assert (done.status_code, done.json()["error"]["code"]) == (503, "shutting_down")
+    finally:
+        live.service.draining = False
 
 
 def test_metrics_are_prometheus_text(live: Live) -> None:

@@ -100,6 +100,7 @@ def test_a_folder_with_a_tokenizer(tokenized: Path) -> None:
     decoder = found.decoder()
     assert "".join([*map(decoder.push, [*tokens, 257, *found.encode("€")[:2]]), decoder.flush()]) == text + "\ufffd"
     assert found.render([{"role": "user", "content": "th"}]) == [256, 257, *found.encode(">")]
+    assert "subquad" in pytest.importorskip("transformers").CONFIG_MAPPING  # otherwise it warns of config.json
     with pytest.raises(ValueError, match="at most 200, the tokens of the model"):
         vocabulary_of(tokenized, LanguageModel(vocab=200, **SMALL), {}, None)
 

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from subquad.checks import refuse
+from subquad.mechanisms.base import Mixer
 from subquad.models.decoding import Prefix
 from subquad.models.state import map_state
 from subquad.models.transformer import State
@@ -42,12 +43,23 @@ class LayerState(CacheLayerMixin):
     def update(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"update: {self.name} keeps a state ({self.kind}); the model itself advances it")
 
-    lazy_initialization = offload = prefetch = update
+    lazy_initialization = update
+
+    def offload(self) -> None:
+        """The state stays on its device: it is small, or read at the next token."""
+
+    prefetch = offload
 
     def reset(self) -> None:
         self.state, self.columns, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and not self.rewinds:
+            raise NotImplementedError(
+                f"crop({tokens_to_remove}) cannot work: {self.name} keeps a state ({self.kind}) from which tokens "
+                "cannot be removed again; take copy.deepcopy(cache) before the tokens that may be dropped and continue "
+                "from the copy, or read the shorter text from an empty cache"
+            )
         if tokens_to_remove and self.state is not None:
             count = abs(tokens_to_remove)
             self.state = self.state._replace(position=self.state.position - count)
@@ -66,14 +78,14 @@ class LayerState(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._change(lambda t: t[indices.to(t.device)])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
-        copied = LayerState(self.name, self.kind, self.rewinds)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self)(self.name, self.kind, self.rewinds)
         copied.state, copied.columns, copied.is_initialized = self.state, self.columns, self.is_initialized
         copied._change(_detached)  # not a part of a graph, which torch cannot copy
         return copied
 
     def __repr__(self) -> str:
-        return f"LayerState({self.name}, {self.kind}, columns={self.columns})"
+        return f"{type(self).__name__}({self.name}, {self.kind}, columns={self.columns})"
 
 
 class SubquadCache(Cache):
@@ -149,11 +161,7 @@ class SubquadCache(Cache):
             return
         fixed = next((layer for layer in self.parts if not layer.rewinds), None)
         if fixed is not None:
-            raise NotImplementedError(
-                f"crop({tokens_to_remove}) cannot work: {fixed.name} keeps a state ({fixed.kind}) from which tokens "
-                "cannot be removed again; take copy.deepcopy(cache) before the tokens that may be dropped and continue "
-                "from the copy, or read the shorter text from an empty cache"
-            )
+            fixed.crop(tokens_to_remove)  # raises, before any layer has changed
         if (least := int(self.padded) - self.columns) > tokens_to_remove:
             refuse("tokens_to_remove", tokens_to_remove, f"at least {least}: columns before that hold padding")
         for layer in self.parts:
@@ -203,6 +211,11 @@ class SubquadCache(Cache):
     def is_croppable(self) -> bool:
         """Whether `crop` can forget tokens."""
         return all(layer.rewinds for layer in self.parts)
+
+
+def in_words(mixer: Mixer) -> str:
+    """What the state of a mixer is, as messages say it."""
+    return {"constant": "a running sum", "window": "the last tokens"}.get(mixer.traits.state or "", "growing")
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ class PatternMask:
     def ndim(self) -> int:
         return 4
 
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError("a pattern cannot work with a model that computes its own attention, as T5 did up to 5.14")
+
     def contiguous(self) -> "PatternMask":
         return self
 

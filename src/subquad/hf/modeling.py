@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from subquad.checks import refuse
-from subquad.hf.cache import LayerState, SubquadCache, check_cache
+from subquad.hf.cache import LayerState, SubquadCache, check_cache, in_words
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.padding import Layout, last_padding, real_columns, to_columns
 from subquad.hf.pretrained import SubquadPreTrainedModel
@@ -175,8 +175,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             return SubquadCache([LayerState("the model", "the tokens so far, which it reads again", True)], capacity)
         layers = []
         for block in blocks:
-            kind = {"constant": "a running sum", "window": "the last tokens"}.get(block.mixer.traits.state, "growing")
-            layers.append(LayerState(block.name, kind, block.mixer.rewinds and block.taps is None))
+            rewinds = block.mixer.rewinds and block.taps is None
+            layers.append(LayerState(block.name, in_words(block.mixer), rewinds))
         return SubquadCache(layers, capacity)
 
     @property

@@ -12,22 +12,22 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import output_capturing
 
 from subquad.checks import check_count, checked, shown
+from subquad.hf.cache import LayerState, in_words
 from subquad.hf.masks import PatternMask, back, unpad
 from subquad.mechanisms import build
 from subquad.mechanisms import mechanism as class_of
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import Mixer
-from subquad.models.state import map_state
 from subquad.ops.lengths import require
 from subquad.ops.precision import wide_type
 
@@ -59,6 +59,11 @@ def replace(
     found = dict(attentions(model))
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention modules that are known here: known are {KNOWN}")
+    if len({id(one.module.config) for one in found.values()}) > 1:  # each part makes its own layers again
+        accepted = "one of them, such as model.encoder or model.language_model"
+        raise ValueError(
+            f"{type(model).__name__} has attention modules in parts with their own configs: accepted is {accepted}"
+        )
     chosen = sorted(found) if layers is None else list(dict.fromkeys(layers))
     for n in chosen:
         check_count("layers", n, 0)
@@ -275,7 +280,7 @@ class Replacement(nn.Module):
         self._check(attention_mask, theirs)
         batch, T, _ = hidden_states.shape
         layer = None if past_key_values is None else self._layer(past_key_values)
-        seen = 0 if layer is None else layer.seen
+        seen = 0 if layer is None else layer.columns
         real = None if T == 1 and seen else self._real(attention_mask, batch, T, seen)
         sequences = None if real is None else unpad(real, 0, T, 0)
         x, lengths = hidden_states, None
@@ -292,7 +297,7 @@ class Replacement(nn.Module):
         else:
             y, layer.state = self.mixer.prefill(x, lengths=lengths, state=layer.state)
         if layer is not None:
-            layer.seen, layer.is_initialized = seen + T, True
+            layer.columns, layer.is_initialized = seen + T, True
         y = back(y, sequences, 0)
         return y if self.dropout is None else self.dropout(y), None
 
@@ -313,7 +318,7 @@ class Replacement(nn.Module):
             raise ValueError(
                 f"past_key_values has keys for layer {self.layer_idx}, which was replaced since: start anew"
             )
-        cache.layers[self.layer_idx] = new = MixerLayer(type(self.mixer).__name__)
+        cache.layers[self.layer_idx] = new = MixerLayer(type(self.mixer).__name__, in_words(self.mixer), False)
         return new
 
     def _check(self, mask: Any, theirs: dict[str, Any]) -> None:
@@ -364,59 +369,8 @@ class Replacement(nn.Module):
         return f"layer_idx={self.layer_idx}, copied={self.copied}"
 
 
-class MixerLayer(CacheLayerMixin):
-    """The state of a mechanism as one layer of a cache of theirs."""
-
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-        self.state: Any = None
-        self.seen = 0  # slots, padding included
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1  # no limit
-
-    def update(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"update: {self.name} keeps a state, which its module advances")
-
-    lazy_initialization = update
-
-    def offload(self) -> None:
-        """The state stays on its device: it is small, or read at the next token."""
-
-    prefetch = offload
-
-    def reset(self) -> None:
-        self.state, self.seen, self.is_initialized = None, 0, False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise NotImplementedError(
-                f"crop({tokens_to_remove}) cannot work: tokens cannot be removed from the state of {self.name}; take "
-                "copy.deepcopy(cache) before tokens that may be dropped, or read the shorter text from an empty cache"
-            )
-
-    def _change(self, change: Any) -> None:
-        if self.state is not None:
-            self.state = map_state(change, self.state)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change(lambda t: t[indices.to(t.device)])
+class MixerLayer(LayerState):
+    """The state of a mechanism in a cache of theirs."""
 
 
 def _copy(own: Projections, mixer: Mixer, width: int) -> Iterator[str]:

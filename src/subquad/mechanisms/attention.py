@@ -101,7 +101,7 @@ class Attention(Mixer):
             q, k, v = self.heads.split(x, context)
             if context is None:
                 return *self._rotate(q, k, position), v
-            return self._rotate(q, q)[0], self._rotate(k, k)[0], v
+            return self._rotate(q, q)[0], self._rotate(k, k)[1], v
         both, v = self.heads.split_in_two(x)
         return *turned_pair(both, self._turns_at(both, position)), v
 

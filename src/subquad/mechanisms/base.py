@@ -206,7 +206,7 @@ class Mixer(nn.Module):
             ranks.refuse("context", "accepted is self-attention: a context is not split")
         with checking.split_over(self, x):
             x, lengths = checking.check_padded(self, x, lengths)
-            checking.check_turns(self, turns, x)
+            checking.check_turns(self, turns, x, context)
             if isinstance(context, tuple):
                 memory: Any = context
                 checking.check_memory(self, memory, context_lengths, x.shape[0])

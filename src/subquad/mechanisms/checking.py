@@ -65,10 +65,12 @@ def check_padded(mix: Mixer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor,
     return zero_padding(x, lengths), lengths
 
 
-def check_turns(mix: Mixer, turns: Turns | None, x: Tensor) -> None:
+def check_turns(mix: Mixer, turns: Turns | None, x: Tensor, context: object = None) -> None:
     """Refuse turns that are not those of one position for each token of x."""
     if turns is None or torch.compiler.is_compiling():
         return
+    if context is not None:
+        raise ValueError("turns cannot work with a context, whose tokens have other positions: accepted is one of them")
     if mix.turn_width is None:
         why = "computes its own" if mix.options.rotary else "has no rotary positions"
         raise ValueError(f"turns was given, but this {type(mix).__name__} {why}: accepted is None")

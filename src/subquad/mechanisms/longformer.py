@@ -65,6 +65,7 @@ class Longformer(Patterned):
     def __init__(self, options: Options):
         super().__init__(options)
         self.global_rows = options.global_tokens > 0 and not options.causal
+        self.may_turn = not self.global_rows  # which turn queries and keys by themselves
         if self.global_rows:
             dim, local = options.dim, self.heads.qkv.state_dict()
             self.global_q, self.global_kv = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)

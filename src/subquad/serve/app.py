@@ -118,8 +118,7 @@ class Service:
         return Response(page(), media_type="text/html", headers={"content-security-policy": policy(), **SAFE})
 
     async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Any:
-        if self.draining:
-            raise Refused(503, "the server is shutting down", code="shutting_down", headers={"retry-after": RETRY})
+        self._check_open()
         body = await self._body(request)
         if len(body) > LARGE:
             asked = await asyncio.to_thread(_read, body, read)
@@ -129,6 +128,7 @@ class Service:
         try:
             job.submit(requests_of(asked, request.state.owner))
         except Full as full:
+            self._check_open()  # the engine may have stopped while the body came
             message = f"the queue is full: {full}" if str(full) else "the queue is full"
             raise Refused(429, message, code="queue_full", headers={"retry-after": RETRY}) from None
         except ValueError as error:
@@ -137,6 +137,10 @@ class Service:
         answer = Answer(asked, job, self.reader.vocabulary, self.reader.name, lambda *ended: self._ended(path, *ended))
         self.answers.add(answer)
         return answer
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Refused(503, "the server is shutting down", code="shutting_down", headers={"retry-after": RETRY})
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -167,7 +171,7 @@ class Service:
         usage = answer.usage()
         first = "" if job.first is None else f" first={job.first:.3f}s"
         prompts = f" prompts={answer.asked.prompts}" if self.log_prompts else ""
-        why = f" ({job.gone})" if job.gone else ""
+        why = f" ({job.gone})" if status == 499 else ""  # clients also leave when they have it all
         logger.info(
             "%s %s %d prompt=%d cached=%d made=%d%s seconds=%.3f%s%s", answer.id, path, status, usage["prompt_tokens"],
             usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"], first, seconds, why, prompts,

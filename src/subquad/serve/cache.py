@@ -223,11 +223,11 @@ class PrefixCache:
 
     @property
     def stats(self) -> Stats:
-        with self.lock:
-            return Stats(
-                len(self.order), self.bytes, self.limit, len(self.files), self.file_bytes, self.hits, self.misses,
-                self.hit_tokens, self.stored, self.evicted, self.loaded, self.damaged, self.unwritten,
-            )  # fmt: skip
+        """Without the lock, which a reader of the disk holds: the event loop asks, and must not wait for that."""
+        return Stats(
+            len(self.order), self.bytes, self.limit, len(self.files), self.file_bytes, self.hits, self.misses,
+            self.hit_tokens, self.stored, self.evicted, self.loaded, self.damaged, self.unwritten,
+        )  # fmt: skip
 
     def flush(self) -> None:
         """Wait until all states that wait for it are on disk."""

@@ -24,7 +24,6 @@ class Job:
         self.begun = time.monotonic()
         self.first: float | None = None  # seconds to the first token
         self.behind = 0  # tokens in the inbox
-        self.waiting = 0  # requests that have not ended
         self.gone = ""  # why nobody reads the answer any more
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -38,7 +37,6 @@ class Job:
         except BaseException:
             self.cancel()
             raise
-        self.waiting = len(requests)
 
     def take(self) -> list[tuple[int, Update]]:
         inbox, self.inbox, self.behind = self.inbox, [], 0

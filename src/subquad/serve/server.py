@@ -29,7 +29,7 @@ from subquad.serve.body import Reader
 from subquad.serve.engine import Engine
 from subquad.serve.exchange import Exchange
 from subquad.serve.metrics import Metrics
-from subquad.serve.settings import GB, MB, ServeSettings
+from subquad.serve.settings import GB, MB, SLOTS, ServeSettings
 from subquad.serve.vocabulary import Vocabulary, vocabulary_of
 from subquad.tasks import writer_of
 from subquad.tasks.images import SETS, Images
@@ -96,17 +96,19 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     cache = _cache(model, settings)
     metrics = Metrics()
     exchange = Exchange(metrics)
+    slots = settings.slots or SLOTS[model.device.type]
     exchange.engine = Engine(
-        model, slots=settings.slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,
+        model, slots=slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,
         deliver=exchange.deliver,
     )  # fmt: skip
     capacity = min(exchange.engine.capacity, LONGEST) if settings.capacity is None else settings.capacity
-    metrics.slots, metrics.stats = settings.slots, lambda: exchange.engine.stats
+    metrics.slots, metrics.stats = slots, lambda: exchange.engine.stats
     metrics.cache = None if cache is None else lambda: cache.stats
-    name = settings.name or (folder.parent if folder.name == "model" else folder).resolve().name
+    name = settings.name or Path(checkpoint).resolve().name
+    state = exchange.engine.stats.bytes_per_stream
     about = {
         "id": name, "object": "model", "created": int((folder / "config.json").stat().st_mtime), "owned_by": "subquad",
-        "subquad": _describe(model, card, vocabulary, capacity, exchange.engine.stats.bytes_per_stream, settings),
+        "subquad": _describe(model, card, vocabulary, capacity, state, slots, settings),
     }  # fmt: skip
     return Service(
         reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
@@ -149,7 +151,7 @@ def _keys(variable: str | None) -> tuple[str, ...]:
 
 def _describe(
     model: LanguageModel, card: Mapping[str, Any], vocabulary: Vocabulary, capacity: int, state: int,
-    settings: ServeSettings,
+    slots: int, settings: ServeSettings,
 ) -> dict[str, Any]:  # fmt: skip
     """What the page and other clients can know of a model, beyond OpenAI's fields."""
     stack = model.config.transformer
@@ -167,7 +169,7 @@ def _describe(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "slots": settings.slots,
+        "slots": slots,
         "draft": settings.draft is not None,
         "state_bytes": state,  # of one request, at its full length
         "state_bytes_first": bytes_per_stream(model, 1),  # after one token; the same unless states grow
@@ -198,7 +200,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"host={host!r}, port={port} cannot be listened on: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"host={host!r}, port={port} cannot be listened on: {why}") from error
 
 
 def _allow_connections() -> None:

@@ -8,6 +8,7 @@ from subquad.checks import at_least, check_plain, one_of, refuse
 from subquad.disk import check_folder
 
 GB, MB = 1_000_000_000, 1_000_000
+SLOTS = {"cuda": 256, "cpu": 16}  # on a CPU, whose steps take longer with each slot, one answer is quick with a few
 
 
 def _option(default: Any, help: str) -> Any:
@@ -20,7 +21,9 @@ class ServeSettings:
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all networks.")
     port: int = _option(8000, "0 takes a free one.")
-    slots: int = _option(256, "Requests that run at the same time.")
+    slots: int | None = _option(
+        None, "Requests that run at the same time; by default 256 on a GPU and 16 on a CPU. A step computes all slots."
+    )
     queue: int = _option(1024, "Requests that may wait for a slot; others are answered 429.")
     capacity: int | None = _option(None, "Tokens of a prompt and its answer; by default as many as the model allows.")
     cache_gb: float = _option(4.0, "Memory for states of prompts that were read; 0: none.")
@@ -41,9 +44,10 @@ class ServeSettings:
     log_prompts: bool = _option(False, "Also log prompts, as tokens.")
 
     def __post_init__(self) -> None:
-        at_least(self, slots=1, queue=1)
-        if self.capacity is not None:
-            at_least(self, capacity=1)
+        at_least(self, queue=1)
+        for name in ("slots", "capacity"):
+            if getattr(self, name) is not None:
+                at_least(self, **{name: 1})
         if not 0 <= self.port <= 65535:
             refuse("port", self.port, "0 to 65535")
         one_of(self, dtype=("auto", "float32", "bfloat16"))

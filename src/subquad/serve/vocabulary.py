@@ -127,7 +127,8 @@ class HuggingFace(Vocabulary):
     """A folder's own tokenizer, which `transformers` reads."""
 
     def __init__(self, folder: Path, vocab: int):
-        transformers = files.extra("transformers", "hf", "this folder's tokenizer")
+        transformers = files.extra("transformers", "hf", "folders with a tokenizer")
+        import_module("subquad.hf")  # so that transformers knows our config.json, which lies beside the tokenizer
         with blaming(f"the tokenizer in {folder}", OSError, ValueError):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
         if len(self.tokenizer) > vocab:

@@ -88,7 +88,7 @@
     $("name").textContent = model.id;
     document.title = `${model.id} – subquad serve`;
     const words = [`${about.mechanisms.join(", ")}`, `${short(about.parameters / 1e6)} million parameters`, `${about.dtype} on ${about.device}`];
-    $("about").textContent = `${words.join(" · ")}. A prompt and its answer may have ${about.longest.toLocaleString("en")} tokens.`;
+    $("about").textContent = `${words.join(" · ")}. A prompt and its answer may have up to ${about.longest.toLocaleString("en")} tokens.`;
     form.elements.max_tokens.max = about.longest;
     form.elements.max_tokens.value = Math.min(256, about.longest);
     $("modes").hidden = !about.chat;
