@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import subquad
 from subquad.hf import SubquadCache, unwrap, wrap
 from subquad.mechanisms import MECHANISMS
-from subquad.models import LanguageModel
+from subquad.models import Classifier, LanguageModel
 from subquad.models.sampling import Sampling, adjust
 from tests.hf.tiny import KINDS, VOCAB, make, padded
 
@@ -310,6 +310,14 @@ def test_hidden_states_and_tuples(models: dict[str, tuple[LanguageModel, Any]]) 
     assert [tuple(h.shape) for h in output.hidden_states] == [(1, 4, 16)] * 3
     torch.testing.assert_close(ours._logits(output.hidden_states[-1]), output.logits)
     torch.testing.assert_close(output.hidden_states[0], ours.embedding(ids))
+    again = models["recomputed"][1]
+    assert (
+        len(again(ids, output_hidden_states=True).hidden_states) == 3
+    )  # also where a cache reads the tokens once more
+    core = Classifier(classes=3, vocab=23, dim=8, depth=2, heads=2, mechanism="linear", pooling="none").eval()
+    output = wrap(core)(ids, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    torch.testing.assert_close(core.head(output.hidden_states[-1]), output.logits)
     logits, cache = theirs(ids, return_dict=False)
     assert torch.equal(logits, theirs(ids).logits)
     assert isinstance(cache, SubquadCache)

@@ -93,11 +93,10 @@ class SubquadModel(SubquadPreTrainedModel):
             lengths = None if lengths is None else lengths + 1
         with self._recorded(output_hidden_states) as seen:
             y = self.core.transformer(x, lengths)
-        states = None if seen is None else (*seen, y)
         front = 0 if cls is None else 1
         output = BaseModelOutput(
             last_hidden_state=to_columns(y[:, front:], layout),
-            hidden_states=None if states is None else tuple(to_columns(h[:, front:], layout) for h in states),
+            hidden_states=None if seen is None else tuple(to_columns(h[:, front:], layout) for h in seen),
         )
         return self._as_wanted(output, return_dict)
 
@@ -164,7 +163,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             past_key_values=cache if use_cache or past_key_values is not None else None,
-            hidden_states=None if seen is None else tuple(to_columns(h, layout) for h in (*seen, y)),
+            hidden_states=None if seen is None else tuple(to_columns(h, layout) for h in seen),
         )
         return self._as_wanted(output, return_dict)
 

@@ -202,7 +202,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @contextmanager
     def _recorded(self, wanted: bool | None) -> Iterator[list[Tensor] | None]:
-        """The input of every block, then the output of the last, in a list; None if not wanted."""
+        """The input of every block, then the output of all, in a list, of the first pass only; None if not wanted."""
         wanted = self.config.output_hidden_states if wanted is None else wanted
         if not wanted:
             yield None
@@ -213,6 +213,13 @@ class SubquadPreTrainedModel(PreTrainedModel):
         hooks = [
             block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for block in self._stack.blocks
         ]
+
+        def end(_stack: nn.Module, _given: Any, output: Tensor) -> None:
+            seen.append(output)  # blocks that run again to fill a cache are not recorded
+            for hook in hooks:
+                hook.remove()
+
+        hooks.append(self._stack.register_forward_hook(end))
         try:
             yield seen
         finally:
