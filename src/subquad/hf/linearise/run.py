@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def linearise(
     if (out / REPORT).is_file():
         report = page.read(out / REPORT)
         _same(chosen, report["settings"], out)
+        if report["model"] != str(model):
+            refuse("model", str(model), f"that of the student in {out}, {report['model']}")
         return report
     if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
         refuse("out", str(out), "an empty folder, or that of an earlier call")
@@ -368,7 +371,9 @@ def with_lora(student: Any, rank: int, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
-        student = get_peft_model(student, config)
+        with warnings.catch_warnings():  # peft asks transformers for something that is deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            student = get_peft_model(student, config)
     for p in student.parameters():
         if id(p) in new - matrices:
             p.requires_grad_(True)
