@@ -29,11 +29,8 @@ class Teacher(NamedTuple):
 def load_teacher(name: str | Path, device: str) -> Teacher:
     """A pretrained decoder and its tokenizer: a folder, a GGUF file, or a name on the hub."""
     path = Path(name)
-    how: dict[str, Any] = {}
-    source: str | Path = name
-    if path.suffix == ".gguf" and path.is_file():
-        source, how = path.parent, {"gguf_file": path.name}
-    elif path.is_dir() and not (path / "config.json").is_file():
+    source, how = where(name)
+    if path.is_dir() and not (path / "config.json").is_file():
         refuse("model", str(name), "a folder with config.json, which transformers' save_pretrained writes")
     elif not path.exists() and (path.is_absolute() or str(name).startswith(".")):
         refuse("model", str(name), "a folder that exists, a .gguf file, or the name of a model on the hub")
@@ -44,10 +41,29 @@ def load_teacher(name: str | Path, device: str) -> Teacher:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"model={str(name)!r} cannot work: its tokenizer cannot be read ({error})") from error
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **how)
+        model = load_model(source, "auto", how)
     except (ValueError, OSError) as error:
         raise ValueError(f"model={str(name)!r} cannot work: accepted is a causal decoder ({error})") from error
     return check_teacher(Teacher(model, tokenizer, model.dtype, ()), str(name), device)
+
+
+def where(name: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """What from_pretrained takes for a folder, a GGUF file or a name."""
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return path.parent, {"gguf_file": path.name}
+    return name, {}
+
+
+def load_model(source: str | Path, dtype: Any, how: dict[str, Any]) -> Any:
+    """A causal decoder; one from a GGUF file is one of plain weights, which can be trained and saved."""
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and how and all(p.is_floating_point() for p in model.parameters()):
+        quantizer.remove_quantization_config(model)  # its weights are not quantized any more
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"{source} has quantized weights: accepted are floating point ones, or a GGUF file")
+    return model
 
 
 def check_teacher(teacher: Teacher, name: str, device: str) -> Teacher:

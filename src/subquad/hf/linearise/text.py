@@ -59,7 +59,7 @@ def tokenise(files: Sequence[Path], tokenizer: Any, share: float, least: int) ->
     held: list[Tensor] = []
     every = max(2, round(1 / share))
     for n, file in enumerate(files):
-        tokens = torch.tensor([*_ids(_read(file), tokenizer), *([] if end is None else [end])], dtype=torch.int32)
+        tokens = torch.tensor([*_ids(read_file(file), tokenizer), *([] if end is None else [end])], dtype=torch.int32)
         if len(files) >= MANY:
             (held if n % min(every, len(files)) == 1 else train).append(tokens)
         else:
@@ -92,7 +92,8 @@ def batch(tokens: Tensor, size: int, length: int, seed: int, step: int) -> Tenso
     return tokens[starts[:, None] + torch.arange(length)].long()
 
 
-def _read(file: Path) -> str:
+def read_file(file: Path) -> str:
+    """The text of a file; of TEI without notes."""
     if file.suffix.lower() == ".xml":
         return read_tei(file)
     try:
