@@ -52,7 +52,7 @@ PART = 40 * 2**20
 SETTINGS: dict[str, Any] = {
     "rule": "gated_delta", "align_steps": 1000, "align_batch": 16, "align_length": 512, "align_lr": 1e-3,
     "distil_steps": 1500, "distil_batch": 32, "distil_length": 1024, "distil_lr": 3e-4, "warmup": 50,
-    "evaluate_rows": 128, "checkpoint_every": 250,
+    "evaluate_rows": 128, "checkpoint_every": 600,
 }  # fmt: skip
 TINY: dict[str, Any] = {
     "align_steps": 4, "align_batch": 2, "align_length": 32, "distil_steps": 4, "distil_batch": 2, "distil_length": 32,
@@ -74,8 +74,8 @@ def pack(args: argparse.Namespace) -> None:
     dist = distribution("gguf")
     with tarfile.open(PACKED / "gguf.tar.gz", "w:gz") as archive:
         for part in dist.files or ():
-            if part.parts[0] in ("gguf",) or part.parts[0].endswith(".dist-info"):
-                archive.add(part.locate(), str(part))  # type: ignore[arg-type]
+            if part.parts[0] == "gguf" or part.parts[0].endswith(".dist-info"):
+                archive.add(part.locate(), str(part))
     from subquad.hf.linearise.text import read_file, text_files
 
     plain = io.BytesIO()

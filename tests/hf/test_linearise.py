@@ -27,7 +27,7 @@ import subquad.hf
 from subquad.cli import app
 from subquad.hf import LineariseSettings, Measures, byte_tokenizer, linearise
 from subquad.hf.linearise import learn, page, run, text
-from subquad.hf.linearise.measure import state_bytes
+from subquad.hf.linearise.measure import measure, state_bytes
 from subquad.hf.linearise.models import load_teacher, make_student, replaced
 from subquad.training.precision import Precision
 from subquad.training.signals import Interrupted
@@ -228,7 +228,7 @@ def test_a_run_that_is_killed_again_and_again_gives_the_same_student(
                 linearise(teacher, place, book, measures=QUICK, **options)
     assert linearise(teacher, place, book, measures=QUICK, minutes=1e-9, **options) is None
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", killing(run.measure, 0))
+        patch.setattr(run, "measure", killing(measure, 0))
         with pytest.raises(Killed):
             linearise(teacher, place, book, measures=QUICK, **options)
     legs = linearise(teacher, place, book, measures=QUICK, **options)
