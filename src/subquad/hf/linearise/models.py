@@ -32,6 +32,8 @@ def load_teacher(name: str | Path, device: str) -> Teacher:
     source, how = where(name)
     if path.is_dir() and not (path / "config.json").is_file():
         refuse("model", str(name), "a folder with config.json, which transformers' save_pretrained writes")
+    elif path.is_file() and not how:
+        refuse("model", str(name), "a folder, a file that ends in .gguf, or the name of a model on the hub")
     elif not path.exists() and (path.is_absolute() or str(name).startswith(".")):
         refuse("model", str(name), "a folder that exists, a .gguf file, or the name of a model on the hub")
     if path.is_dir() and not any((path / file).is_file() for file in TOKENIZERS):
