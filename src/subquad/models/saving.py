@@ -107,10 +107,12 @@ def read_header(directory: str | Path) -> dict[str, Any]:
 def of_transformers(directory: str | Path) -> bool:
     """Whether a folder holds a model of transformers' own, such as a Llama."""
     config = Path(directory) / CONFIG
-    if not config.is_file():
-        return False
-    header = read_json(config)
-    return isinstance(header, dict) and header.get("model_type") not in (None, MODEL_TYPE) and "format" not in header
+    return config.is_file() and is_theirs(read_json(config))
+
+
+def is_theirs(header: Any) -> bool:
+    """Whether this is what transformers writes as config.json of a model that is not ours."""
+    return isinstance(header, dict) and "format" not in header and header.get("model_type") not in (None, MODEL_TYPE)
 
 
 def verify(directory: str | Path) -> dict[str, Tensor]:
@@ -220,7 +222,7 @@ def _check_header(header: Any, path: Path) -> dict[str, Any]:
     given = set(header) if isinstance(header, dict) else set()
     theirs = given if isinstance(header, dict) and header.get("model_type") == MODEL_TYPE else set()
     named = set(KEYS) <= given and given - theirs <= {*KEYS, DIGEST}
-    if isinstance(header, dict) and not named and header.get("model_type") not in (None, MODEL_TYPE):
+    if is_theirs(header):
         raise ValueError(
             f"{path} is of a model of transformers, {header['model_type']!r}: accepted here are those of subquad; "
             "`subquad generate` and AutoModelForCausalLM take this folder"

@@ -151,9 +151,7 @@ class Run:
             Signals(self.log) as self.signals,
         ):
             done = self._align() and self._choose() and self._distil()
-            if self.signals.number:
-                message = f"interrupted at step {self.step:,}: the same call continues"
-                raise Interrupted(message, 128 + self.signals.number)
+            self._heed_signals()
             if not done or time.monotonic() > self.until:
                 left = (
                     f"step {self.step:,} of {self.total:,}" if self.step < self.total else "learned, not measured yet"
@@ -161,6 +159,16 @@ class Run:
                 self.log.say(f"time is up: {left}; the same call continues")
                 return None
             return self._measure()
+
+    def _heed_signals(self) -> None:
+        if self.signals.number:
+            message = f"interrupted at step {self.step:,}: the same call continues"
+            raise Interrupted(message, 128 + self.signals.number)
+
+    def _say(self, text: str) -> None:
+        """Print what is measured next, unless the user asked to stop."""
+        self._heed_signals()
+        self.log.say(text)
 
     def _stopped(self) -> bool:
         return bool(self.signals.number) or time.monotonic() > self.until
@@ -298,7 +306,7 @@ class Run:
         }  # fmt: skip
         test = texts.rows(self.tokens.test, settings.distil_length, settings.evaluate_rows)
         report = page.report(learned, self.facts, self.teacher)
-        report |= measure(self.teacher, self.out, test, settings, self.measures, self.device, self.log.say)
+        report |= measure(self.teacher, self.out, test, settings, self.measures, self.device, self._say)
         report |= page.verdict(report)
         page.write(report, self.out)
         save(report, self.out / REPORT)
