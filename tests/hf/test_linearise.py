@@ -1,5 +1,6 @@
 """A teacher of two layers, trained here, and students made of it."""
 
+import io
 import json
 import random
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -241,6 +243,27 @@ def test_a_run_that_is_killed_again_and_again_gives_the_same_student(
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert not (place / "work" / "checkpoints").exists()
+
+
+def test_a_damaged_checkpoint_is_set_aside(
+    teacher: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, output = tmp_path / "s", io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(learn, "align", killing(learn.align, 7))
+        with pytest.raises(Killed):
+            linearise(teacher, place, book, measures=QUICK, **SMALL)
+    folder = place / "work" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000006"]
+    file = folder / "step_000006" / "tensors.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again = linearise(teacher, place, book, measures=QUICK, console=Console(file=output, width=500), **SMALL)
+    assert "step_000006 is damaged" in output.getvalue()
+    assert "it is now step_000006.damaged" in output.getvalue()
+    whole = linearise(teacher, tmp_path / "whole", book, measures=QUICK, **SMALL)
+    assert whole is not None
+    assert again is not None
+    assert again["curves"] == whole["curves"]
 
 
 def test_a_signal_saves_first(teacher: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from subquad.checks import checked, refuse
-from subquad.disk import blaming, check_folder, lock_folder
+from subquad.disk import blaming, check_folder, lock_folder, set_aside
 from subquad.hf.linearise import learn, page
 from subquad.hf.linearise import text as texts
 from subquad.hf.linearise.measure import Measures, measure
@@ -111,7 +111,8 @@ class Run:
     def _look_back(self) -> None:
         found, damaged = checkpoints.newest(self.work / "checkpoints")
         for path, sentence in damaged.items():
-            self.console.print(f"{path.name} is not used: {sentence}", markup=False, highlight=False, soft_wrap=True)
+            said = f"{sentence}; it is now {set_aside(path).name}"
+            self.console.print(said, markup=False, highlight=False, soft_wrap=True)
         if found is None:
             return
         with blaming(str(found.path)):
@@ -352,7 +353,7 @@ class Run:
         if (folder / checkpoints.name_of(number)).is_dir():
             return  # nothing has changed since
         checkpoints.write(folder, number, tensors, facts, Ranks(self.device), self.log.sync())
-        checkpoints.prune(folder, 1)
+        checkpoints.prune(folder, 2)
         self.loaded = None
 
     def _restore(self, model: nn.Module, optimiser: Optimiser | None) -> None:
