@@ -240,6 +240,9 @@ class Beside(nn.Module):
                 if part is not None and not part.is_meta:
                     part.zero_()
 
+    def share_with(self, first: "Beside") -> None:
+        self.other.share_with(first.other)
+
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         return self.window(x, lengths) + self.other(x, lengths)
 
@@ -260,7 +263,8 @@ class Replacement(nn.Module):
 
     def __init__(self, mixer: Mixer | Beside, config: Any, layer: int, owns_output: bool, dropout: nn.Module | None):
         super().__init__()
-        self.mixer, self.config, self.layer_idx = mixer, config, layer
+        self.mixer: Any = mixer
+        self.config, self.layer_idx = config, layer
         self.owns_output, self.dropout, self.is_causal = owns_output, dropout, mixer.options.causal
         self.copied: tuple[str, ...] = ()
 
