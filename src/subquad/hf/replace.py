@@ -10,7 +10,7 @@ The state of a mechanism lives in the model's cache object, in place of that lay
 import functools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -441,7 +441,7 @@ class MixerLayer(CacheLayerMixin):
 
 
 def _begin(
-    found: Found, model: nn.Module, mechanism: str, options: Mapping[str, Any], layer: int
+    found: Found, model: nn.Module, mechanism: str, options: dict[str, Any], layer: int
 ) -> tuple[Mixer, tuple[str, ...]]:
     """A mechanism for the place of a module, and what was copied into it."""
     module: Any = found.module
