@@ -24,7 +24,8 @@ QUICK := not (compile or export or own_process or distributed or torchrun or kil
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
   or fcntl or unix or registering or locked or freed or damage or processes or expressions or many_features \
   or test_split or linear_split or test_ranks or test_sequence or test_http or test_page or needs_nothing_of_ours \
-  or sets_of or draft_model or several_prompts or broken_file or without_cache or the_wheel or l-1 or l-2 or l-3 or l-4 or l-5)
+  or sets_of or draft_model or several_prompts or broken_file or without_cache or the_one_without \
+  or as_it_would_have or memory_is_linear or the_wheel or l-1 or l-2 or l-3 or l-4 or l-5)
 
 quick: $(STAMP)
 	$(BIN)/ruff format --check

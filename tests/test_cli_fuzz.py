@@ -74,7 +74,10 @@ CHEAP: dict[str, list[str]] = {
     "lra": ["--tasks", "listops", "--mechanisms", "linear", "--steps", "1"],
 }  # fmt: skip
 # these would take minutes if valid, so they always get a wrong option
-WRONG = {"demo": ["--steps", "0"], "atlas": ["--out", "notes.txt"], "serve": ["--slots", "0"]}
+WRONG = {
+    "demo": ["--steps", "0"], "atlas": ["--out", "notes.txt"], "serve": ["--slots", "0"],
+    "linearise": ["--text", "missing"],  # before it looks for the model, maybe on the hub
+}  # fmt: skip
 MADE = ("listops", "pathfinder", "pathx")  # generating their data takes minutes
 SENSIBLE: dict[str, list[str]] = {  # mostly valid values, so that commands get past their first check
     "task": ["digits", "copy", *(name for name in TASKS if name not in MADE)],

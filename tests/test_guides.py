@@ -169,6 +169,19 @@ def test_hugging_face_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert names["second"].shape == (1, 40)
 
 
+def test_linearise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's Python code, which makes the teacher, then its commands."""
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("linearise.md", "python"), "linearise.md")
+    assert sum(row["softmax"] for row in names["report"]["layers"]) == 1
+    assert names["written"].shape[1] > 7
+    Path("student").rename("made")
+    for command, *words in commands("linearise.md"):
+        small = ["align_steps=2", "align_length=64", "distil_steps=1", "distil_length=64"]
+        more = ["--lengths", "32", *(word for setting in small for word in ("--set", setting))]
+        invoke(command, *words, *(more if command == "linearise" else []))
+
+
 def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's mechanism obeys the laws, and its known answer holds."""
     definition, known_answer = blocks("add_mechanism.md", "python")

@@ -292,6 +292,7 @@ def generate(
     sampling: Sampling,
 ) -> None:
     """Generate with a saved model: images to a PNG, music to MIDI or WAV, text to the terminal as it comes."""
+    from subquad.models.saving import of_transformers
     from subquad.tasks.generate import generate as run
     from subquad.training.task import WriteOptions
 
@@ -299,6 +300,11 @@ def generate(
         count=count, out=out, shape=shape, complete=complete, prompt=prompt, steps=steps, compile=compile,
         sampling=sampling, seed=seed,
     )  # fmt: skip
+    if of_transformers(checkpoint):
+        from subquad.hf.write import write_text
+
+        write_text(Path(checkpoint), options, console, device)
+        return
     run(checkpoint, options, console, device)
 
 
@@ -521,6 +527,68 @@ def convert(
     from subquad.hf import convert as run
 
     _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
+
+
+@_command()
+def linearise(
+    model: Annotated[str, Argument(help="A decoder: its folder, a .gguf file, or its name on the hub.")],
+    out: Annotated[Path, Option(help="Folder for the student; the same command continues there.")],
+    text: Annotated[
+        list[Path] | None, Option(help="Text to learn from: a file or folder; repeatable. By default eltec-eng.")
+    ] = None,
+    keep: Annotated[float, Option(help="Share of the attention layers that keep softmax.")] = 0.25,
+    rule: Annotated[
+        str, Option(help="gated_delta, linear, or window: a window only, to compare with.")
+    ] = "gated_delta",
+    layers: Annotated[
+        str | None, Option(help="Layers that may be replaced, as 0,1,5; by default all.", show_default=False)
+    ] = None,
+    window: Annotated[int | None, Option(help="Tokens that are read exactly beside the running sum.")] = None,
+    lora: Annotated[int | None, Option(help="Distil by LoRA of this rank instead of all weights.")] = None,
+    minutes: Annotated[float | None, Option(help="Minutes of this call; repeat the command to continue.")] = None,
+    lengths: Annotated[str, Option(help="Lengths at which decoding is measured.")] = "1k,8k,32k",
+    batch: Annotated[int, Option(help="Batch of that measurement.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="align_steps=1000, distil_lr=3e-5, seed=1, ...; repeatable."),
+    ] = None,
+    device: AnyDevice = "auto",
+) -> None:
+    """Make most attention layers of a pretrained decoder linear: align, choose, distil, and measure beside it."""
+    from subquad.data import files
+    from subquad.data.text import FILES
+    from subquad.hf import LineariseSettings, Measures
+    from subquad.hf import linearise as run
+    from subquad.hf.linearise.page import terminal
+    from subquad.training.config import parse
+    from subquad.training.signals import Interrupted
+
+    check_folder("out", out)
+    given: dict[str, Any] = {"keep": keep, "rule": rule, "window": window, "lora": lora}
+    if layers is not None:
+        if not all(part.strip().isdecimal() and len(part) < 10 for part in layers.split(",")):
+            refuse("layers", layers, "numbers with commas between them, such as 0,1,5")
+        given["layers"] = [int(part) for part in layers.split(",")]
+    given |= {".".join(path): value for path, value in map(parse, settings or ())}
+    chosen = LineariseSettings.from_dict(given)
+    measures = Measures(lengths=parse_lengths(lengths), batch=batch)
+    source = [files.get(FILES["eltec-eng"])] if text is None else text
+    try:
+        report = run(
+            model, out, source, minutes=minutes, device=device, measures=measures, console=console, **vars(chosen)
+        )
+    except Interrupted as interruption:
+        console.print(escape(str(interruption)), soft_wrap=True)
+        raise typer.Exit(interruption.code) from None
+    except KeyboardInterrupt:
+        console.print("interrupted: the last checkpoint is kept")
+        raise typer.Exit(130) from None
+    if report is None:
+        return
+    for table in terminal(report):
+        console.print(table)
+    console.print(escape(report["verdict"]), highlight=False, soft_wrap=True)
+    _say(f"student: {out}; figures: {out / 'linearise.json'}; page: {out / 'README.md'}")
 
 
 @_command("generation", group=bench)

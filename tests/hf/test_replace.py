@@ -399,3 +399,34 @@ def test_a_replaced_model_trains(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     tokens = rows[0]["input_ids"][None, :6]
     assert loaded.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist() == (torch.arange(12) % 5 + 1).tolist()
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "gated_deltanet"])
+def test_an_exact_window_beside_a_mechanism(tmp_path: Path, mechanism: str) -> None:
+    """At first it is the window alone; then the sum of both, in the same steps, saved and loaded."""
+    model, alone, both = made("llama"), made("llama"), made("llama")
+    options = {"expand_v": 1} if mechanism == "gated_deltanet" else {}
+    subquad.hf.replace(alone, [1], "local", window=3)
+    subquad.hf.replace(both, [1], mechanism, exact_window=4, **options)
+    ids = torch.randint(model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    close(both(ids).logits, alone(ids).logits)
+    assert not torch.allclose(both(ids).logits, model(ids).logits, atol=1e-3)
+    layer = next(m for m in both.modules() if isinstance(m, Replacement))
+    with torch.no_grad():
+        for p in layer.mixer.other.parameters():
+            p.normal_(std=0.5)
+    x = torch.randn(2, 12, model.config.hidden_size)
+    close(layer(x)[0], layer.mixer.window(x) + layer.mixer.other(x))
+    whole, cache = both(ids).logits, DynamicCache(config=both.config)
+    parts = [both(ids[:, :5], past_key_values=cache).logits]
+    parts += [both(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 12)]
+    close(torch.cat(parts, 1), whole)
+    both.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, whole)
+
+
+def test_wrong_exact_windows_are_refused() -> None:
+    with pytest.raises(ValueError, match="exact_window"):
+        subquad.hf.replace(made("llama"), exact_window=0)
+    with pytest.raises(ValueError, match="exact_window cannot work with"):
+        subquad.hf.replace(made("qwen3", head_dim=16), exact_window=4)

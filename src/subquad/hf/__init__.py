@@ -16,6 +16,7 @@ from subquad.hf.attention import register
 from subquad.hf.cache import SubquadCache
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.convert import convert
+from subquad.hf.linearise import LineariseSettings, Measures, linearise
 from subquad.hf.modeling import (
     SubquadForCausalLM,
     SubquadForSequenceClassification,
@@ -28,6 +29,8 @@ from subquad.hf.replace import replace
 from subquad.hf.tokenizer import byte_tokenizer
 
 __all__ = [
+    "LineariseSettings",
+    "Measures",
     "SubquadCache",
     "SubquadConfig",
     "SubquadForCausalLM",
@@ -36,6 +39,7 @@ __all__ = [
     "SubquadModel",
     "byte_tokenizer",
     "convert",
+    "linearise",
     "register",
     "replace",
     "unwrap",

@@ -43,7 +43,11 @@ FOR_OTHERS = frozenset(
 
 @checked
 def replace(
-    model: PreTrainedModel, layers: Sequence[int] | None = None, mechanism: str = "linear", **options: Any
+    model: PreTrainedModel,
+    layers: Sequence[int] | None = None,
+    mechanism: str = "linear",
+    exact_window: int | None = None,
+    **options: Any,
 ) -> dict[int, tuple[str, ...]]:
     """Replace attention modules of a loaded model by a mechanism of ours, in place; returns what was copied per layer.
 
@@ -54,7 +58,8 @@ def replace(
     outputs are copied where their shapes fit; with grouped queries each key and value head is copied to all of its
     queries' heads. Norms of copied queries and keys are kept, and the model's own rotary positions by mechanisms with
     the option rotary, unless it is False; compressed, retnet and heads of another width turn by their own. All else
-    begins as `build` draws it.
+    begins as `build` draws it. `exact_window`: also compute the model's own attention over that many last tokens, and
+    add the mechanism's output, which begins at zero.
     """
     found = dict(attentions(model))
     if not found:
@@ -71,8 +76,12 @@ def replace(
             raise ValueError(f"layers={list(chosen)} cannot work: {n} is not one of the layers 0 to {max(found)}")
         if isinstance(found[n].module, Replacement):
             raise ValueError(f"layers={list(chosen)} cannot work: layer {n} was replaced before; load the model again")
+    done: dict[str, Any] = {"layers": chosen, "mechanism": mechanism, "options": options}
+    if exact_window is not None:
+        check_count("exact_window", exact_window)
+        done["exact_window"] = exact_window
     try:
-        record = json.loads(json.dumps({"layers": chosen, "mechanism": mechanism, "options": options}))
+        record = json.loads(json.dumps(done))
     except TypeError as error:
         raise ValueError(
             f"options cannot be saved in a config ({error}): accepted are numbers, names and lists"
@@ -223,12 +232,54 @@ def rotary_of(module: Any, model: nn.Module) -> Turn | None:
 # The module that takes their place
 
 
+class BothStates(NamedTuple):
+    window: Any
+    other: Any
+
+
+class Beside(nn.Module):
+    """An exact window over the last tokens, and another mechanism over all of them: the sum of their outputs.
+
+    The other one's output projection begins at zero, so that at first the window alone is read.
+    """
+
+    def __init__(self, window: Mixer, other: Mixer):
+        super().__init__()
+        self.window, self.other, self.options = window, other, other.options
+        self.traits = other.traits
+        output = other._projections().get("o")
+        if output is None:
+            raise ValueError(f"exact_window cannot work with {type(other).__name__}, whose output is not projected")
+        with torch.no_grad():
+            for part in output:
+                if part is not None and not part.is_meta:
+                    part.zero_()
+
+    def share_with(self, first: "Beside") -> None:
+        self.other.share_with(first.other)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.window(x, lengths) + self.other(x, lengths)
+
+    def prefill(self, x: Tensor, lengths: Tensor | None, state: BothStates | None) -> tuple[Tensor, BothStates]:
+        before = BothStates(None, None) if state is None else state
+        y, window = self.window.prefill(x, lengths, before.window)
+        z, other = self.other.prefill(x, lengths, before.other)
+        return y + z, BothStates(window, other)
+
+    def step(self, x: Tensor, state: BothStates) -> tuple[Tensor, BothStates]:
+        y, window = self.window.step(x, state.window)
+        z, other = self.other.step(x, state.other)
+        return y + z, BothStates(window, other)
+
+
 class Replacement(nn.Module):
     """A mechanism of ours with the signature of their attention modules."""
 
-    def __init__(self, mixer: Mixer, config: Any, layer: int, owns_output: bool, dropout: nn.Module | None):
+    def __init__(self, mixer: Mixer | Beside, config: Any, layer: int, owns_output: bool, dropout: nn.Module | None):
         super().__init__()
-        self.mixer, self.config, self.layer_idx = mixer, config, layer
+        self.mixer: Any = mixer
+        self.config, self.layer_idx = config, layer
         self.owns_output, self.dropout, self.is_causal = owns_output, dropout, mixer.options.causal
         self.copied: tuple[str, ...] = ()
 
@@ -236,38 +287,18 @@ class Replacement(nn.Module):
     def of(cls, found: Found, model: nn.Module, record: dict[str, Any], layer: int) -> "Replacement":
         """The replacement for a module, with what can be copied of its parameters."""
         module: Any = found.module
-        own = projections(found)
-        weight = own.weights["o"]
-        if not weight.is_floating_point():
-            raise ValueError(f"{type(module).__name__} has quantized weights: accepted are floating point ones")
-        width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
-        heads, dim = own.weights["q"].shape[0] // width, weight.shape[0]
-        causal, kind = bool(module.is_causal), class_of(record["mechanism"])
-        options = {"heads": heads, "layer": layer, **record["options"]}
-        for name in ("dim", "causal"):
-            if name in options:
-                raise ValueError(f"{name} cannot be given to replace: the model has dim={dim} and causal={causal}")
-        rotary = rotary_of(module, model) if options.get("rotary", "rotary" not in kind.unused) else None
-        options.setdefault("rotary", rotary is not None)
-        with torch.device("cpu"):  # buffers need values, also while transformers makes a model without them
-            mixer = build(record["mechanism"], dim=dim, causal=causal, **options)
-        _save_all_buffers(mixer)
+        mixer: Mixer | Beside
+        mixer, copied = _begin(found, model, record["mechanism"], record["options"], layer)
+        if "exact_window" in record:
+            window, whole = _begin(found, model, "local", {"window": record["exact_window"] - 1}, layer)
+            if not {"q", "k", "v", "o"} <= set(whole):
+                name = type(module).__name__
+                raise ValueError(f"exact_window cannot work with {name}: its projections are of another shape or kind")
+            mixer = Beside(window, mixer)
         new = cls(mixer, module.config, layer, kind_of(module) == "bert", getattr(module, "resid_dropout", None))
-        copied = list(_copy(own, mixer, width)) if heads == mixer.options.heads else []
-        if isinstance(mixer, Attention) and mixer.may_turn:
-            norms, factor = (None, None), 1.0
-            if {"q", "k"} <= set(copied):
-                norms = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
-                factor = float(getattr(module, "scaling", width**-0.5)) * width**0.5
-                copied += ["norms"] if norms != (None, None) else []
-            positions: tuple[Any, ...] = ()
-            if rotary is not None and mixer.width >= 2 * len(rotary.frequencies):
-                positions = rotary.frequencies, rotary.scaling
-                copied.append("rotary")
-            if positions or not mixer.options.rotary:
-                mixer.turn = Turn(norms, 1.0 if abs(factor - 1) < 1e-6 else factor, *positions)
-        new.copied = tuple(copied)
+        new.copied = copied
         new.train(module.training)
+        weight = projections(found).weights["o"]
         return new if weight.device.type == "meta" else new.to(weight.device, weight.dtype)
 
     def forward(
@@ -371,6 +402,43 @@ class Replacement(nn.Module):
 
 class MixerLayer(LayerState):
     """The state of a mechanism in a cache of theirs."""
+
+
+def _begin(
+    found: Found, model: nn.Module, mechanism: str, options: dict[str, Any], layer: int
+) -> tuple[Mixer, tuple[str, ...]]:
+    """A mechanism for the place of a module, and what was copied into it."""
+    module: Any = found.module
+    own = projections(found)
+    weight = own.weights["o"]
+    if not weight.is_floating_point():
+        raise ValueError(f"{type(module).__name__} has quantized weights: accepted are floating point ones")
+    width = module.head_dim if hasattr(module, "head_dim") else module.attention_head_size
+    heads, dim = own.weights["q"].shape[0] // width, weight.shape[0]
+    causal, kind = bool(module.is_causal), class_of(mechanism)
+    options = {"heads": heads, "layer": layer, **options}
+    for name in ("dim", "causal"):
+        if name in options:
+            raise ValueError(f"{name} cannot be given to replace: the model has dim={dim} and causal={causal}")
+    rotary = rotary_of(module, model) if options.get("rotary", "rotary" not in kind.unused) else None
+    options.setdefault("rotary", rotary is not None)
+    with torch.device("cpu"):  # buffers need values, also while transformers makes a model without them
+        mixer = build(mechanism, dim=dim, causal=causal, **options)
+    _save_all_buffers(mixer)
+    copied = list(_copy(own, mixer, width)) if heads == mixer.options.heads else []
+    if isinstance(mixer, Attention) and mixer.may_turn:
+        norms, factor = (None, None), 1.0
+        if {"q", "k"} <= set(copied):
+            norms = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+            factor = float(getattr(module, "scaling", width**-0.5)) * width**0.5
+            copied += ["norms"] if norms != (None, None) else []
+        positions: tuple[Any, ...] = ()
+        if rotary is not None and mixer.width >= 2 * len(rotary.frequencies):
+            positions = rotary.frequencies, rotary.scaling
+            copied.append("rotary")
+        if positions or not mixer.options.rotary:
+            mixer.turn = Turn(norms, 1.0 if abs(factor - 1) < 1e-6 else factor, *positions)
+    return mixer, tuple(copied)
 
 
 def _copy(own: Projections, mixer: Mixer, width: int) -> Iterator[str]:

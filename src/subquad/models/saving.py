@@ -104,6 +104,17 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     return header
 
 
+def of_transformers(directory: str | Path) -> bool:
+    """Whether a folder holds a model of transformers' own, such as a Llama."""
+    config = Path(directory) / CONFIG
+    return config.is_file() and is_theirs(read_json(config))
+
+
+def is_theirs(header: Any) -> bool:
+    """Whether this is what transformers writes as config.json of a model that is not ours."""
+    return isinstance(header, dict) and "format" not in header and header.get("model_type") not in (None, MODEL_TYPE)
+
+
 def verify(directory: str | Path) -> dict[str, Tensor]:
     """The weights of a saved model; ValueError if there is a digest and they or the config do not match it."""
     from safetensors.torch import load_file
@@ -211,6 +222,11 @@ def _check_header(header: Any, path: Path) -> dict[str, Any]:
     given = set(header) if isinstance(header, dict) else set()
     theirs = given if isinstance(header, dict) and header.get("model_type") == MODEL_TYPE else set()
     named = set(KEYS) <= given and given - theirs <= {*KEYS, DIGEST}
+    if is_theirs(header):
+        raise ValueError(
+            f"{path} is of a model of transformers, {header['model_type']!r}: accepted here are those of subquad; "
+            "`subquad generate` and AutoModelForCausalLM take this folder"
+        )
     if not named or not all(isinstance(header[key], str) for key in ("model", "dtype")):
         raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join((*KEYS, DIGEST))}")
     if header["format"] != FORMAT:
