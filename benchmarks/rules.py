@@ -207,7 +207,9 @@ def attempt(case: Case) -> Case:
     try:
         return check(case)
     except Exception as error:
-        where = traceback.format_exception(error)[-4:]
+        where = [
+            f"{Path(at.filename).name}:{at.lineno} {at.name}" for at in traceback.extract_tb(error.__traceback__)[-4:]
+        ]
         return {"case": case, "ok": False, "failed": f"{type(error).__name__}: {str(error)[:100]}", "where": where}
 
 
