@@ -18,7 +18,7 @@ test: $(STAMP)
 	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal
 
 # Tests to run between edits, under a minute on two idle cores. It skips tests that compile, start processes or servers, train for
-# seconds or draw pictures, and the laws for all but the first set of options of a mechanism.
+# seconds, draw pictures or import transformers, and the laws for all but the first set of options of a mechanism.
 QUICK := not (compile or export or own_process or distributed or torchrun or kill or pool or importing \
   or planted or draws or test_7 or rotary or learns or short_run or ships or generation or contours or pathfinder \
   or compare or demo or arena or scaling or test_run or configure or atlas or report or guides or test_cli or pooch \
@@ -30,7 +30,7 @@ QUICK := not (compile or export or own_process or distributed or torchrun or kil
 quick: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal -m 'not slow' -k "$(QUICK)"
+	$(PYTEST) -q -n logical --maxprocesses 8 --dist worksteal -m 'not slow' --ignore tests/hf -k "$(QUICK)"
 
 format: $(STAMP)
 	$(BIN)/ruff format
