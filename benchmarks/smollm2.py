@@ -11,11 +11,13 @@ package gguf, and a novel of ELTeC-eng; the first call takes some minutes on two
 perplexity    of the longest chapter of the text, or its first --tokens tokens: full attention by sdpa, their eager
               attention with the pattern's dense mask, and ours over the pattern, whose logits must be equal
 decode        tokens a second after a prompt of several lengths, sdpa beside the pattern
-speed         forward pass and peak memory at long lengths, sdpa beside the pattern, in turn
+speed         forward pass and peak memory at long lengths, sdpa beside the pattern, in turn; both as they are and both
+              compiled, since without compilation most of the time is that of norms and rotary positions in small pieces
 """
 
 import argparse
 import gc
+import itertools
 import math
 import re
 import time
@@ -166,10 +168,14 @@ def decode(args: argparse.Namespace, pattern: Pattern, name: str) -> list[Figure
 def speed(args: argparse.Namespace, pattern: Pattern, name: str) -> list[Figures]:
     """Forward passes in turn, with the logits of the last token."""
     rows = []
-    models = {"sdpa": make(args, "sdpa"), "pattern": make(args, name)}
-    for length in args.lengths:
-        tokens = torch.randint(models["sdpa"].config.vocab_size, (1, length), device=args.device)
-        row: Figures = {"length": length, "pattern": repr(pattern), "dtype": args.dtype}
+    plain = {"sdpa": make(args, "sdpa"), "pattern": make(args, name)}
+    vocab = plain["sdpa"].config.vocab_size
+    for mode, length in itertools.product(args.modes, args.lengths):
+        torch.compiler.reset()
+        compiled = mode == "compiled"
+        models = {w: torch.compile(m, dynamic=False) if compiled else m for w, m in plain.items()}
+        tokens = torch.randint(vocab, (1, length), device=args.device)
+        row: Figures = {"length": length, "mode": mode, "pattern": repr(pattern), "dtype": args.dtype}
 
         def forward(model: Any, tokens: Tensor = tokens) -> None:
             model(tokens, use_cache=False, logits_to_keep=1)
@@ -188,7 +194,7 @@ def speed(args: argparse.Namespace, pattern: Pattern, name: str) -> list[Figures
         row["sdpa_over_pattern"] = median(a / b for a, b in zip(times["sdpa"], times["pattern"], strict=True))
         rows.append(row)
         print(
-            f"T={length:6d}   sdpa {row['sdpa_ms']:8.1f} ms   pattern {row['pattern_ms']:8.1f} ms"
+            f"T={length:6d} {mode:8s}   sdpa {row['sdpa_ms']:8.1f} ms   pattern {row['pattern_ms']:8.1f} ms"
             f"   {row['sdpa_over_pattern']:.2f} times",
             flush=True,
         )
@@ -225,6 +231,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768])
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: of one thread, if others compute too"
