@@ -6,9 +6,9 @@
     python benchmarks/rules.py --peers FOLDER           where a copy of flash-linear-attention lies, if not installed
     python benchmarks/rules.py --parts                  milliseconds of each kernel
 
-Correct means: error against float64 at most twice that of the plain chunked torch expression in the same type, for the
-output, the last state and every gradient, over random shapes, lengths, packs, gates and rates, with memory that was
-filled with NaN before.
+Correct means: error against float64 at most twice that of the plain chunked torch expression in the same type, or 1e-5
+in float32, for the output, the last state and every gradient, over random shapes, lengths, packs, gates and rates, with
+memory that was filled with NaN before. A gradient that is zero but for rounding is compared with the largest one.
 """
 
 import argparse
@@ -202,11 +202,12 @@ def check(case: Case) -> Case:
     ok = True
     largest = max(float(e.norm()) for e in exact)
     for name, a, r, e in zip(names, mine, rough, exact, strict=True):
-        scale = e.norm().clamp(min=1e-6 * largest + 1e-30)  # some are zero but for rounding
+        scale = e.norm().clamp(min=1e-6 * largest + 1e-30)
         error, allowed = (float((t.double() - e).norm() / scale) for t in (a, r))
         found[name] = (error, allowed)
-        small = float(e.abs().max()) < 1e-12 and float(a.abs().max()) < 1e-6
-        ok &= bool(torch.isfinite(a).all()) and (error <= 2 * allowed + 1e-6 or small)
+        nothing = float((a.double() - e).norm()) <= 0.01 * torch.finfo(x["q"].dtype).eps * largest  # type: ignore[union-attr]
+        slack = 1e-5 if case["dtype"] == "float32" else 1e-6
+        ok &= bool(torch.isfinite(a).all()) and (error <= 2 * allowed + slack or nothing)
     found["ok"] = ok
     return found
 

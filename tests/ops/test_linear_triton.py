@@ -249,6 +249,25 @@ def test_closed_gates_forget_exactly() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("steep", [0.1, 2.0, 10.0])
+def test_gradients_of_gates_are_exact_to_the_type(steep: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding does not add up over a segment, and sums that have decayed to almost nothing stay finite."""
+    monkeypatch.setattr(fused, "MIN_SEGMENT", 128)
+    torch.manual_seed(0)
+    x = [torch.randn(1, 300, 1, 16).half().requires_grad_() for _ in range(3)]
+    gate = (-steep * torch.rand(1, 300, 1)).requires_grad_()
+    exact = [y.detach().double().requires_grad_() for y in (*x, gate)]
+    options = BASE | {"feature_map": "identity", "signed": True, "normalize": False}
+    o = fused_attention(*x, **options | {"log_gate": gate})[0]
+    true = dense(*exact[:3], **options | {"log_gate": exact[3]})[0]
+    w = torch.randn_like(o)
+    found = torch.autograd.grad(o, (*x, gate), w)
+    wanted = torch.autograd.grad(true, exact, w.double())
+    for y, z in zip(found, wanted, strict=True):
+        assert (y.double() - z).norm() <= 1e-3 * z.norm()
+
+
+@interpreted
 def test_views_of_one_projection_are_read_in_place() -> None:
     qkv = torch.randn(2, 40, 3, 2, 16, dtype=torch.float64, requires_grad=True)
     views, copies = qkv.unbind(2), [x.contiguous() for x in qkv.unbind(2)]
