@@ -268,6 +268,13 @@ def test_gradients_of_gates_are_exact_to_the_type(steep: float, monkeypatch: pyt
 
 
 @interpreted
+def test_a_call_is_one_graph_for_the_compiler() -> None:
+    x = [torch.randn(1, 20, 1, 16) for _ in range(3)]
+    compiled_attention = torch.compile(linear_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled_attention(*x, impl="triton"), linear_attention(*x, impl="triton"))
+
+
+@interpreted
 def test_views_of_one_projection_are_read_in_place() -> None:
     qkv = torch.randn(2, 40, 3, 2, 16, dtype=torch.float64, requires_grad=True)
     views, copies = qkv.unbind(2), [x.contiguous() for x in qkv.unbind(2)]

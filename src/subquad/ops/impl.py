@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 Impl = Literal["auto", "torch", "triton"]
+INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, because torch.compile cannot trace it
 
 
 def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Literal["torch", "triton"]:
@@ -19,7 +20,7 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
         return "torch"  # the interpreter is for tests, so only impl="triton" uses it
     reason = unsupported
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         reason = "triton is not installed"
     elif x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reason = f"the tensors are on {x.device.type}, and Triton runs on cuda (on a CPU only with TRITON_INTERPRET=1)"
