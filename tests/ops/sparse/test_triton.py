@@ -95,7 +95,7 @@ def test_a_call_is_one_graph_for_the_compiler() -> None:
     x = [torch.randn(1, 20, 2, 16) for _ in range(3)]
     patterns: list[Pattern] = [Local(4, 0) | Global(2), Local(6, 0)]
     attend: Any = torch.compile(sparse_attention, fullgraph=True, backend="eager")
-    wanted = sparse_attention(*x, patterns, causal=True, impl="triton")
+    wanted = sparse_attention(x[0], x[1], x[2], patterns, causal=True, impl="triton")
     assert torch.equal(attend(*x, patterns, causal=True, impl="triton"), wanted)
 
 
