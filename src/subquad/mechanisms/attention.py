@@ -74,6 +74,8 @@ class Attention(Mixer):
         self.turn: nn.Module | None = None  # (q, k, position) -> q, k, of a model around it, in place of rotary
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
+            own = type(self)._forward is Attention._forward and type(self)._project is Attention._project
+            self.reads_products = own  # of x with weights, and x in no other way
 
     # What a mechanism writes
 

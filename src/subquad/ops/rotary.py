@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, exporting, traced
 from subquad.ops.precision import wide, wide_type
 
 
@@ -26,7 +26,7 @@ def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, bas
     """
     # Under torch.compile one operator: Inductor would put plain expressions into the loops of those who read them, and
     # compute cosines anew for each head of each layer. An exported program has plain expressions, and needs no subquad.
-    inside = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    inside = torch.compiler.is_compiling() and not exporting()
     return Turns(*(torch.ops.subquad.turns if inside else _turns)(positions, width, dtype, base))
 
 
@@ -68,7 +68,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 def turned(x: Tensor, by: Turns, way: int = 1, *, impl: Impl = "auto") -> Tensor:
     """`rotate` with the turns of x's positions; way=-1 turns back. Products and sums are at least float32."""
-    if _traced():
+    if traced():
         return _plain(x, by if way == 1 else Turns(by.cos, -by.sin))
     how = choose(impl, "rotary", x, _unsupported(x))
     if torch.is_grad_enabled() and x.requires_grad:
@@ -82,7 +82,7 @@ def turned_qkv(qkv: Tensor, by: Turns, heads: int, keys: int, *, impl: Impl = "a
 
     Its gradient is written at once, where autograd would turn the parts back, and then put them side by side.
     """
-    if not _traced() and torch.is_grad_enabled() and qkv.requires_grad:
+    if not traced() and torch.is_grad_enabled() and qkv.requires_grad:
         how = choose(impl, "rotary", qkv, _unsupported(qkv))
         q, k, v = _TurnedQKV.apply(qkv, *by, heads, keys, how)
         return q, k, v
@@ -105,14 +105,11 @@ def _unsupported(x: Tensor) -> str | None:
     return "no elements" if x.numel() == 0 else None
 
 
-def _traced() -> bool:
-    """A compiler fuses the plain expression, and torch.func and exported programs can only differentiate that one."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
 def _plain(x: Tensor, by: Turns) -> Tensor:
-    (a, b), (cos, sin) = wide(x).chunk(2, dim=-1), by
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    # a compiler reads a flipped pair in the same loop, where it would make a cat of two halves one half at a time
+    pairs, (cos, sin) = wide(x).unflatten(-1, (2, -1)), by
+    signs = torch.arange(-1, 2, 2, device=x.device, dtype=sin.dtype)[:, None]  # y_a = a cos - b sin, y_b = b cos + a sin
+    return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * signs)).flatten(-2).to(x.dtype)
 
 
 def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int, how: str) -> Tensor:
