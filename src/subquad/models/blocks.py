@@ -17,9 +17,10 @@ from subquad.mechanisms.base import Mixer
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
-from subquad.ops.feed_forward import feed_forward, pays
+from subquad.ops.feed_forward import Activation, feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
+from subquad.ops.perceptron import keeps_less, perceptron
 from subquad.ops.precision import autocasts
 from subquad.ops.rotary import Turns
 
@@ -52,6 +53,11 @@ class FeedForward(nn.Module):
         return torch.cat([self._apply_all(*piece) for piece in pieces], dim=-2)
 
     def _apply_all(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
+        drops = self.dropout.p > 0 and self.training
+        if not self.gated and not drops and keeps_less(x, self.inner, self.out):
+            inner, out = self.inner, self.out
+            act: Activation = "relu" if self.activation == "relu" else "gelu"
+            return perceptron(x, inner.weight, inner.bias, out.weight, out.bias, activation=act)
         h = self.inner(x)
         if self.gated:
             gate, value = h.chunk(2, dim=-1)
