@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops.cross_entropy import summed_cross_entropy
+from subquad.ops.impl import Impl
 from tests.ops.own_process import compiled, interpreted
 
 pytest.importorskip("triton")
@@ -20,13 +21,13 @@ def test_losses_and_gradients_are_those_of_torch(
 
     torch.manual_seed(0)
     x, weight, bias = torch.randn(13, 8), 3 * torch.randn(vocab, 8), torch.randn(vocab)
-    parts = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+    x, weight, bias = parts = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
     ids, counted = torch.randint(vocab, (13,)), torch.arange(13) % 4 > 0
 
-    def run(impl: str, pieces: int) -> list[Tensor]:
-        total = summed_cross_entropy(*parts, ids, counted, pieces, impl=impl)
+    def run(impl: Impl, pieces: int) -> list[Tensor]:
+        total = summed_cross_entropy(x, weight, bias, ids, counted, pieces, impl=impl)
         with torch.no_grad():
-            alone = summed_cross_entropy(*parts, ids, counted, pieces, impl=impl)
+            alone = summed_cross_entropy(x, weight, bias, ids, counted, pieces, impl=impl)
         torch.testing.assert_close(alone, total.detach())
         return [total, *torch.autograd.grad(total, parts)]
 

@@ -38,8 +38,8 @@ def test_turned_is_that_of_torch(heads: int, width: int, rows: int | None, way: 
 def test_queries_keys_and_values_are_those_of_torch(heads: int, keys: int, values: int, dtype: torch.dtype) -> None:
     by, total = by_of(None, 9, keys), heads * (2 * keys + values)
     qkv = draw(2, 9, total, dtype=dtype).requires_grad_()
-    grads = draw(2, 9, heads, keys, dtype=dtype), draw(2, heads, 9, keys, dtype=dtype).transpose(1, 2)
-    grads = *grads, draw(2, 9, heads, 1, dtype=dtype).expand(2, 9, heads, values)
+    dq, dk = draw(2, 9, heads, keys, dtype=dtype), draw(2, heads, 9, keys, dtype=dtype).transpose(1, 2)
+    grads = dq, dk, draw(2, 9, heads, 1, dtype=dtype).expand(2, 9, heads, values)
     results = []
     for impl in ("triton", "torch"):
         parts = turned_qkv(qkv, by, heads, heads * keys, impl=impl)

@@ -25,7 +25,25 @@ from subquad.ops.precision import autocasts
 from subquad.ops.rotary import Turns
 
 Stream = tuple[Tensor, ...]
+Write = Callable[[Stream, Tensor], Stream]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
+
+
+class Waiting(NamedTuple):
+    """A stream to which a branch is yet to be added: the norm that reads it does so in the same pass, on a GPU."""
+
+    x: Tensor
+    added: Tensor
+
+
+def paired(stream: Stream) -> bool:
+    """Whether residuals are reversible."""
+    return len(stream) == 2 and not isinstance(stream, Waiting)
+
+
+def settled(stream: Stream) -> Stream:
+    """The stream with nothing left to add."""
+    return (stream.x + stream.added,) if isinstance(stream, Waiting) else stream
 
 
 class FeedForward(nn.Module):
@@ -81,12 +99,12 @@ class Residual(nn.Module):
 
     def read(self, stream: Stream) -> Tensor:
         # a reversible stream is at least float32, even if the model computes in fewer bits
-        x = stream[-1].to(self.norm.weight.dtype) if len(stream) == 2 else stream[0]
+        x = stream[-1].to(self.norm.weight.dtype) if paired(stream) else stream[0]
         return x if self.post else self.norm(x)
 
     def write(self, stream: Stream, y: Tensor) -> Stream:
         y = self._dropped(y)
-        if len(stream) == 2:
+        if paired(stream):
             return stream[1], stream[0] + y
         if not self.post:
             return (stream[0] + y,)
@@ -97,18 +115,25 @@ class Residual(nn.Module):
 
         `products`: only products with weights read it, so that under autocast it may be of their type.
         """
-        if self.post or len(stream) == 2 or not fuses(stream[0], self.norm):
+        if self.post or paired(stream) or not fuses(stream[0], self.norm):
+            stream = settled(stream)
             return stream, self.read(stream)
-        x, h = self._add_norm(stream[0], None, products)
+        x, h = self._add_norm(stream[0], stream.added if isinstance(stream, Waiting) else None, products)
         return (x,), h
 
-    def between(self, stream: Stream, y: Tensor, following: "Residual", products: bool = False) -> tuple[Stream, Tensor]:
+    def between(self, stream: Stream, y: Tensor, following: "Residual", products: bool) -> tuple[Stream, Tensor]:
         """`write`, and then `enter` of the following residual."""
         norm = self if self.post else following
-        if len(stream) == 2 or not fuses(y, norm.norm):
+        if paired(stream) or not fuses(y, norm.norm):
             return following.enter(self.write(stream, y), products)
         x, h = norm._add_norm(stream[0], self._dropped(y), products)
         return (x,), h
+
+    def leave(self, stream: Stream, y: Tensor) -> Stream:
+        """`write`, or leave it to the next `enter`, which may be of another block."""
+        if self.post or paired(stream) or not fuses(y, self.norm):
+            return self.write(stream, y)
+        return Waiting(stream[0], self._dropped(y))
 
     def _dropped(self, y: Tensor) -> Tensor:
         return self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
@@ -150,17 +175,17 @@ class Block(nn.Module):
         memory_lengths: Tensor | None,
         turns: Turns | None = None,
     ) -> Stream:
-        """The stream after this block; with pool > 1 it is shorter, `shorten(lengths, pool)`.
+        """The stream after this block, perhaps not `settled`; with pool > 1 it is shorter, `shorten(lengths, pool)`.
 
         `turns` of the positions, as the mixer takes them; the stack makes them once for all blocks.
         """
         if self.pool > 1:
-            stream, y = self._mix_pooled(stream, lengths, turns)
+            stream, y = self._mix_pooled(settled(stream), lengths, turns)
             lengths = shorten(lengths, self.pool)
         else:
             stream, h = self.mixer_residual.enter(stream, self.mixer.reads_products and self.taps is None)
             y = self._mix(h, lengths, turns)
-        return self._rest(stream, y, lengths, memory, memory_lengths)
+        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.leave)
 
     def init_state(self, batch: int, capacity: int | None) -> Any:
         state = self.mixer.init_state(batch, capacity)
@@ -186,7 +211,7 @@ class Block(nn.Module):
             h, recent = self.taps.prefill(h, lengths, recent)
         y, mixed = self.mixer.prefill(h, lengths, mixed, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
-        return self._rest(stream, y, lengths, memory, memory_lengths), state
+        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.write), state
 
     def step(
         self,
@@ -206,7 +231,7 @@ class Block(nn.Module):
         state = mixed if recent is None else Tapped(mixed, recent)
         before = self.mixer_residual
         if self.cross is not None and self.cross_residual is not None:
-            stream, query = before.between(stream, y, self.cross_residual)
+            stream, query = before.between(stream, y, self.cross_residual, products=False)
             y = self.cross(query[:, None], context=memory, context_lengths=memory_lengths)[:, 0]
             before = self.cross_residual
         return self._feed(stream, y, before), state
@@ -215,10 +240,10 @@ class Block(nn.Module):
         """The feed-forward on its residual, after the output y of the branch before it, [B, D]; for many rows without
         gradients, in one fused kernel."""
         ff, residual = self.ff, self.ff_residual
-        usual = len(stream) == 2 or self.training or ff.gated
+        usual = paired(stream) or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
         if usual or not pays(stream[0], ff.inner.weight):
-            return self._fed(stream, y, before)
+            return self._fed(stream, y, before, residual.write)
         (x,) = before.write(stream, y)
         weight, bias, eps, norm = parts_of(residual.norm, x.dtype)
         y = feed_forward(
@@ -227,9 +252,9 @@ class Block(nn.Module):
         )  # fmt: skip
         return (y,)
 
-    def _fed(self, stream: Stream, y: Tensor, before: Residual) -> Stream:
+    def _fed(self, stream: Stream, y: Tensor, before: Residual, write: Write) -> Stream:
         stream, h = before.between(stream, y, self.ff_residual, products=True)
-        return self.ff_residual.write(stream, self.ff(h))
+        return write(stream, self.ff(h))
 
     def branches(
         self, lengths: Tensor | None, memory_lengths: Tensor | None, turns: Turns | None = None
@@ -259,14 +284,20 @@ class Block(nn.Module):
         return h if self.taps is None else self.taps(h, lengths)
 
     def _rest(
-        self, stream: Stream, y: Tensor, lengths: Tensor | None, memory: Any, memory_lengths: Tensor | None
+        self,
+        stream: Stream,
+        y: Tensor,
+        lengths: Tensor | None,
+        memory: Any,
+        memory_lengths: Tensor | None,
+        write: Write,
     ) -> Stream:
         """The stream after the output y of the mixer."""
         before = self.mixer_residual
         if self.cross is not None and self.cross_residual is not None:
-            stream, query = before.between(stream, y, self.cross_residual)
+            stream, query = before.between(stream, y, self.cross_residual, products=False)
             y, before = self.cross(query, lengths, memory, memory_lengths), self.cross_residual
-        return self._fed(stream, y, before)
+        return self._fed(stream, y, before, write)
 
     def _mix_pooled(self, stream: Stream, lengths: Tensor | None, turns: Turns | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).

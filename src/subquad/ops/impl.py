@@ -38,5 +38,5 @@ def traced() -> bool:
 
 
 def exporting() -> bool:
-    """Whether a program is being exported. torch's own function is true in all that torch.compile traces, up to 2.12."""
+    """Whether a program is being exported. Up to torch 2.12 its own function is true in all that is compiled."""
     return torch.compiler._is_exporting_flag

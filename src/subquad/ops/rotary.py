@@ -108,8 +108,8 @@ def _unsupported(x: Tensor) -> str | None:
 def _plain(x: Tensor, by: Turns) -> Tensor:
     # a compiler reads a flipped pair in the same loop, where it would make a cat of two halves one half at a time
     pairs, (cos, sin) = wide(x).unflatten(-1, (2, -1)), by
-    signs = torch.arange(-1, 2, 2, device=x.device, dtype=sin.dtype)[:, None]  # y_a = a cos - b sin, y_b = b cos + a sin
-    return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * signs)).flatten(-2).to(x.dtype)
+    signed = sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=x.device, dtype=sin.dtype)[:, None]  # [..., 2, D/2]
+    return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed).flatten(-2).to(x.dtype)
 
 
 def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int, how: str) -> Tensor:

@@ -3,7 +3,6 @@
 Legend: B batch, T tokens, H heads, R = B·T·H heads of tokens, HALF half the width of a head, W its next power of two.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,9 +69,7 @@ def turned_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, dq
     _launch((dq, dk, dv), views, cos, sin, -1, parts=3)
 
 
-def _launch(
-    x: tuple[Tensor, ...], y: tuple[Tensor, ...], cos: Tensor, sin: Tensor, way: int, parts: int
-) -> None:
+def _launch(x: tuple[Tensor, ...], y: tuple[Tensor, ...], cos: Tensor, sin: Tensor, way: int, parts: int) -> None:
     x = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in x)
     batch, tokens, heads, width = x[0].shape
     half, values = width // 2, x[2].shape[3]
