@@ -4,10 +4,11 @@ import importlib.util
 import os
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Impl = Literal["auto", "torch", "triton"]
-INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, because torch.compile cannot trace it
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile cannot trace the search
 
 
 def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Literal["torch", "triton"]:
@@ -20,7 +21,7 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
         return "torch"  # the interpreter is for tests, so only impl="triton" uses it
     reason = unsupported
-    if not INSTALLED:
+    if not HAS_TRITON:
         reason = "triton is not installed"
     elif x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reason = f"the tensors are on {x.device.type}, and Triton runs on cuda (on a CPU only with TRITON_INTERPRET=1)"
@@ -29,3 +30,13 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "triton":
         raise ValueError(f'impl="triton" for {op}: {reason}; use impl="auto" or "torch"')
     return "torch"
+
+
+def traced() -> bool:
+    """A compiler fuses plain expressions, and torch.func and exported programs can only differentiate those."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def exporting() -> bool:
+    """Whether a program is being exported. Up to torch 2.12 its own function is true in all that is compiled."""
+    return torch.compiler._is_exporting_flag
