@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     warps: int = 4
     stages: int = 1
     registers: int = 255  # the most per thread; without a limit ptxas fails on large tiles
+    early: bool = False  # start while the kernel before still runs: this one waits for it itself, by gdc_wait
 
 
 _READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -85,6 +86,8 @@ def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...]
 
 def _launch_plainly(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> Any:
     options = {"num_warps": plan.warps, "num_stages": plan.stages, "maxnreg": plan.registers}
+    if plan.early:
+        options["launch_pdl"] = True
     return kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **({} if INTERPRETED else options))
 
 

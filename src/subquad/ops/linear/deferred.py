@@ -3,6 +3,8 @@
 Decoding waits for memory: a step reads and writes S, [K, V] a head, for a handful of products. Here the newest keys and
 values wait beside S, o = φ(q)(S + Σ φ(kⱼ)vⱼᵀ) / (φ(q)z + Σ φ(q)φ(kⱼ)) counts them in, and the fourth token adds all of
 them to S and z, one by one: both are then, bit for bit, what four single steps would have left.
+
+Without a queue the same kernel writes at every token. It also turns q and k by their rotary positions.
 """
 
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from torch import Tensor
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED
 from subquad.ops.impl import Impl, choose
 from subquad.ops.linear.spec import Spec
+from subquad.ops.rotary import Turns
 
 GROUP = 4  # tokens between two writes, a power of two; 8 saves 4% more traffic and costs more instructions than that
 
@@ -38,11 +41,26 @@ def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
 
 
 def deferred_linear_attention_step(
-    q_t: Tensor, k_t: Tensor, v_t: Tensor, s: Tensor, z: Tensor, queue: Queue, position: Tensor, spec: Spec
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    queue: Queue | None,
+    position: Tensor,
+    spec: Spec,
+    turns: Turns | None = None,
 ) -> Tensor:
-    """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed."""
+    """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed.
+
+    `turns` of the positions, for one token a row: q_t and k_t are turned first.
+    """
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
-    return torch.ops.subquad.linear_attention_step_deferred(q_t, k_t, v_t, s, z, *queue, position, *spec)
+    keys, values, start = queue or (None, None, position)
+    cos, sin = (None, None) if turns is None else turns
+    return torch.ops.subquad.linear_attention_step_deferred(
+        q_t, k_t, v_t, s, z, keys, values, start, position, cos, sin, *spec
+    )
 
 
 def settle(s: Tensor, z: Tensor, queue: Queue, count: int, feature_map: str = "elu+1") -> None:
