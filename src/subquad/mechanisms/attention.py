@@ -46,9 +46,13 @@ class Heads(nn.Module):
 
     def split_in_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D] -> q and k [B, T, 2·H, K], v [B, T, H, D/H]"""
+        return self.cut(self.qkv(x))
+
+    def cut(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs [..., ·] of `qkv` -> q and k [..., 2·H, K], v [..., H, D/H]"""
         # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
-        both, v = self.qkv(x).split_with_sizes((2 * self.all_keys, self.dim), -1)
-        shape = x.shape[:-1]
+        both, v = qkv.split_with_sizes((2 * self.all_keys, self.dim), -1)
+        shape = qkv.shape[:-1]
         return both.view(*shape, 2 * self.heads, -1), v.view(*shape, self.heads, -1)
 
     def queries(self, x: Tensor) -> Tensor:

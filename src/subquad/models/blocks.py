@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad import ranks
 from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer
+from subquad.models import fused_step
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
@@ -158,8 +159,16 @@ class Block(nn.Module):
         memory_lengths: Tensor | None,
         inplace: bool = False,
         turns: Turns | None = None,
+        late: list[Tensor] | None = None,
     ) -> tuple[Stream, Any]:
-        """The stream of one token, [B, D]."""
+        """The stream of one token, [B, D].
+
+        `late`: with it, and in place, positions may be left to the caller to move, who finds them there afterwards.
+        """
+        if inplace and late is not None and self.cross is None and len(stream) == 1:
+            fused = fused_step.mix(self, stream[0], state, turns, late)
+            if fused is not None:
+                return self._feed((fused[0],)), fused[1]
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:
@@ -179,7 +188,8 @@ class Block(nn.Module):
         usual = len(stream) == 2 or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
         if usual or not pays(stream[0], ff.inner.weight):
-            return residual.write(stream, ff(residual.read(stream)))
+            x = fused_step.feed(stream[0], ff, residual) if len(stream) == 1 else None
+            return residual.write(stream, ff(residual.read(stream))) if x is None else (x,)
         norm = residual.norm
         y = feed_forward(
             stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,

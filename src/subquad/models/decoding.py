@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.models import logistic_mixture
-from subquad.models.sampling import Rows, Sampling, Uses, draw, score
+from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score
 from subquad.models.state import State, leaves, select
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
@@ -223,7 +223,11 @@ def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State,
     if seen is not None:
         seen.scatter_(1, token[:, None], True)
     outputs, state = decoder.step(token, state, inplace=True)
-    new = head.draw(outputs, rows, seeds, position_of(state), None if seen is None else seen[:, : head.values])
+    given = outputs, rows, seeds, position_of(state), None if seen is None else seen[:, : head.values]
+    if top is None and type(head) is Categorical:
+        head.draw_next(*given, token, done, stop, logprob)
+        return state
+    new = head.draw(*given)
     if top is not None:
         best = head.log_probs(outputs).topk(top.tokens.shape[-1])
         top.logprobs.copy_(best.values)
@@ -261,7 +265,7 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 class Categorical:
     """One logit per token."""
 
-    draw, score = staticmethod(draw), staticmethod(score)
+    draw, draw_next, score = staticmethod(draw), staticmethod(draw_next), staticmethod(score)
 
     def __init__(self, values: int):
         self.values = values

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED
 from subquad.ops.impl import Impl, choose
+from subquad.ops.linear import chunked
 from subquad.ops.linear.spec import Spec
-from subquad.ops.rotary import Turns
+from subquad.ops.precision import uncast
+from subquad.ops.rotary import Turns, turned
 
 GROUP = 4  # tokens between two writes, a power of two; 8 saves 4% more traffic and costs more instructions than that
 
@@ -38,6 +40,36 @@ def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
     """Whether the fused step serves this kind of call; the torch path gains nothing by waiting."""
     known = isinstance(feature_map, str) and feature_map in FUSED and like.dtype != torch.float64
     return known and choose(impl, "linear_attention_step", like) == "triton"
+
+
+def linear_attention_step_in_place(
+    both: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    queue: Queue | None,
+    position: Tensor,
+    spec: Spec,
+    turns: Turns | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """One token at `position` [B]: q and k, both [B, 2·H, K], v_t [B, H, V] -> o [B, H, V]; s and z are changed.
+
+    With a queue, which the fused step alone serves, s and z are changed later. `turns` of the positions turn q and k.
+    """
+    fused = can_defer(both, spec.feature_map, impl)
+    if fused or queue is not None:
+        q_t, k_t = both.chunk(2, dim=1)
+        return deferred_linear_attention_step(q_t, k_t, v_t, s, z, queue, position, spec, turns)
+    both = both if turns is None else turned(both[:, None], turns)[:, 0]
+    q, k = FEATURE_MAPS[spec.feature_map].apply(both.to(s.dtype)).chunk(2, dim=1)  # [B, H, K]
+    s.addcmul_(k[..., None], v_t[..., None, :].to(s.dtype))
+    z.add_(k)
+    with uncast(q):
+        o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
+    if spec.normalize:
+        o = o / chunked.divisor_of((q * z).sum(-1, keepdim=True), spec.signed, spec.eps)
+    return chunked.saturate(o, v_t.dtype).to(v_t.dtype)
 
 
 def deferred_linear_attention_step(
