@@ -90,7 +90,8 @@ def test_the_twin_is_made_of_the_modules_own_operations() -> None:
     x, linear = torch.randn(3, 16), nn.Linear(16, 8)
     for norm in (LayerNorm(16), nn.LayerNorm(16, eps=1e-3), nn.LayerNorm(16, bias=False), nn.RMSNorm(16)):
         nn.init.normal_(norm.weight)
-        got = row_linear(x, linear.weight, linear.bias, norm=norm_of(norm, x.dtype), activation="gelu", residual=x[:, :8])
+        parts = {"norm": norm_of(norm, x.dtype), "residual": x[:, :8]}
+        got = row_linear(x, linear.weight, linear.bias, activation="gelu", **parts)
         assert torch.equal(got, x[:, :8] + F.gelu(linear(norm(x))))
 
 
@@ -133,7 +134,8 @@ def test_compiles_for_hopper(rows: int, width: int, columns: int) -> None:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         else:
             signature[name] = {"eps": "fp32", "B": "i32", "xb": "i32"}.get(name, "*bf16")
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in "xwbgcry" or name == "xb"}
+    aligned = {*"xwbgcry", "xb"}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in aligned}
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
     assert built.asm["cubin"]

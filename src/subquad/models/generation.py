@@ -233,7 +233,7 @@ def _start(
 
 
 def bucket(room: int, limit: int | None) -> int:
-    """Positions to hold for a run of `room`: at most a quarter or 64 more, so that runs of about one length are of one kind.
+    """Positions to hold for a run of `room`: at most a quarter or 64 more, so that about equal runs are of one kind.
 
     `limit`: the most that the model has.
     """

@@ -79,7 +79,7 @@ def forget(model: nn.Module | None = None) -> bool:
     """Drop the captured steps of a model, or of all, and free their memory; whether there were any."""
     with _lock:
         some = [model] if model is not None else list(_shelves)
-        return any([_shelves.pop(one, None) is not None for one in some])
+        return sum(_shelves.pop(one, None) is not None for one in some) > 0
 
 
 def bound(model: nn.Module) -> int:

@@ -5,13 +5,12 @@ Noise is the hash of `sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import INTERPRETED, Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, launch, tile_of
 
 BLOCK, WARPS = 8192, 16  # scores of a row at a time
 
@@ -137,7 +136,7 @@ def draw_next(
         "V": values, "BV": min(BLOCK, tile_of(values)), "NOISE": uses.noise, "GREEDY": uses.noise and uses.greedy,
         "EXCLUDE": exclude is not None, "PENALTY": adjusts and uses.penalty,
         "TEMPERATURE": adjusts and uses.temperature, "MINP": adjusts and uses.min_p,
-        "LOGPROB": logprob is not None, "STOP": 0 if stop is None else len(stop), "EARLY": not INTERPRETED,
+        "LOGPROB": logprob is not None, "STOP": 0 if stop is None else len(stop), "EARLY": EARLY,
     }  # fmt: skip
     none = done if seen is None else seen
     tensors = (
@@ -149,4 +148,4 @@ def draw_next(
     strides = (scores.stride(0), logits.stride(0), of_row, 0 if exclude is None else of_row * values)
     numbers = (*strides, 0 if seen is None else seen.stride(0))
     warps = min(WARPS, max(1, constants["BV"] // 256))
-    launch(next_token, tensors, Plan((batch,), numbers, constants, warps, early=not INTERPRETED))
+    launch(next_token, tensors, Plan((batch,), numbers, constants, warps, early=EARLY))

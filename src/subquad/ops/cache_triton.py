@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import INTERPRETED, Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, launch, tile_of
 from subquad.ops.rotary import Turns
 from subquad.ops.turned_triton import row_stride, turned
 
@@ -121,13 +121,13 @@ def attend(
     numbers = (scale * LOG2E, k.shape[1], h, *strides, row_stride(None if by is None else cos))
     constants = {
         "K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block, "SPLITS": splits, "NEW": new is not None,
-        "TURN": by is not None, "EARLY": not INTERPRETED,
+        "TURN": by is not None, "EARLY": EARLY,
     }  # fmt: skip
-    plan = Plan((b * h, splits), numbers, constants, stages=3, early=not INTERPRETED)
+    plan = Plan((b * h, splits), numbers, constants, stages=3, early=EARLY)
     launch(decode, (q_t, k, v, count, key, value, cos, sin, o, high, mass), plan)
     if not partial:
         return o[:, :, 0]
     y = q_t.new_empty(b, h, width_v)
-    constants = {"V": width_v, "BV": wide_v, "SPLITS": splits, "EARLY": not INTERPRETED}
-    launch(gather, (o, high, mass, y), Plan((b * h,), (), constants, warps=2, early=not INTERPRETED))
+    constants = {"V": width_v, "BV": wide_v, "SPLITS": splits, "EARLY": EARLY}
+    launch(gather, (o, high, mass, y), Plan((b * h,), (), constants, warps=2, early=EARLY))
     return y

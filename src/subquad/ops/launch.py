@@ -6,6 +6,7 @@ call on passes the pointers to Triton's private launcher. Only the versions in K
 with other versions every call is `kernel[grid](...)`.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from triton.runtime import interpreter
 
 INTERPRETED = triton.knobs.runtime.interpret
 KNOWN = ("3.6",)
+# whether kernels of a decoding step start while the one before still runs, and wait for it themselves
+EARLY = not INTERPRETED and os.environ.get("SUBQUAD_EARLY", "1") == "1"
 _is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
 
 if INTERPRETED and _is_known:

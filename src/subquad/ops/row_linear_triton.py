@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import EARLY, INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.row_linear import FEW
 
 PROGRAMS = 132  # multiprocessors of an H200; with fewer programs some would be idle
@@ -51,7 +51,7 @@ def few(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    for m in range(0, B):
+    for m in range(B):
         h = tl.load(x + m * xb + k, mask=k < K, other=0.0).to(tl.float32)
         if NORM == "layer":
             h = tl.where(k < K, h - tl.sum(h, 0) / K, 0.0)
@@ -119,7 +119,7 @@ def row_linear(
     y = x.new_empty(rows, columns)
     constants = {
         "N": columns, "K": width, "NORM": norm, "BIAS": bias is not None, "SHIFT": shift is not None,
-        "ACT": activation, "ADD": residual is not None, "EARLY": not INTERPRETED,
+        "ACT": activation, "ADD": residual is not None, "EARLY": EARLY,
     }  # fmt: skip
     tensors = (x, weight, *(weight if t is None else t for t in (bias, gain, shift, residual)), y)
     numbers = (rows, eps, x.stride(0))
@@ -127,14 +127,14 @@ def row_linear(
         block, wide = few_blocks(columns, width)
         constants |= {"BN": block, "BK": wide}
         warps = min(8, max(2, block * wide // 1024))
-        plan = Plan((blocks_of(columns, block),), numbers, constants, warps, early=not INTERPRETED)
+        plan = Plan((blocks_of(columns, block),), numbers, constants, warps, early=EARLY)
         launch(few, tensors, plan)
         return y
     sizes = tile_blocks(rows, columns, width)
     half = tl.float16 if x.dtype is torch.float16 else tl.bfloat16
     constants |= {"BM": sizes[0], "BN": sizes[1], "BK": sizes[2], "DOT": tl.float32 if INTERPRETED else half}
     grid = (blocks_of(rows, sizes[0]), blocks_of(columns, sizes[1]))
-    launch(tiles, tensors, Plan(grid, numbers, constants, sizes[3], sizes[4], early=not INTERPRETED))
+    launch(tiles, tensors, Plan(grid, numbers, constants, sizes[3], sizes[4], early=EARLY))
     return y
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import INTERPRETED, Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, launch, tile_of
 from subquad.ops.linear.deferred import GROUP
 from subquad.ops.linear.maps_triton import phi
 from subquad.ops.linear.spec import Spec
@@ -52,15 +52,16 @@ def kernel(
     x = tl.load(s + rows[:, :, None] * V + cols[None, None, :], mask=(rows < K)[:, :, None] & (cols < V), other=0.0)
     zx = tl.load(z + dk, mask=dk < K, other=0.0)
     n = ((tl.load(position + b) - tl.load(start + b)) & (GROUP - 1)).to(tl.int32)
+    held = (dn < GROUP - 1)[:, None]
+    waiting = tl.load(keys + dn[:, None] * wn + dk[None, :], mask=held & (dk < K)[None, :], other=0.0)
+    theirs = tl.load(values + dn[:, None] * xn + cols[None, :], mask=held & (cols < V)[None, :], other=0.0)
     if EARLY:  # q, k and v come from the kernel before; nothing else does
         gdc_wait()
         gdc_launch_dependents()
-    queued = (dn <= n)[:, None]
     qx = turned(q + b * qb + h * qh, cos + b * tb, sin + b * tb, dk, K, TURN)
     qf = phi(qx.to(tl.float32), MAP)
     qf = _once(qf if K == BK else tl.where(dk < K, qf, 0.0))
     new = turned(k, cos + b * tb, sin + b * tb, dk, K, TURN)
-    waiting = tl.load(keys + dn[:, None] * wn + dk[None, :], mask=(dn[:, None] < n) & (dk < K)[None, :], other=0.0)
     waiting = tl.where(dn[:, None] < n, waiting, new[None, :])
     scores = tl.where(dn <= n, tl.sum(phi(waiting.to(tl.float32), MAP) * qf[None, :], 1), 0.0)  # [GROUP]
     d = tl.sum(qf * zx, 0) + tl.sum(scores, 0)
@@ -79,14 +80,16 @@ def kernel(
     spread = tl.reshape(qf, (BK // GROUP, GROUP))
     for v0 in tl.static_range(0, V, BV):
         dv = v0 + cols
-        theirs = tl.where(dn[:, None] < n, values + dn[:, None] * xn, v) + dv[None, :]
-        theirs = tl.load(theirs, mask=queued & (dv < V)[None, :], other=0.0).to(tl.float32)
-        y = tl.sum(tl.sum(spread[:, :, None] * x, 0) + scores[:, None] * theirs, 0)
+        if v0 > 0:
+            theirs = tl.load(values + dn[:, None] * xn + dv[None, :], mask=held & (dv < V)[None, :], other=0.0)
+        mine = tl.load(v + dv, mask=dv < V, other=0.0)
+        added = tl.where(dn[:, None] < n, theirs, mine[None, :]).to(tl.float32)  # from n on, scores are 0 but for n
+        y = tl.sum(tl.sum(spread[:, :, None] * x, 0) + scores[:, None] * added, 0)
         if NORM:
             y = y / d
         tl.store(o + (b * H + h) * V + dv, y.to(o.dtype.element_ty), mask=dv < V)
         if n < GROUP - 1:
-            tl.store(values + n * xn + dv, tl.load(v + dv, mask=dv < V, other=0.0), mask=dv < V)
+            tl.store(values + n * xn + dv, mine, mask=dv < V)
         else:
             for j in tl.static_range(GROUP):
                 kj = (tl.load(keys + j * wn + dk, mask=dk < K, other=0.0) if j < GROUP - 1 else new).to(tl.float32)
@@ -125,9 +128,9 @@ def step(
         **dict(zip(STRIDES, (h, *strides, row_stride(cos)), strict=True)),
         "K": width_k, "V": width_v, "BK": block_k, "BV": block_v, "GROUP": 1 if keys is None else GROUP,
         "MAP": spec.feature_map, "SIGNED": spec.signed, "NORM": spec.normalize, "TURN": cos is not None,
-        "EARLY": not INTERPRETED,
+        "EARLY": EARLY,
     }  # fmt: skip
-    plan = Plan((b * h,), (spec.eps,), constants, warps(block_k, block_v), early=not INTERPRETED)
+    plan = Plan((b * h,), (spec.eps,), constants, warps(block_k, block_v), early=EARLY)
     others = (k if keys is None else keys, v if values is None else values, start, position)
     launch(kernel, (q, k, v, s, z, *others, q if cos is None else cos, q if sin is None else sin, o), plan)
     return o
