@@ -45,6 +45,12 @@ class Heads(nn.Module):
         q, k, v = (part.view(*x.shape[:-1], self.heads, -1) for part in parts)
         return q, k, v
 
+    def cut(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs [..., ·] of `qkv` -> q and k [..., 2·H, K], v [..., H, D/H]"""
+        both, v = qkv.split_with_sizes((2 * self.all_keys, self.dim), -1)
+        shape = qkv.shape[:-1]
+        return both.view(*shape, 2 * self.heads, -1), v.view(*shape, self.heads, -1)
+
     def queries(self, x: Tensor) -> Tensor:
         """[B, T, D] -> q [B, T, H, K]"""
         return some_outputs(self.qkv, x, slice(self.all_keys)).unflatten(-1, (self.heads, -1))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from subquad import ranks
 from subquad.mechanisms import build, mechanism
 from subquad.mechanisms.base import Mixer
+from subquad.models import fused_step
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
@@ -221,8 +222,16 @@ class Block(nn.Module):
         memory_lengths: Tensor | None,
         inplace: bool = False,
         turns: Turns | None = None,
+        late: list[Tensor] | None = None,
     ) -> tuple[Stream, Any]:
-        """The stream of one token, [B, D]."""
+        """The stream of one token, [B, D].
+
+        `late`: with it, and in place, positions may be left to the caller to move, who finds them there afterwards.
+        """
+        if inplace and late is not None and self.cross is None and not paired(stream):
+            fused = fused_step.mix(self, stream[0], state, turns, late)
+            if fused is not None:
+                return self._feed((fused[0],)), fused[1]
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:
@@ -234,17 +243,20 @@ class Block(nn.Module):
             stream, query = before.between(stream, y, self.cross_residual, products=False)
             y = self.cross(query[:, None], context=memory, context_lengths=memory_lengths)[:, 0]
             before = self.cross_residual
-        return self._feed(stream, y, before), state
+        return self._feed(before.write(stream, y)), state
 
-    def _feed(self, stream: Stream, y: Tensor, before: Residual) -> Stream:
-        """The feed-forward on its residual, after the output y of the branch before it, [B, D]; for many rows without
-        gradients, in one fused kernel."""
+    def _feed(self, stream: Stream) -> Stream:
+        """The feed-forward of one token on its residual; for many rows without gradients, in one fused kernel."""
         ff, residual = self.ff, self.ff_residual
         usual = paired(stream) or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
         if usual or not pays(stream[0], ff.inner.weight):
-            return self._fed(stream, y, before, residual.write)
-        (x,) = before.write(stream, y)
+            fed = None if paired(stream) else fused_step.feed(stream[0], ff, residual)
+            if fed is not None:
+                return (fed,)
+            stream, h = residual.enter(stream, products=True)
+            return residual.write(stream, ff(h))
+        (x,) = stream
         weight, bias, eps, norm = parts_of(residual.norm, x.dtype)
         y = feed_forward(
             x, ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, weight, bias, eps=eps,

@@ -179,11 +179,15 @@ class Transformer(Model):
         memories, memory_lengths = self._memories(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
         turns = self._turns(x[:, None], position)
+        late: list[Tensor] = []  # positions that layers leave to be moved here, by one operation for all
         for block, before, read in zip(self._blocks(), states, memories, strict=True):
             given = turns.get(block.mixer.turn_width)
-            stream, after = block.step(stream, before, read, memory_lengths, inplace, given)
+            stream, after = block.step(stream, before, read, memory_lengths, inplace, given, late)
             layers.append(after)
-        return self._close(stream, None), State(tuple(layers), position.add_(1) if inplace else position + 1)
+        if not inplace:
+            return self._close(stream, None), State(tuple(layers), position + 1)
+        torch._foreach_add_([position, *late], 1)
+        return self._close(stream, None), State(tuple(layers), position)
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
         """(positions, the layers' states) of a state that fits this model and the batch."""
@@ -214,8 +218,11 @@ class Transformer(Model):
         again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
         if not widths or (again and torch.compiler.is_compiling()):
             return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
-        at = ranks.positions(x.shape[1], x.device)
-        at = at if position is None else position[:, None] + at
+        if position is not None and x.shape[1] == 1:
+            at = position[:, None]
+        else:
+            at = ranks.positions(x.shape[1], x.device)
+            at = at if position is None else position[:, None] + at
         return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
 
     def _open(self, x: Tensor) -> Stream:

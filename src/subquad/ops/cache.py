@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from subquad.ops.impl import Impl, choose
+from subquad.ops.rotary import Turns, turned
 
 BLOCK = 64  # entries; sums over whole vectors of a CPU add up in the same order whatever follows them
 
@@ -74,6 +75,43 @@ def cached_attention(
     return run(q_t, k, v, count, scale, fused)
 
 
+def cached_attention_step(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    turns: Turns | None = None,
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token at `position` [B]: its key and value are written into the caches, and its query attends to all.
+
+    q_t, k_t [B, H, K], v_t [B, H, V], turned first by `turns` of the positions where given; k [B, C, H, K],
+    v [B, C, H, V] -> o [B, H, V] and the caches, which are changed in place, or new ones where they had to grow.
+    """
+    scale = q_t.shape[-1] ** -0.5 if scale is None else scale
+    wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
+    kinds = {x.dtype for x in (q_t, k_t, v_t, k, v)}
+    mixed = f"one type for all but float64, not {', '.join(map(str, kinds))}"
+    reason = mixed if len(kinds) > 1 or torch.float64 in kinds else wide
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k_t, v_t, k, v)):
+        reason = "it has no gradients"
+    if choose(impl, "cached_attention_step", q_t, reason) == "torch":
+        if turns is not None:
+            q_t, k_t = (turned(x[:, None], turns)[:, 0] for x in (q_t, k_t))
+        k = append(k, k_t[:, None], position, inplace=True)
+        v = append(v, v_t[:, None], position, inplace=True)
+        return cached_attention(q_t, k, v, position + 1, scale=scale, impl=impl), k, v
+    used = _read(k, position)
+    k, v = _with_room(k, used, 1), _with_room(v, used, 1)
+    cos, sin = (None, None) if turns is None else turns
+    q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
+    return torch.ops.subquad.cached_attention_step(q_t, k_t, v_t, k, v, position, cos, sin, scale), k, v
+
+
 def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Tensor:
     seen = torch.arange(k.shape[1], device=k.device) < count[:, None]  # [B, C]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, C, K]
@@ -101,3 +139,26 @@ _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutate
 @_operator.register_fake
 def _(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:  # noqa: ARG001
     return q_t.new_empty(*q_t.shape[:2], v.shape[-1])
+
+
+torch.library.define(
+    "subquad::cached_attention_step",
+    "(Tensor q_t, Tensor k_t, Tensor v_t, Tensor(a!) k, Tensor(b!) v, Tensor position, Tensor? cos, Tensor? sin,"
+    " float scale) -> Tensor",
+)
+
+
+@torch.library.impl("subquad::cached_attention_step", "CompositeExplicitAutograd")
+def _(
+    q_t: Tensor, k_t: Tensor, v_t: Tensor, k: Tensor, v: Tensor, position: Tensor, cos: Tensor | None,
+    sin: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
+    from subquad.ops.cache_triton import attend
+
+    by = None if cos is None or sin is None else Turns(cos, sin)
+    return attend(q_t, k, v, position, scale, (k_t, v_t), by).contiguous()
+
+
+@torch.library.register_fake("subquad::cached_attention_step")
+def _(q_t: Tensor, k_t: Tensor, v_t: Tensor, *_: object) -> Tensor:  # noqa: ARG001
+    return q_t.new_empty(*q_t.shape[:2], v_t.shape[-1])

@@ -31,6 +31,11 @@ def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, bas
 
 
 def _turns(positions: Tensor, width: int, dtype: torch.dtype, base: float) -> tuple[Tensor, Tensor]:
+    step = positions.dim() == 2 and positions.shape[1] == 1 and dtype is torch.float32  # a token for each row
+    if step and positions.is_cuda and type(positions) is Tensor and choose("auto", "turns", positions) == "triton":
+        from subquad.ops import turned_triton
+
+        return turned_triton.turns(positions, width, base)
     exact = torch.float32 if positions.device.type == "mps" else torch.float64  # which that device lacks
     last = 2 / width - 1  # rates base^(-2j/D) from 1 to base^last
     rates = torch.logspace(0, last, width // 2, base=base, device=positions.device, dtype=exact)
