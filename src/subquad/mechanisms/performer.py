@@ -32,6 +32,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
+from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, fuses
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.prefix import running_max
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
@@ -88,7 +89,31 @@ class Performer(Kernelised):
         self.directions.copy_(drawn)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if self._fuses(q, k, v):
+            return self._fused(q, k, v, None if self.options.causal else key_lengths).o
         return self._sum(self._prepare(q, k, v, key_lengths, None), lengths, key_lengths)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        start = self._init_state(x.shape[0], None) if state is None else state
+        q, k, v = self._project(x, position=start.position)
+        if torch.is_grad_enabled() or not self._fuses(q, k, v):  # the kernels have no gradient of a state
+            return super()._prefill(x, lengths, state)
+        done = self._fused(q, k, v, lengths, start)
+        largest = start.max if self.options.kernel == "relu" else done.max
+        return self._merge(done.o), State(done.s, done.z, largest, self._advance(start.position, x, lengths))
+
+    def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        # sines cancel until only the rounding errors of 16 bits are left
+        return self.options.kernel != "trig" and fuses(self.options.impl, q, k, v, self.directions)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, state: State | None = None) -> Result:
+        """By kernels that compute features where they use them: nothing of size [B, T, H, M] exists."""
+        relu = self.options.kernel == "relu"
+        least = torch.full(q.shape[:3], self._how()["eps"], device=q.device, dtype=wide_type(q))
+        start = (None, None, None) if state is None else (state.s, state.z, None if relu else state.max)
+        x = Inputs(q, k, v, self._signed(), least, None, lengths, *start)
+        spec = Spec("relu" if relu else "softmax", self.width**-0.25, self.eps, self.options.causal)
+        return featured_attention(x, spec, state is not None)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
         return self._prepare(*self._project(x, position=state.position), lengths, state.max)
