@@ -24,14 +24,20 @@ class Config(NamedTuple):
 
 def config(kernel: str, width_k: int, width_v: int, count: int, itemsize: int, room: int) -> Config:
     """Launch parameters from shapes alone. `room`: the shared memory that the device gives one program."""
-    k, v = tile_of(width_k), tile_of(width_v)
+    k, v = block_of(width_k, itemsize), block_of(width_v, itemsize)
     chunk = 64 if itemsize == 2 else 32
-    features = min(chunk, tile_of(count))
+    features = min(chunk, block_of(count, itemsize))
     while chunk > 16 and shared(kernel, chunk, features, k, v, itemsize) > room:
         chunk //= 2
         features = min(features, chunk)
     wide = max(k, v) > 64 or itemsize > 2
     return Config(chunk, features, 8 if wide or kernel == "back_k" else 4, 2 if kernel == "walk" and not wide else 1)
+
+
+def block_of(width: int, itemsize: int) -> int:
+    """Columns of a tile. With tiles of 64 and of fewer in one kernel, ptxas 12.8 has made wrong code: see
+    rule_launches_triton.py."""
+    return max(tile_of(width), 64 if itemsize == 2 else 16)
 
 
 def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int) -> int:
@@ -58,10 +64,10 @@ class Call:
         self.keys, self.width_v, self.count = x.k.shape[1], x.v.shape[3], x.directions.shape[1]
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-        size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
+        self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
         room = room_of(x.q)
         self.configs = {
-            name: config(name, self.width_k, self.width_v, self.count, size, room)
+            name: config(name, self.width_k, self.width_v, self.count, self.size, room)
             for name in ("peaks", "walk", "read", "back_q", "back_k")
         }
         # sums are before each chunk, so all who read them have the same chunks, and the same blocks of features
@@ -74,7 +80,7 @@ class Call:
     def start(self, name: str, programs: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], tokens: int,
               strides: dict[str, int], **own: Any) -> None:  # fmt: skip
         cfg, x = self.configs[name], self.x
-        block_k, block_v = tile_of(self.width_k), tile_of(self.width_v)
+        block_k, block_v = block_of(self.width_k, self.size), block_of(self.width_v, self.size)
         even = tokens % cfg.chunk == 0 and block_k == self.width_k and block_v == self.width_v
         constants: dict[str, Any] = {
             **strides, "K": self.width_k, "V": self.width_v, "M": self.count, "H": self.heads, "C": cfg.chunk,
@@ -110,7 +116,7 @@ class Call:
         top = w.top_k if keys else w.top_q
         tokens, rows = a.shape[1], self.batch * self.heads
         chunks = blocks_of(tokens, self.chunk)
-        block_v = min(64, tile_of(self.width_v))
+        block_v = min(64, block_of(self.width_v, self.size))
         each = self.kind.parts * self.blocks * blocks_of(self.width_v, block_v)
         segments = 1 if spec.causal else min(chunks, max(1, PROGRAMS // (rows * each)))
         per = blocks_of(chunks, segments)
