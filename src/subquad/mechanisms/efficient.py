@@ -24,7 +24,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops import linear
 from subquad.ops.lengths import first, keep, padding, symbolic
-from subquad.ops.linear.normalised import Inputs, fuses, normalised_attention
+from subquad.ops.linear.normalised import Inputs, fuses, normalised_attention, normalised_step
 from subquad.ops.precision import uncast, wide, wide_type
 from subquad.ops.prefix import running_sum
 
@@ -87,7 +87,7 @@ class Efficient(Kernelised):
         state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
-        if not torch.is_grad_enabled() and self._fuses(q, k, v):  # the kernels have no gradient of a state
+        if self._continues_on_kernels(x, state) and self._fuses(q, k, v):
             o, last = normalised_attention(Inputs(q, k, v, lengths, *state[:3]), causal=True, state=True)
             return self._merge(o), State(*last, position)
         if self.options.normalize == "softmax" and ranks.active() is not None:
@@ -136,6 +136,9 @@ class Efficient(Kernelised):
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        if self._continues_on_kernels(x, state) and self._fuses(q, k, v):
+            o, sums = normalised_step(q, k, v, state[:3], inplace)
+            return self._merge(o), State(*sums, state.position.add_(1) if inplace else state.position + 1)
         if self.options.normalize == "scaling":
             root, before = (
                 (state.position + 1).to(state.s.dtype).sqrt()[:, None, None],

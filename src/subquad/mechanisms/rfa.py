@@ -30,7 +30,7 @@ from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
-from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, fuses
+from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, featured_step, fuses
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import SHORT, draw_directions, fourier
 
@@ -96,12 +96,23 @@ class RFA(Kernelised):
 
     def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         start = self._init_state(x.shape[0], None) if state is None else state
-        q, k, v = self._project(x, position=start.position)
-        if torch.is_grad_enabled() or not self._fuses(q, k, v):  # the kernels have no gradient of a state
-            return super()._prefill(x, lengths, state)
-        squares, last = self._squares(None, start.weight_squares, x, lengths)
-        done = self._fused(q, k, v, squares, lengths, start)
-        return self._merge(done.o), State(done.s, done.z, last, self._advance(start.position, x, lengths))
+        if self._continues_on_kernels(x, start):
+            q, k, v = self._project(x, position=start.position)
+            if self._fuses(q, k, v):
+                squares, last = self._squares(None, start.weight_squares, x, lengths)
+                done = self._fused(q, k, v, squares, lengths, start)
+                return self._merge(done.o), State(done.s, done.z, last, self._advance(start.position, x, lengths))
+        return super()._prefill(x, lengths, start)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._continues_on_kernels(x, state):
+            q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
+            if self._fuses(q, k, v):
+                d, sigma, eps = self.directions, self.sigma / self.options.tau, self._how()["eps"]
+                o, sums = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
+                position = state.position.add_(1) if inplace else state.position + 1
+                return self._merge(o), State(*sums, position)
+        return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return self.gate is None and fuses(self.options.impl, q, k, v, self.directions)

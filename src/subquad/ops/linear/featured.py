@@ -215,3 +215,40 @@ def _gradient(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tens
 
 
 torch.library.register_autograd("subquad::featured_attention", _gradient, setup_context=_setup)
+
+
+def featured_step(
+    q: Tensor, k: Tensor, v: Tensor, directions: Tensor, sigma: Tensor | None, state: tuple[Tensor, ...], spec: Spec,
+    low: float, inplace: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """One token without gradients: q, k [B, H, K], v [B, H, V] -> o [B, H, V] and the new state.
+
+    The state is s, z and the logarithm of their unit [B, H], or for "gaussian" the number of tokens [B, H]. `low` is
+    the least denominator, or for "gaussian" what it is in units of the root of that number, as rfa.py says.
+    """
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    s, z, last = state if inplace else (t.clone(memory_format=torch.contiguous_format) for t in state)
+    sigma = None if sigma is None else sigma.contiguous()
+    o = torch.ops.subquad.featured_step(q, k, v, directions.contiguous(), sigma, s, z, last, *spec[:3], low)
+    return o, (s, z, last)
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, directions: Tensor, sigma: Tensor | None, s: Tensor, z: Tensor, last: Tensor,
+    kind: str, scale: float, eps: float, low: float,
+) -> Tensor:  # fmt: skip
+    from subquad.ops.linear import featured_triton
+
+    return featured_triton.step(q, k, v, directions, sigma, s, z, last, Spec(kind, scale, eps), low)
+
+
+def _step_shape(_q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+operator(
+    "featured_step",
+    "Tensor q, Tensor k, Tensor v, Tensor directions, Tensor? sigma, Tensor(a!) s, Tensor(b!) z, Tensor(c!) last, "
+    "str kind, float scale, float eps, float low",
+    1, _step, _step_shape,
+)  # fmt: skip

@@ -575,3 +575,78 @@ def back_k(
                    MODE, UNIT, True, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dk + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)
     store_rows(dv + (b * T * H + h) * V, gv, t, left, H * V, 0, V, C, BV, EVEN)
+
+
+@triton.jit
+def step(
+    q, k, v, w, sigma, s, z, last, o,
+    scale, eps, root, low, shift, qb, qh, kb, kh, vb, vh,
+    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One token of one head: o, and the sums s and z after it, in place.
+
+    `last`: the logarithm of the sums' unit; with UNIT the number of tokens, with which the least denominator grows.
+    """
+    bh = tl.program_id(0)
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    ck = tl.arange(0, BK)
+    cv = tl.arange(0, BV)
+    qx = tl.load(q + b * qb + h.to(tl.int64) * qh + ck, mask=ck < K, other=0.0).to(ACC)
+    kx = tl.load(k + b * kb + h.to(tl.int64) * kh + ck, mask=ck < K, other=0.0).to(ACC)
+    vx = tl.load(v + b * vb + h.to(tl.int64) * vh + cv, mask=cv < V, other=0.0).to(ACC)
+    sig = tl.zeros([BK], ACC) + 1.0
+    by_q = scale
+    by_k = scale
+    if UNIT:
+        sig = _sigma(sigma, h, K, BK, UNIT, ACC)
+        by_q = 1.0 / tl.maximum(tl.sqrt(tl.sum(qx * qx, 0)), SHORT)
+        by_k = 1.0 / tl.maximum(tl.sqrt(tl.sum(kx * kx, 0)), SHORT)
+    top_q = tl.full([1], float("-inf"), ACC)
+    top_k = tl.full([1], float("-inf"), ACC)
+    fade = 1.0
+    weight = 1.0
+    if MODE == "exp":
+        for f0 in range(0, M, F):
+            tile = _directions(w, h, f0, M, K, F, BK).to(ACC)
+            real = f0 + tl.arange(0, F) < M
+            top_q = tl.maximum(top_q, tl.max(tl.where(real, tl.sum(tile * qx[None, :], 1) * by_q, float("-inf")), 0))
+            top_k = tl.maximum(top_k, tl.max(tl.where(real, tl.sum(tile * kx[None, :], 1) * by_k, float("-inf")), 0))
+        own = tl.max(top_k, 0) - tl.sum(kx * kx, 0) * scale * scale * 0.5 - shift
+        before = tl.load(last + bh).to(ACC)
+        after = tl.maximum(before, own)
+        fade = tl.exp(before - after)
+        weight = tl.exp(own - after)
+        tl.store(last + bh, after)
+    num = tl.zeros([BV], ACC)
+    d = tl.zeros([F], ACC)
+    for f0 in range(0, M, F):
+        tile = _directions(w, h, f0, M, K, F, BK).to(ACC) * sig[None, :]
+        sq = tl.sum(tile * qx[None, :], 1)[None, :]
+        sk = tl.sum(tile * kx[None, :], 1)[None, :]
+        at = f0 + tl.arange(0, F)
+        for part in tl.static_range(PARTS):
+            fq = tl.sum(_phi(sq, top_q, by_q, eps, root, f0, part, MODE, M, F, False), 0)
+            fk = tl.sum(_phi(sk, top_k, by_k, eps, root, f0, part, MODE, M, F, False), 0) * weight
+            row = bh.to(tl.int64) * PARTS * M + part * M + at
+            zx = tl.load(z + row, mask=at < M, other=0.0).to(ACC) * fade + fk
+            tl.store(z + row, zx, mask=at < M)
+            d += fq * zx
+            tile_s = s + row[:, None] * V + cv[None, :]
+            inside = (at < M)[:, None] & (cv < V)[None, :]
+            x = tl.load(tile_s, mask=inside, other=0.0).to(ACC) * fade + fk[:, None] * vx[None, :]
+            tl.store(tile_s, x, mask=inside)
+            num += tl.sum(fq[:, None] * x, 0)
+    den = tl.sum(d, 0)
+    if UNIT:
+        count = tl.load(last + bh).to(ACC) + 1.0
+        tl.store(last + bh, count)
+        low = low * tl.exp2(tl.floor(tl.log2(0.7 * count) * 0.5))
+        den = tl.where(den < 0.0, -tl.maximum(-den, low), tl.maximum(den, low))
+    else:
+        den = den + low
+    y = num / den
+    if o.dtype.element_ty == tl.float16:
+        y = tl.minimum(tl.maximum(y, -65504.0), 65504.0)
+    tl.store(o + bh.to(tl.int64) * V + cv, y.to(o.dtype.element_ty), mask=cv < V)

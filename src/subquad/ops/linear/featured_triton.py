@@ -1,5 +1,6 @@
 """Starts the kernels of linear attention on random features."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -187,3 +188,23 @@ def backward(
     return dq, dk, dv, dsigma
 
 
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, directions: Tensor, sigma: Tensor | None, s: Tensor, z: Tensor,
+    last: Tensor, spec: Spec, low: float,
+) -> Tensor:  # fmt: skip
+    """o of one token for every row and head; the state is changed in place."""
+    kind, (batch, heads, width_k), width_v, count = KINDS[spec.kind], q.shape, v.shape[2], directions.shape[1]
+    o = v.new_empty(v.shape)
+    block_v = tile_of(width_v)
+    features = min(tile_of(count), max(16, 4096 // max(block_v, tile_of(width_k))))
+    constants = {
+        "K": width_k, "V": width_v, "M": count, "H": heads, "F": features, "BK": tile_of(width_k), "BV": block_v,
+        "PARTS": kind.parts, "MODE": kind.mode, "UNIT": kind.unit, "ACC": _TL[s.dtype],
+    }  # fmt: skip
+    numbers = (spec.scale, spec.eps, count**-0.5, low, math.log(count) / 2)
+    strides = tuple(d for x in (q, k, v) for d in x.stride()[:2])
+    tensors = (q, k, v, directions, s if sigma is None else sigma, s, z, last, o)
+    launch(kernels.step, tensors, Plan((batch * heads,), numbers + strides, constants, 8))
+    return o

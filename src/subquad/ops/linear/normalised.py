@@ -99,3 +99,26 @@ def _gradient(ctx: Any, do: Tensor | None, *state: Tensor | None) -> tuple[Tenso
 
 
 torch.library.register_autograd("subquad::normalised_attention", _gradient, setup_context=_setup)
+
+
+def normalised_step(
+    q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, ...], inplace: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One token without gradients: q, k [B, H, K], v [B, H, V] -> o [B, H, V] and the new s, z and max."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    s, z, most = state if inplace else (t.clone(memory_format=torch.contiguous_format) for t in state)
+    return torch.ops.subquad.normalised_step(q, k, v, s, z, most), (s, z, most)
+
+
+def _step(*args: Tensor) -> Tensor:
+    from subquad.ops.linear import normalised_triton
+
+    return normalised_triton.step(*args)
+
+
+def _step_shape(_q: Tensor, _k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, Tensor(c!) most"
+operator("normalised_step", _STEP, 1, _step, _step_shape)

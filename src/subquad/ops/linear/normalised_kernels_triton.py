@@ -370,3 +370,37 @@ def back_k(
                 first = last
         store_rows(dv + (b * T * H + h) * V, gv, t, left, H * V, v0, V, C, BV, EVEN)
     tl.store(dk + at, (own * g + inner).to(dk.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def step(
+    q, k, v, s, z, most, o, qb, qh, kb, kh, vb, vh,
+    K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One token of one head: o, and the sums s and z and the largest keys after it, in place."""
+    bh = tl.program_id(0)
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    bh = bh.to(tl.int64)
+    ck = tl.arange(0, BK)
+    real = ck < K
+    qx = tl.load(q + b * qb + h * qh + ck, mask=real, other=float("-inf")).to(ACC)
+    kx = tl.load(k + b * kb + h * kh + ck, mask=real, other=0.0).to(ACC)
+    rho = tl.exp(qx - tl.max(qx, 0))
+    rho = rho / tl.sum(rho, 0)
+    before = tl.load(most + bh * K + ck, mask=real, other=0.0).to(ACC)
+    after = tl.maximum(before, kx)
+    fade = tl.exp(before - after)
+    gain = tl.exp(kx - after)
+    zx = tl.load(z + bh * K + ck, mask=real, other=0.0).to(ACC) * fade + gain
+    tl.store(most + bh * K + ck, after, mask=real)
+    tl.store(z + bh * K + ck, zx, mask=real)
+    rho = rho / zx
+    for v0 in range(0, V, BV):
+        cv = v0 + tl.arange(0, BV)
+        vx = tl.load(v + b * vb + h * vh + cv, mask=cv < V, other=0.0).to(ACC)
+        p = s + (bh * K + ck)[:, None] * V + cv[None, :]
+        inside = real[:, None] & (cv < V)[None, :]
+        x = tl.load(p, mask=inside, other=0.0).to(ACC) * fade[:, None] + gain[:, None] * vx[None, :]
+        tl.store(p, x, mask=inside)
+        tl.store(o + bh * V + cv, tl.sum(rho[:, None] * x, 0).to(o.dtype.element_ty), mask=cv < V)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.lengths import zero_padding
 from subquad.ops.linear import normalised_kernels_triton as kernels
 from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of, room_of
@@ -131,3 +131,17 @@ def backward(do: Tensor, x: Inputs, causal: bool) -> tuple[Tensor, Tensor, Tenso
     r, rz = call.walk_queries(dk, sums, z, m)
     call.start("back_k", "QKVO", call.keys, None, dk, z, m, r, rz, dk, dv, x.lengths)
     return dq, dk, dv
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, most: Tensor) -> Tensor:
+    """o of one token for every row and head; the state is changed in place."""
+    (batch, heads, width_k), width_v = q.shape, v.shape[2]
+    o = v.new_empty(v.shape)
+    block_k = tile_of(width_k)
+    constants = {
+        "K": width_k, "V": width_v, "H": heads, "BK": block_k, "BV": min(tile_of(width_v), max(16, 4096 // block_k)),
+        "ACC": _TL[s.dtype],
+    }  # fmt: skip
+    strides = tuple(d for x in (q, k, v) for d in x.stride()[:2])
+    launch(kernels.step, (q, k, v, s, z, most, o), Plan((batch * heads,), strides, constants, 4))
+    return o
