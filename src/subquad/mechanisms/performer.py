@@ -32,6 +32,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
+from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, featured_step, fuses
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.prefix import running_max
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
@@ -88,7 +89,45 @@ class Performer(Kernelised):
         self.directions.copy_(drawn)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if self._fuses(q, k, v):
+            return self._fused(q, k, v, None if self.options.causal else key_lengths).o
         return self._sum(self._prepare(q, k, v, key_lengths, None), lengths, key_lengths)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        start = self._init_state(x.shape[0], None) if state is None else state
+        if self._continues_on_kernels(x, start):
+            q, k, v = self._project(x, position=start.position)
+            if self._fuses(q, k, v):
+                done = self._fused(q, k, v, lengths, start)
+                largest = start.max if self.options.kernel == "relu" else done.max
+                return self._merge(done.o), State(done.s, done.z, largest, self._advance(start.position, x, lengths))
+        return super()._prefill(x, lengths, start)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._continues_on_kernels(x, state):
+            q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
+            if self._fuses(q, k, v):
+                d, eps = self._signed(), self._how()["eps"]
+                o, sums = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
+                position = state.position.add_(1) if inplace else state.position + 1
+                return self._merge(o), State(*sums, position)
+        return super()._step(x, state, inplace)
+
+    def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        # sines cancel until only the rounding errors of 16 bits are left
+        return self.options.kernel != "trig" and fuses(self.options.impl, q, k, v, self.directions)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, state: State | None = None) -> Result:
+        """By kernels that compute features where they use them: nothing of size [B, T, H, M] exists."""
+        relu = self.options.kernel == "relu"
+        least = torch.full(q.shape[:3], self._how()["eps"], device=q.device, dtype=wide_type(q))
+        start = (None, None, None) if state is None else (state.s, state.z, None if relu else state.max)
+        x = Inputs(q, k, v, self._signed(), least, None, lengths, *start)
+        return featured_attention(x, self._spec(), state is not None)
+
+    def _spec(self) -> Spec:
+        kind = "relu" if self.options.kernel == "relu" else "softmax"
+        return Spec(kind, self.width**-0.25, self.eps, self.options.causal)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
         return self._prepare(*self._project(x, position=state.position), lengths, state.max)
