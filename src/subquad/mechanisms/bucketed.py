@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from subquad.mechanisms.attention import QKV, Attention
-from subquad.mechanisms.base import Options, Traits
+from subquad.mechanisms.base import KernelOptions, Traits
+from subquad.ops import ordered
 from subquad.ops.buckets import Lists, admit, empty_lists, recall, slot_attention
 from subquad.ops.cache import append
+from subquad.ops.impl import choose
 
 
 class State(NamedTuple):
@@ -35,9 +37,10 @@ class Bucketed(Attention):
 
     traits = Traits(causal=True, bidirectional=True, state="growing")
     family, exponent = "clustering", 1.0
+    options: KernelOptions
     out: nn.Linear
 
-    def __init__(self, options: Options, strict: bool, lists: tuple[int, ...], chunk: int):
+    def __init__(self, options: KernelOptions, strict: bool, lists: tuple[int, ...], chunk: int):
         """`lists`: buckets, or rounds and buckets. Without `strict`, chunks depend on the future: there is no state."""
         super().__init__(options, heads=False)
         self.strict = options.causal and strict
@@ -54,11 +57,20 @@ class Bucketed(Attention):
         """[B, T, H, V] for a whole sequence, or for tokens from position `start` [B] on, after those in the lists."""
         raise NotImplementedError
 
+    def _attend_ordered(self, tokens: Tokens) -> Tensor:
+        """The same for a whole sequence, by the kernels of `subquad.ops.ordered`."""
+        raise NotImplementedError
+
     def _seen(self, near: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """For a token at `position`: the keys it sees [B, H, 1, W], whether they exist, and a bias for the scores."""
         raise NotImplementedError
 
     # What follows
+
+    def _fused(self, x: Tensor) -> bool:
+        """Whether the kernels compute a whole sequence of x [B, T, H, K]."""
+        reason = "it has no dropout" if self._dropout() else ordered.unsupported(x)
+        return choose(self.options.impl, "ordered_attention", x, reason) == "triton"
 
     def _project(self, x: Tensor, context: Tensor | None = None, position: Tensor | None = None) -> QKV:
         return self._tokens(x, None, position)[:3]
@@ -84,7 +96,8 @@ class Bucketed(Attention):
         position = self._by_list(start) + torch.arange(x.shape[1], device=x.device)
         new = State(keys, values, *admit(lists, tokens.bucket, position), self._advance(start, x, lengths))
         if state is None:
-            return self._merge(self._attend_near(tokens)), new
+            attend = self._attend_ordered if self._fused(tokens.q) else self._attend_near
+            return self._merge(attend(tokens)), new
         tokens = tokens._replace(k=keys.to(tokens.q.dtype), v=values.to(tokens.v.dtype))
         return self._merge(self._attend_near(tokens, lists, start)), new
 

@@ -7,8 +7,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import symbolic
-from subquad.ops.precision import wide, wide_type
+from subquad.ops.precision import uncast, wide, wide_type
+
+
+@torch.no_grad()
+def nearest(x: Tensor, centroids: Tensor, *, signed: bool = False, impl: Impl = "auto") -> Tensor:
+    """The first n with the largest x·c: x [B, T, H, K], c [H, R, N, K] or [B, H, R, N, K] -> [B, H, R, T].
+
+    `signed`: among c and -c, which are numbered from N on. Products have at least single precision: with less, tokens
+    would move to other clusters.
+    """
+    if choose(impl, "nearest", x, unsupported(x)) == "triton":
+        return torch.ops.subquad.nearest(x, centroids, signed)
+    with uncast(x):
+        exact = torch.promote_types(wide_type(x), centroids.dtype)
+        rows = "bhrnk" if centroids.ndim == 5 else "hrnk"
+        scores = torch.einsum(f"bthk,{rows}->bhrtn", x.to(exact), centroids.to(exact))
+        return (torch.cat((scores, -scores), dim=-1) if signed else scores).argmax(-1)
+
+
+def unsupported(x: Tensor) -> str | None:
+    if symbolic(*x.shape):
+        return "the length is symbolic"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it computes float32, bfloat16 and float16, not {x.dtype}"
+    return f"it holds vectors of at most 256, got {x.shape[-1]}" if x.shape[-1] > 256 else None
+
+
+@torch.library.custom_op("subquad::nearest", mutates_args=())
+def _nearest(x: Tensor, centroids: Tensor, signed: bool) -> Tensor:
+    from subquad.ops import clusters_triton
+
+    return clusters_triton.nearest(x, centroids, signed)
+
+
+@_nearest.register_fake
+def _(x: Tensor, centroids: Tensor, signed: bool) -> Tensor:  # noqa: ARG001
+    return x.new_empty((x.shape[0], x.shape[2], centroids.shape[-3], x.shape[1]), dtype=torch.int32)
+
+
+@torch.library.custom_op("subquad::cluster_sums", mutates_args=())
+def _cluster_sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Sums [B, H, N, K] of x [B, T, H, K] by label [B, H, T] (-1: none), and counts [B, H, N], in single precision."""
+    from subquad.ops import clusters_triton
+
+    return clusters_triton.cluster_sums(x, label, clusters)
+
+
+@_cluster_sums.register_fake
+def _(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    shape = x.shape[0], x.shape[2], clusters
+    return x.new_empty((*shape, x.shape[3]), dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -69,7 +120,13 @@ def kmeans_step(centroids: Tensor, x: Tensor, label: Tensor, decay: float) -> Te
 
     With torch.distributed, the means are over the tokens of all ranks.
     """
-    means, count = cluster_means(wide(x), label, centroids.shape[-2])
+    if choose("auto", "kmeans_step", x, unsupported(x[None])) == "triton":
+        total, count = (
+            t[0] for t in torch.ops.subquad.cluster_sums(x.transpose(0, 1)[None], label[None], len(centroids[0]))
+        )
+        means = total / count[..., None].clamp(min=1)
+    else:
+        means, count = cluster_means(wide(x), label, centroids.shape[-2])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         stats = torch.cat((means * count[..., None], count[..., None]), dim=-1)
         torch.distributed.all_reduce(stats)

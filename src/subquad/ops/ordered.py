@@ -269,7 +269,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ordered_triton.attend(*given[:3], Order(*given[3:INPUTS]), Rule(*given[INPUTS:]))
 
 
-def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     batch, size, heads, width = q.shape
     lists = rest[1] is None
     places = query.shape[1] if lists else size
@@ -277,9 +277,7 @@ def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest
     return q.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
 
 
-def _gradients(
-    do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     from subquad.ops import ordered_triton
 
     return ordered_triton.gradients(do, o, lse, own, *given[:3], Order(*given[3:INPUTS]), Rule(*given[INPUTS:]))

@@ -5,7 +5,6 @@ that its tile table names. Results are written where the index says, so nothing 
 Rounds are softmaxes over disjoint sets of keys: forward merges them by their log-sum-exp, backward adds them up one
 after the other. All exponentials are in base 2.
 """
-# ruff: noqa: RET505 (Triton needs every branch of a compile-time test)
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -464,9 +463,7 @@ def gradients(
         k_before, v_before = (x if y is None else y for x, y in ((dk, k_sum), (dv, v_sum)))
         k_into, v_into = (x if y is None or last else y for x, y in ((dk, k_sum), (dv, v_sum)))
         plan = call.plan(order.keys.shape[1], both, (r, 1), (k_row,), K_ADD=r > 0 or together, V_ADD=r > 0)
-        launch(
-            dkv_of, (*call.tensors(), order.keys, do, lse, delta, share, k_before, k_into, v_before, v_into), plan
-        )
+        launch(dkv_of, (*call.tensors(), order.keys, do, lse, delta, share, k_before, k_into, v_before, v_into), plan)
     if call.lists:
         dq = _collect(dq, back, None, torch.empty_like(call.q))
         back = _places(order.key.view(batch, heads, -1), call.k.shape[1])
@@ -477,7 +474,7 @@ def gradients(
 
 
 def _places(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The places of each token, from tokens [B, H, P]: places in order of their tokens, and where each token's start."""
+    """The places of each token of tokens [B, H, P]: all places by token, and where those of each token start."""
     ordered, place = tokens.sort(dim=-1, stable=True)
     edges = torch.arange(size + 1, dtype=tokens.dtype, device=tokens.device).expand(*tokens.shape[:2], -1).contiguous()
     return place.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
