@@ -65,6 +65,7 @@ class Reformer(Bucketed):
         {"rounds": 2, "chunk": 16, "buckets": 1},
         {"rounds": 2, "chunk": 5, "buckets": 4, "strict_causal": False},
     )
+    apart = True
     options: Options
 
     def __init__(self, options: Options):

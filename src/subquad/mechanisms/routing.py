@@ -75,6 +75,7 @@ class Routing(Bucketed):
         {"clusters": 3, "window": 4, "share_qk": False},
         {"clusters": 4, "window": 6, "share_qk": True, "strict_causal": False},
     )
+    apart = False
     options: Options
 
     def __init__(self, options: Options):
