@@ -36,7 +36,7 @@ from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.mechanisms.checking import check_padded
 from subquad.ops import buckets, ordered
-from subquad.ops.clusters import kmeans_step, nearest
+from subquad.ops.clusters import balanced, kmeans_step, nearest
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import uncast, wide, wide_type
 
@@ -135,7 +135,7 @@ class Routing(Bucketed):
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
         centroids, near = self.centroids if centroids is None else centroids, ()
-        if not (self.strict and self._fused(v)):
+        if not self._fused(v):
             with torch.no_grad(), uncast(x):
                 near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)
         return Routed(q * self.scale, k, v, tuple(normed), centroids, near)
@@ -151,6 +151,8 @@ class Routing(Bucketed):
     def _balanced(self, routed: Routed, lengths: Tensor | None) -> Tensor:
         """Attention among the w tokens nearest to each centroid: [B, T, H, V]."""
         q, k, v, _, _, near = routed
+        if not near:
+            return self._balanced_by_lists(routed, lengths)
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
         # with so few tokens every centroid takes all of them, so the mean over centroids is the result of one
@@ -176,6 +178,19 @@ class Routing(Bucketed):
         total = torch.zeros(batch, heads, size, width + 1, dtype=wide_type(o), device=o.device)
         total = total.scatter_add(2, index, wide(o.flatten(2, 3)))
         return (total[..., :-1] / total[..., -1:].clamp(min=1)).to(v.dtype).transpose(1, 2)
+
+    def _balanced_by_lists(self, routed: Routed, lengths: Tensor | None) -> Tensor:
+        """The same by the kernels of `subquad.ops.ordered`."""
+        window, (q, k, v, normed, centroids, _) = self.options.window, routed
+        if q.shape[1] <= window:
+            centroids = centroids[:, :1]
+        grid = torch.finfo(wide_type(q)).eps ** 0.5
+        chosen = [balanced(t.detach(), centroids, window, grid, lengths) for t in normed]
+        order, causal = ordered.by_lists(chosen[0], chosen[-1]), self.options.causal
+        if self.shared:
+            rule = ordered.Rule(causal=causal, scale=self.scale)
+            return ordered.ordered_attention(k, None, v, order, rule, impl=self.options.impl)
+        return ordered.ordered_attention(q, k, v, order, ordered.Rule(causal=causal), impl=self.options.impl)
 
     def _nearest(self, routed: Routed, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         """The clusters of queries and keys, [B, H, T], -1 for padding."""

@@ -62,6 +62,22 @@ def _(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:  # noqa
     return x.new_empty((*shape, x.shape[3]), dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("subquad::balanced", mutates_args=())
+def balanced(x: Tensor, centroids: Tensor, window: int, grid: float, lengths: Tensor | None) -> Tensor:
+    """The `window` tokens of each row with the largest x·c, -1 for none: x [B, T, H, K], c [H, N, K] -> [B, H, N, w].
+
+    Products are rounded to multiples of `grid`; of equal ones the earlier counts. Only on a GPU, in Triton.
+    """
+    from subquad.ops import clusters_triton
+
+    return clusters_triton.balanced(x, centroids, window, grid, lengths)
+
+
+@balanced.register_fake
+def _(x: Tensor, centroids: Tensor, window: int, grid: float, lengths: Tensor | None) -> Tensor:  # noqa: ARG001
+    return x.new_empty((len(x), *centroids.shape[:2], window), dtype=torch.int32)
+
+
 @torch.no_grad()
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
     """On which side of each plane x lies, -1 or 1: x [..., K], planes [M, K + 1] with the bias last -> [..., M]."""

@@ -123,3 +123,67 @@ def cluster_sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tenso
     plan = Plan((splits * batch * heads, blocks_of(clusters, block)), numbers, constants, stages=2)
     launch(sums_kernel, (x, label, total, count), plan)
     return total.sum(0), count.sum(0)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def steps_kernel(
+    x, c, lengths, into, x_head, T, N, grid, x_stride: tl.constexpr, LENGTHS: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """round(x·c / grid) of one row: x [T, H, D], c [H, N, D] -> into [H, N, T]; -inf beyond its length."""
+    i = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    h = tl.program_id(2).to(tl.int64)
+    xt = _rows(x + h * x_head, i, i < T, x_stride, D, BD).to(c.dtype.element_ty)
+    s = tl.dot(_rows(c + h * N * D, n, n < N, D, D, BD), xt.T, input_precision=PRECISION) / grid
+    s = tl.floor(s + 0.5)
+    if LENGTHS:
+        s = tl.where((i < tl.load(lengths))[None, :], s, float("-inf"))
+    at = (h * N + n[:, None]).to(tl.int64) * T + i[None, :]
+    tl.store(into + at, s, mask=(n < N)[:, None] & (i < T)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def chosen_kernel(steps, least, equal, into, T, W: tl.constexpr, BT: tl.constexpr):
+    """The positions of the values of a row above `least`, and of the first `equal` ones that equal it."""
+    row = tl.program_id(0).to(tl.int64)
+    low = tl.load(least + row)
+    ties = tl.load(equal + row)
+    count = 0
+    for f in tl.range(0, T, BT):
+        i = f + tl.arange(0, BT)
+        s = tl.load(steps + row * T + i, mask=i < T, other=float("-inf"))
+        tie = ((s == low) & (s > float("-inf"))).to(tl.int32)
+        seat = tl.cumsum(tie, 0)
+        take = ((s > low) | ((tie > 0) & (seat <= ties))).to(tl.int32)
+        tl.store(into + row * W + count + tl.cumsum(take, 0) - 1, i, mask=take > 0)
+        count += tl.sum(take, 0)
+        ties -= tl.sum(tie, 0)
+
+
+def balanced(x: Tensor, centroids: Tensor, window: int, grid: float, lengths: Tensor | None) -> Tensor:
+    """x [B, T, H, K], centroids [H, N, K] -> [B, H, N, window]"""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    same = x.dtype == centroids.dtype
+    c = (centroids if same else centroids.to(torch.promote_types(x.dtype, centroids.dtype))).contiguous()
+    (batch, size, heads, width), number = x.shape, c.shape[1]
+    into = torch.full((batch, heads, number, window), -1, dtype=torch.int32, device=x.device)
+    wide = tile_of(width)
+    block = 32 if wide == 256 else 64
+    constants = {
+        "x_stride": x.stride(1), "LENGTHS": lengths is not None, "D": width, "BD": wide, "BT": block, "BN": block,
+        "PRECISION": _precision(c.dtype),
+    }  # fmt: skip
+    plan = Plan((blocks_of(size, block), blocks_of(number, block), heads), (x.stride(2), size, number, grid), constants)
+    for b in range(batch):  # in turn, because scores of all tokens and centroids take room
+        steps = torch.empty(heads, number, size, device=x.device)
+        launch(steps_kernel, (x[b], c, c if lengths is None else lengths[b:], steps), plan)
+        top = steps.topk(min(window, size), dim=-1, sorted=False).values
+        least = top.amin(-1)
+        equal = (top == least[..., None]).sum(-1, dtype=torch.int32)
+        launch(
+            chosen_kernel,
+            (steps, least, equal, into[b]),
+            Plan((heads * number,), (size,), {"W": window, "BT": 1024}, warps=4),
+        )
+    return into

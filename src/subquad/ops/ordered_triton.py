@@ -475,9 +475,14 @@ def gradients(
 
 def _places(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The places of each token of tokens [B, H, P]: all places by token, and where those of each token start."""
-    ordered, place = tokens.sort(dim=-1, stable=True)
-    edges = torch.arange(size + 1, dtype=tokens.dtype, device=tokens.device).expand(*tokens.shape[:2], -1).contiguous()
-    return place.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
+    *shape, places = tokens.shape
+    row = torch.arange(tokens[..., 0].numel(), device=tokens.device)[:, None]
+    token = tokens.reshape(-1, places) + 1  # 0: none
+    packed = (row * (size + 1) + token) * places + torch.arange(places, device=tokens.device)
+    ordered = packed.flatten().sort().values
+    edges = (row * (size + 1) + torch.arange(1, size + 2, device=tokens.device)) * places
+    start = torch.searchsorted(ordered, edges) - row * places
+    return (ordered % places).to(torch.int32).view(*shape, places), start.to(torch.int32).view(*shape, size + 1)
 
 
 def _share(order: Any, lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
