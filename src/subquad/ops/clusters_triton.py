@@ -127,16 +127,18 @@ def cluster_sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tenso
 
 @triton.jit(do_not_specialize=["T", "N"])
 def steps_kernel(
-    x, c, lengths, into, x_head, T, N, grid, x_stride: tl.constexpr, LENGTHS: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    x, c, lengths, into, x_head, T, N, grid, x_stride: tl.constexpr, ROUND: tl.constexpr, LENGTHS: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """round(x·c / grid) of one row: x [T, H, D], c [H, N, D] -> into [H, N, T]; -inf beyond its length."""
+    """x·c of one row, in multiples of the grid if ROUND: x [T, H, D], c [H, N, D] -> into [H, N, T]; -inf beyond its
+    length."""
     i = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     h = tl.program_id(2).to(tl.int64)
     xt = _rows(x + h * x_head, i, i < T, x_stride, D, BD).to(c.dtype.element_ty)
-    s = tl.dot(_rows(c + h * N * D, n, n < N, D, D, BD), xt.T, input_precision=PRECISION) / grid
-    s = tl.floor(s + 0.5)
+    s = tl.dot(_rows(c + h * N * D, n, n < N, D, D, BD), xt.T, input_precision=PRECISION)
+    if ROUND:
+        s = tl.floor(s / grid + 0.5)
     if LENGTHS:
         s = tl.where((i < tl.load(lengths))[None, :], s, float("-inf"))
     at = (h * N + n[:, None]).to(tl.int64) * T + i[None, :]
@@ -162,22 +164,22 @@ def chosen_kernel(steps, least, equal, into, T, W: tl.constexpr, BT: tl.constexp
 
 
 def balanced(x: Tensor, centroids: Tensor, window: int, grid: float, lengths: Tensor | None) -> Tensor:
-    """x [B, T, H, K], centroids [H, N, K] -> [B, H, N, window]"""
+    """x [B, T, H, K], centroids [H, N, K] or [B, H, N, K] -> [B, H, N, window]"""
     x = x if x.stride(-1) == 1 else x.contiguous()
     same = x.dtype == centroids.dtype
     c = (centroids if same else centroids.to(torch.promote_types(x.dtype, centroids.dtype))).contiguous()
-    (batch, size, heads, width), number = x.shape, c.shape[1]
+    (batch, size, heads, width), number = x.shape, c.shape[-2]
     into = torch.full((batch, heads, number, window), -1, dtype=torch.int32, device=x.device)
     wide = tile_of(width)
     block = 32 if wide == 256 else 64
     constants = {
-        "x_stride": x.stride(1), "LENGTHS": lengths is not None, "D": width, "BD": wide, "BT": block, "BN": block,
-        "PRECISION": _precision(c.dtype),
+        "x_stride": x.stride(1), "ROUND": grid > 0, "LENGTHS": lengths is not None, "D": width, "BD": wide,
+        "BT": block, "BN": block, "PRECISION": _precision(c.dtype),
     }  # fmt: skip
     plan = Plan((blocks_of(size, block), blocks_of(number, block), heads), (x.stride(2), size, number, grid), constants)
     for b in range(batch):  # in turn, because scores of all tokens and centroids take room
         steps = torch.empty(heads, number, size, device=x.device)
-        launch(steps_kernel, (x[b], c, c if lengths is None else lengths[b:], steps), plan)
+        launch(steps_kernel, (x[b], c if c.ndim == 3 else c[b], c if lengths is None else lengths[b:], steps), plan)
         top = steps.topk(min(window, size), dim=-1, sorted=False).values
         least = top.amin(-1)
         equal = (top == least[..., None]).sum(-1, dtype=torch.int32)

@@ -87,23 +87,44 @@ def by_lists(queries: Tensor, keys: Tensor) -> Order:
     """Lists of tokens that attend to each other, -1 for none: queries [B, H, N, w] read keys [B, H, N, x]."""
     lists, device = queries.shape[2], queries.device
 
-    def tables(own: int, other: int) -> Tensor:
-        per = -(-own // TILE)
-        n = torch.arange(lists * per, dtype=torch.int32, device=device)
-        at, first = n // per, n // per * own + n % per * TILE
-        stop = torch.minimum(first + TILE, (at + 1) * own)
-        table = torch.stack((first, stop, at * other, (at + 1) * other), -1)
-        return table.expand(queries.shape[0] * queries.shape[1], -1, -1).contiguous()
-
-    sizes = queries.shape[3], keys.shape[3]
+    rows, widths = queries.shape[0] * queries.shape[1], (queries.shape[3], keys.shape[3])
     tokens = [t.to(torch.int32).flatten(2).flatten(0, 1).contiguous() for t in (queries, keys)]
-    return Order(*tokens, None, None, tables(*sizes), tables(*sizes[::-1]))
+    tables = [_table(rows, lists, *own, device) for own in (widths, widths[::-1])]
+    return Order(*tokens, None, None, *tables)
 
 
-def to_lists(label: Tensor, lists: int, width: int) -> Order:
-    """Queries in order of their `label` [B, H, T] read the list of keys of that label: keys lie list after list,
-    `width` places each."""
-    here, (size, device) = _sort(label[:, :, None], lists), (label.shape[-1], label.device)
+def by_blocks(shape: Sequence[int], blocks: int, size: int, first: bool, device: torch.device) -> Order:
+    """Block n of the queries reads block n of the keys' first half and block n of their second half.
+
+    shape (B, H). Without `first`, the first block of the first half is hidden. Keys are blocks·size twice.
+    """
+    at = torch.arange(blocks * size, dtype=torch.int32, device=device)
+    keys = torch.stack((at.view(blocks, size), at.view(blocks, size) + blocks * size), 1).flatten()
+    code = at // size * 3
+    hidden = code if first else torch.where(at < size, -9, code)
+    rows = shape[0] * shape[1]
+    index = [t.expand(rows, -1).contiguous() for t in (at, keys)]
+    codes = [t.expand(*shape, -1)[..., None].contiguous() for t in (code, torch.cat((hidden, code)))]
+    tables = [_table(rows, blocks, *own, device) for own in ((size, 2 * size), (2 * size, size))]
+    return Order(*index, *codes, *tables)
+
+
+def _table(rows: int, lists: int, own: int, other: int, device: torch.device) -> Tensor:
+    """Tiles of lists of `own` places, each with the list of `other` places that it reads: [rows, N, 4]."""
+    per = -(-own // TILE)
+    n = torch.arange(lists * per, dtype=torch.int32, device=device)
+    at, first = n // per, n // per * own + n % per * TILE
+    stop = torch.minimum(first + TILE, (at + 1) * own)
+    return torch.stack((first, stop, at * other, (at + 1) * other), -1).expand(rows, -1, -1).contiguous()
+
+
+def to_lists(label: Tensor, keys: Tensor) -> Order:
+    """Queries in order of their `label` [B, H, T] read the list of that label: keys [B, H, N, w], -1 for none."""
+    here, (size, device), (lists, width) = (
+        _sort(label[:, :, None], keys.shape[2]),
+        (label.shape[-1], label.device),
+        keys.shape[2:],
+    )
     tiles = _tiles(here.start, size)
     cell = _at(here.cell, tiles[0].clamp(max=size - 1))
     used = (tiles[1] > tiles[0]) & (cell < lists)  # padding reads nothing
@@ -113,9 +134,9 @@ def to_lists(label: Tensor, lists: int, width: int) -> Order:
     n = torch.arange(lists * per, dtype=torch.int32, device=device)
     at, first = n // per, n // per * width + n % per * TILE
     own = torch.stack((first, torch.minimum(first + TILE, (at + 1) * width)), -1).expand(len(lo), -1, -1)
-    keys = torch.cat((own, here.start[:, at, None], here.start[:, at + 1, None]), -1)
-    places = torch.arange(lists * width, dtype=torch.int32, device=device).expand(len(lo), -1)
-    return Order(here.token, places.contiguous(), None, None, queries.contiguous(), keys.contiguous())
+    table = torch.cat((own, here.start[:, at, None], here.start[:, at + 1, None]), -1)
+    tokens = keys.to(torch.int32).flatten(2).flatten(0, 1)
+    return Order(here.token, tokens.contiguous(), None, None, queries.contiguous(), table.contiguous())
 
 
 def _packed(cell: Tensor, token: Tensor, cells: int) -> Tensor:
@@ -199,10 +220,11 @@ class Rule(NamedTuple):
 def ordered_attention(
     q: Tensor, k: Tensor | None, v: Tensor, order: Order, rule: Rule, *, impl: Impl = "auto"
 ) -> Tensor:
-    """softmax(scale·q·kᵀ) v over the pairs that meet in `order`: q, k, v [B, T, H, D] -> [B, T, H, D].
+    """softmax(scale·q·kᵀ) v over the pairs that meet in `order`: q [B, T, H, D], k, v [B, S, H, D] -> as q.
 
-    `k` None: keys are the queries. A query that sees nothing gives zeros, or its own value with `apart`. In lists a
-    query that stands at several places gets the mean of its results, without those that see nothing.
+    `k` None: keys are the queries. Where keys are more, the queries are the last of them. A query that sees nothing
+    gives zeros, or its own value with `apart`. In lists a query that stands at several places gets the mean of its
+    results, without those that see nothing.
     """
     if choose(impl, "ordered_attention", q, unsupported(q)) == "torch":
         return plain(q, k, v, order, rule)
@@ -226,7 +248,7 @@ def plain(q: Tensor, k: Tensor | None, v: Tensor, order: Order, rule: Rule) -> T
     k = F.normalize(k, dim=-1, eps=1e-6) if rule.unit else k
     q = q * rule.scale
     size, keys, device = q.shape[1], k.shape[1], q.device
-    i, j = torch.arange(size, device=device)[:, None], torch.arange(keys, device=device)
+    i, j = torch.arange(keys - size, keys, device=device)[:, None], torch.arange(keys, device=device)
     hidden = torch.zeros(size, keys, dtype=torch.bool, device=device)
     hidden = hidden | (j > i) if rule.causal else hidden
     bias = -1e5 * (i == j) if rule.apart else None

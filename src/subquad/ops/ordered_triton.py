@@ -26,10 +26,10 @@ CHANGING = ["T", "S", "P", "places", "tiles", "round0", "row"]
 
 @triton.jit
 def _seen(
-    i, j, ok, query_code, key_code, r, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr,
-    APART: tl.constexpr,
+    i, j, ok, shift, query_code, key_code, r, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr,
+    CAUSAL: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of the tokens i and j are visible in round r and in no earlier one."""
+    """Which pairs of the tokens i and j are visible in round r and in no earlier one. Query i is key i + shift."""
     seen = ok
     if CODES:
         gap = tl.load(query_code + i * R + r) - tl.load(key_code + j * R + r)
@@ -39,9 +39,9 @@ def _seen(
                 gap = tl.load(query_code + i * R + e) - tl.load(key_code + j * R + e)
                 seen = seen & ((gap < -AHEAD) | (gap > 1))
     if CAUSAL:
-        seen = seen & (j <= i)
+        seen = seen & (j <= i + shift)
     if APART:
-        seen = seen & (j != i)
+        seen = seen & (j != i + shift)
     return seen
 
 
@@ -102,7 +102,9 @@ def forward(
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
         if UNIT:
             s = s * _one_over_length(kt)[None, :]
-        seen = _seen(i[:, None], j[None, :], ok[None, :], query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART)
+        seen = _seen(
+            i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )
         s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -201,7 +203,9 @@ def dq_of(
         vt = _rows(v, j, ok, v_stride, D, BD)
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
         dp = tl.dot(dot, vt.T, input_precision=PRECISION)
-        seen = _seen(i[:, None], j[None, :], ok[None, :], query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART)
+        seen = _seen(
+            i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )
         if UNIT:
             length = _one_over_length(kt)
             s = s * length[None, :]
@@ -270,7 +274,9 @@ def dkv_of(
         s = tl.dot(kt, qt.T, input_precision=PRECISION) * factor  # [BN, BM]
         if UNIT:
             s = s * length[:, None]
-        seen = _seen(i[None, :], j[:, None], ok[:, None], query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART)
+        seen = _seen(
+            i[None, :], j[:, None], ok[:, None], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )
         w = tl.where(seen, tl.exp2(s - norm[None, :]), 0.0)
         gv = tl.dot(w.to(dot.dtype), dot, gv, input_precision=PRECISION)
         dp = tl.dot(vt, dot.T, input_precision=PRECISION)
@@ -321,6 +327,7 @@ class Config(NamedTuple):
     inner: int  # places of the other side at a time
     warps: int
     stages: int
+    registers: int = 255
 
 
 @lru_cache(maxsize=64)
@@ -389,7 +396,7 @@ class Call(NamedTuple):
                 # three tensor core products make a full float32 product
                 "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
             },
-            how.warps, how.stages,
+            how.warps, how.stages, how.registers,
         )  # fmt: skip
 
 
