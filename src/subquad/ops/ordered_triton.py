@@ -332,12 +332,17 @@ class Config(NamedTuple):
 
 @lru_cache(maxsize=64)
 def config(row: int, tile: int, device: int | None) -> Config:
-    """For rows of so many bytes: what fits into the shared memory that the device has."""
+    """For rows of so many bytes, on this device. Rows of float32 count half as much again: products split them."""
     if INTERPRETED:
         return Config(tile, 4, 1)
+    return fitting(row, tile, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def fitting(row: int, tile: int, room: int) -> Config:
+    """What fits into so many bytes of shared memory."""
     inner, warps, stages = (tile, 4, 2) if row <= 256 else (tile // 2, 8, 2)
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    while row * (2 * tile + 2 * stages * inner) + 8 * tile * inner > room and (stages, inner) != (1, 16):
+    # a tile of both kinds, the rows of the other side, once for each stage and once for a product, and the scores
+    while row * (2 * tile + (2 * stages + 1) * inner) + 8 * tile * inner > room and (stages, inner) != (1, 16):
         stages, inner = (1, inner) if stages > 1 else (1, inner // 2)
     return Config(inner, warps, stages)
 
@@ -378,7 +383,7 @@ class Call(NamedTuple):
         """`rounds`: the first, and how many; `strides`: the tensors whose strides the kernel takes."""
         batch, size, heads, width = self.q.shape
         wide, dtype = tile_of(width), self.q.dtype
-        how = config(max(wide, 64) * dtype.itemsize, self.tile, self.q.device.index)
+        how = config(max(wide, 64) * (6 if dtype == torch.float32 else 2), self.tile, self.q.device.index)
         names = ("q_stride", "k_stride", "v_stride", "do_stride")
         by_keys = "K_ADD" in constants
         numbers = (
