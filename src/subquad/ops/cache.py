@@ -21,9 +21,14 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 def readable_positions(cache: Tensor, position: Tensor) -> list[int] | None:
     """The positions, or None where they cannot be read."""
     traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
-    if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if traced or capturing(cache):
         return None
     return position.tolist()  # one copy from a GPU; min() and max() would be two
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are recorded for a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def with_room_for(cache: Tensor, used: list[int] | None, more: int) -> Tensor:

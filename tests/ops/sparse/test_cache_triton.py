@@ -26,7 +26,7 @@ def start(cache: SparseCache, positions: list[int], capacity: int, k: int, v: in
     """A state in which every slot that is in use holds a random key, and the others hold NaN."""
     generator = torch.Generator().manual_seed(sum(positions))
     empty = cache.empty(len(positions), H, k, capacity, torch.empty(0, dtype=dtype))
-    draw = {"generator": generator, "dtype": torch.float64}
+    draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     state = empty._replace(
         k=torch.full_like(empty.k, torch.nan), v=torch.full((*empty.k.shape[:3], v), torch.nan, dtype=dtype)
     )
@@ -129,7 +129,15 @@ def test_compiles_for_hopper(case: str) -> None:
 
     from subquad.ops.sparse.cache_triton import step
 
-    constants = {"K": 64, "V": 64, "BK": 64, "BV": 64, "BC": 64 if case == "bias" else 128, "SPLITS": 1, "ROUND": 1}
+    constants: dict[str, Any] = {
+        "K": 64,
+        "V": 64,
+        "BK": 64,
+        "BV": 64,
+        "BC": 64 if case == "bias" else 128,
+        "SPLITS": 1,
+        "ROUND": 1,
+    }
     constants |= {
         "EVERYTHING": case == "draws",
         "LOG": case == "log",
@@ -137,7 +145,12 @@ def test_compiles_for_hopper(case: str) -> None:
         "DRAWS": 0,
         "BIAS": False,
     }
-    constants |= {"draws": {"DRAWS": 3, "ROUND": 4}, "bias": {"BIAS": True}, "split": {"SPLITS": 8}}.get(case, {})
+    more: dict[str, dict[str, Any]] = {
+        "draws": {"DRAWS": 3, "ROUND": 4},
+        "bias": {"BIAS": True},
+        "split": {"SPLITS": 8},
+    }
+    constants |= more.get(case, {})
     types = dict.fromkeys(("q", "k", "v", "keys", "values", "u", "w", "far"), "*bf16")
     types |= {"position": "*i64", "reads": "*i32", "high": "*fp32", "mass": "*fp32", "scale": "fp32"}
     types["o"] = "*fp32" if case == "split" else "*bf16"

@@ -11,7 +11,7 @@ to several parts is stored in the first of: pinned, log, ring. On a GPU a step i
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -171,17 +171,17 @@ class SparseCache:
         impl: Impl,
     ) -> tuple[Tensor, SparseState]:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        fused = choose(impl, "a step over a pattern", q, self._unsupported(q, v, state)) == "triton"
+        reason = self.reads if isinstance(self.reads, str) else unfit(q, *state)
+        fused = choose(impl, "a step over a pattern", q, reason) == "triton"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, state.k, state.v)):
-            return self._step_plainly(q, k, v, state, scale, inplace=False)  # the kernel has no gradients
+            fused = False  # the kernel has no gradients
         if not fused:
             return self._step_plainly(q, k, v, state, scale, inplace)
         keys, values = self._with_place(state)
         if not inplace:
             keys, values = (new.clone() if new is old else new for new, old in ((keys, state.k), (values, state.v)))
         position = state.position if inplace else state.position.clone()
-        run = torch.ops.subquad.sparse_step if torch.compiler.is_compiling() else _fused_step
-        o = run(q, k, v, keys, values, position, self.reads_text, scale)
+        o = fused_step(q, k, v, keys, values, position, self.reads_text, scale)
         return o, state._replace(k=keys, v=values, position=position)
 
     def _step_plainly(
@@ -229,18 +229,6 @@ class SparseCache:
             known = dict(zip(dict.fromkeys(self.patterns), heads, strict=True))
             heads = [known[pattern] for pattern in self.patterns]
         return Reads(self.everything, self.pinned, self.ring, self.block, self.columns, tuple(heads))
-
-    def _unsupported(self, q: Tensor, v: Tensor, state: SparseState) -> str | None:
-        """What the kernel of a step cannot do."""
-        if isinstance(self.reads, str):
-            return self.reads
-        if q.dtype == torch.float64:
-            return "float64"
-        if max(q.shape[-1], v.shape[-1]) > 256:
-            return f"heads wider than 256: {q.shape[-1]} and {v.shape[-1]}"
-        if state.k.stride(-1) != 1 or state.v.stride(-1) != 1 or state.position.stride(0) != 1:
-            return "a state whose keys, values or positions are not in order"
-        return None
 
     def _check(self, state: SparseState, lengths: Tensor | None, **tokens: Tensor) -> None:
         """Refuse tokens [B, T, H, ·] and a state that do not fit together."""
@@ -359,12 +347,40 @@ class SparseCache:
         return torch.stack([results[pattern] for pattern in heads], -1)
 
 
+def unfit(q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> str | None:
+    """What the kernel of a step cannot do with these."""
+    if q.dtype == torch.float64:
+        return "float64"
+    if max(keys.shape[-1], values.shape[-1]) > 256:
+        return f"heads wider than 256: {keys.shape[-1]} and {values.shape[-1]}"
+    if keys.stride(-1) != 1 or values.stride(-1) != 1 or position.stride(0) != 1:
+        return "a state whose keys, values or positions are not in order"
+    return None
+
+
+def fused_step(*inputs: Any) -> Tensor:
+    """The kernel of a step; its inputs are those of subquad::sparse_step."""
+    run = torch.ops.subquad.sparse_step if torch.compiler.is_compiling() else _fused_step
+    return run(*inputs)
+
+
 def _fused_step(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor, reads: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    reads: str,
+    scale: float,
+    u: Tensor | None = None,
+    w: Tensor | None = None,
+    far: Tensor | None = None,
 ) -> Tensor:
     from subquad.ops.sparse.cache_triton import step_
 
-    return step_(q, k, v, keys, values, position, Reads.parse(reads), scale)
+    bias = None if u is None or w is None or far is None else (u, w, far)
+    return step_(q, k, v, keys, values, position, Reads.parse(reads), scale, bias)
 
 
 _operator = torch.library.custom_op("subquad::sparse_step", _fused_step, mutates_args=("keys", "values", "position"))
