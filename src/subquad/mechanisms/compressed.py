@@ -26,10 +26,11 @@ from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.cache import append
+from subquad.ops.cache import append, cached_attention, readable_positions, with_room_for
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.lengths import padding, symbolic, zero_padding
 from subquad.ops.rotary import rotate
+from subquad.ops.slots import Convolution, Slots, convolved, slots_step
 
 
 class State(NamedTuple):
@@ -172,6 +173,25 @@ class Compressed(Attention):
             return self._merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
         return self._merge(self._attend_first(q, new.k, new.v, (at + 1) // stride)), new
 
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, self.key.weight, *state[:4]))
+        if self.options.rotary or self._dropout() or gradients:
+            return super()._step_inplace(x, state) if inplace else super()._step(x, state)
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        used = readable_positions(state.k, state.position)
+        used = None if used is None else [n // self.options.stride for n in used]
+        slots = [with_room_for(t, used, 1) for t in state[:2]]
+        new = State(slots[0], slots[1], *state[2:])
+        if not inplace:
+            new = State(*(t.clone() if t is old else t for t, old in zip(new, state, strict=True)))
+        key, value = (Convolution(conv.weight, conv.bias) for conv in (self.key, self.value))  # type: ignore[arg-type]
+        parts = Slots(new.k, new.last_k), Slots(new.v, new.last_v)
+        seen = slots_step(k, v, *parts, new.position, key, value, self.nothing)
+        return self._merge(cached_attention(q, new.k, new.v, seen)), new
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
+
     def _compress(self, k: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[B, N·stride, H, K] -> [B, N, H, K]; the first slot of a row has index `first` [B] (0 if None)."""
         stride = self.options.stride
@@ -183,17 +203,11 @@ class Compressed(Attention):
         return self._turn(k, index * stride + stride - 1), v
 
     def _convolve(self, t: Tensor, conv: nn.Conv1d) -> Tensor:
-        """conv of [B, N·stride, H, K] -> [B, N, H, K]. Its windows do not overlap, so it is one matrix product a head.
-
-        torch's own convolution in bfloat16 gives wrong numbers on CPUs with AMX at some strides.
-        """
-        heads, stride = self.options.heads, self.options.stride
+        """conv of [B, N·stride, H, K] -> [B, N, H, K]"""
+        stride = self.options.stride
         assert conv.bias is not None
-        weight = conv.weight.unflatten(0, (heads, -1))  # [H, K out, K in, stride]
-        slots = torch.einsum(
-            "bnshk,hoks->bnho", t[:, : t.shape[1] // stride * stride].unflatten(1, (-1, stride)), weight
-        )
-        return slots + conv.bias.unflatten(0, (heads, -1)).to(slots.dtype)
+        windows = t[:, : t.shape[1] // stride * stride].unflatten(1, (-1, stride))
+        return convolved(windows, Convolution(conv.weight, conv.bias))
 
     def _turn(self, t: Tensor, positions: Tensor) -> Tensor:
         return rotate(t, positions) if self.options.rotary else t

@@ -103,6 +103,14 @@ class Patterned(Attention):
             state = self.cache._extend(state, k, v, lengths)
         return self._merge(o), state
 
+    def _step(self, x: Tensor, state: SparseState, inplace: bool = False) -> tuple[Tensor, SparseState]:
+        q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
+        o, state = self.cache._step(q, k, v, state, self.scale, inplace, self.options.impl)
+        return self._merge(o), state
+
+    def _step_inplace(self, x: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
+        return self._step(x, state, inplace=True)
+
     def _prefill_part(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         """A part of a prompt that other ranks share; every rank keeps what decoding needs of all of it."""
         if state is not None:

@@ -14,6 +14,7 @@ Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,12 +24,14 @@ from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.ops.cache import capturing
 from subquad.ops.lengths import keep
 from subquad.ops.relative import Ends, relative_attention
+from subquad.ops.sparse.relative_step import relative_step
 
 
 class State(NamedTuple):
-    k: Tensor  # [B, memory, H, K], the last positions; those before the first token are zero and never seen
+    k: Tensor  # [B, memory, H, K], the last positions: position j is in slot j mod memory; the others are never seen
     v: Tensor  # [B, memory, H, V]
     position: Tensor  # [B]
 
@@ -73,21 +76,38 @@ class TransformerXL(Attention):
         q, k, v = self.heads.split(x)
         if ranks.active() is not None:
             (past_k, at), (past_v, _) = (ranks.last_tokens(t.detach(), self.options.memory, lengths) for t in (k, v))
-            past = [t.to(state.k.dtype) for t in (past_k, past_v)]
-            return self._forward(x, lengths), State(past[0], past[1], at[:, -1] + 1)
-        k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
+            position, none = at[:, -1] + 1, torch.zeros_like(state.position)
+            past = [_into_ring(t, none, position, self.options.memory).to(state.k.dtype) for t in (past_k, past_v)]
+            return self._forward(x, lengths), State(past[0], past[1], position)
+        k, v = (
+            torch.cat((_from_ring(old, state.position).to(new.dtype), new), dim=1)
+            for old, new in ((state.k, k), (state.v, v))
+        )
         memory = self.options.memory
-        slots = torch.arange(k.shape[1], device=x.device)
         ends = (memory - state.position).clamp(min=0), torch.full_like(state.position, k.shape[1])
         added = self._advance(torch.zeros_like(state.position), x, lengths)
-        last = (added[:, None] + slots[:memory])[..., None, None]  # each row's last `memory` entries
-        past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
-        return self._merge(self._attend_band(q, k, v, memory, ends)), State(past[0], past[1], state.position + added)
+        position = state.position + added
+        past = [_into_ring(t.detach(), added, position, memory).to(state.k.dtype) for t in (k, v)]
+        return self._merge(self._attend_band(q, k, v, memory, ends)), State(past[0], past[1], position)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        far = self._relative(q)
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (q, far, self.u, self.w))
+        if self._dropout() or gradients:
+            return super()._step_inplace(x, state) if inplace else super()._step(x, state)
+        new = state if inplace else State(*(t.clone() for t in state))
+        o = relative_step(q, k, v, *new, (self.u, self.w, far), 1 / math.sqrt(self.width))
+        return self._merge(o), new
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
 
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
-        distances = self.options.memory - torch.arange(self.options.memory + self.after + 1, device=like.device)
-        waves = sinusoid(distances, self.options.dim).to(like.dtype)
+        traced = torch.compiler.is_compiling() or type(like) is not Tensor
+        make = _waves if traced or capturing(like) else _kept_waves
+        waves = make(self.options.memory, self.after, self.options.dim, like.device, like.dtype)
         return self.relative(waves).unflatten(-1, (self.options.heads, -1))
 
     def _attend_band(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, ends: Ends | None = None) -> Tensor:
@@ -110,6 +130,35 @@ class TransformerXL(Attention):
 
 def _ends(lengths: Tensor | None) -> Ends | None:
     return None if lengths is None else (torch.zeros_like(lengths), lengths)
+
+
+def _from_ring(ring: Tensor, position: Tensor) -> Tensor:
+    """The last positions of each row in order, [B, memory, H, ·]."""
+    slots = torch.arange(ring.shape[1], device=ring.device)
+    return _take(ring, (position[:, None] + slots) % ring.shape[1])
+
+
+def _into_ring(t: Tensor, first: Tensor, position: Tensor, memory: int) -> Tensor:
+    """The ring after `position` [B], of the `memory` entries of t [B, ·, H, ·] from `first` [B] on, the last ones."""
+    slots = torch.arange(memory, device=t.device)
+    return _take(t, first[:, None] + (slots - position[:, None]) % memory)
+
+
+def _take(t: Tensor, index: Tensor) -> Tensor:
+    return t.gather(1, index[..., None, None].expand(-1, -1, *t.shape[2:]))
+
+
+def _waves(memory: int, after: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """R of the distances memory .. -after."""
+    distances = memory - torch.arange(memory + after + 1, device=device)
+    return sinusoid(distances, dim).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _kept_waves(memory: int, after: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`_waves`, which take longer to make than a step."""
+    with torch.inference_mode(False):  # whose tensors training may not use
+        return _waves(memory, after, dim, device, dtype)
 
 
 def sinusoid(distances: Tensor, dim: int) -> Tensor:

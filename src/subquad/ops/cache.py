@@ -16,18 +16,24 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 
     Compiled, captured and shape-only programs cannot read `position`: there the caller must allocate the room first.
     """
-    return _with_room(cache, _read(cache, position), more)
+    return with_room_for(cache, readable_positions(cache, position), more)
 
 
-def _read(cache: Tensor, position: Tensor) -> list[int] | None:
+def readable_positions(cache: Tensor, position: Tensor) -> list[int] | None:
     """The positions, or None where they cannot be read."""
     traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
-    if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if traced or capturing(cache):
         return None
     return position.tolist()  # one copy from a GPU; min() and max() would be two
 
 
-def _with_room(cache: Tensor, used: list[int] | None, more: int) -> Tensor:
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are recorded for a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def with_room_for(cache: Tensor, used: list[int] | None, more: int) -> Tensor:
+    """`with_room` for positions that were read; None: the room is there."""
     if used is None:
         return cache
     size, low, high = cache.shape[1], min(used), max(used)
@@ -45,8 +51,8 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
     Padding in `new` is written too: it is beyond the row's new position, so nothing reads it, and the next append
     overwrites it.
     """
-    used, count = _read(cache, position), new.shape[1]
-    old, cache = cache, _with_room(cache, used, count)
+    used, count = readable_positions(cache, position), new.shape[1]
+    old, cache = cache, with_room_for(cache, used, count)
     if used is not None and used.count(used[0]) == len(used):  # all rows at one place: copy, not scatter
         cache = cache.clone() if cache is old and not inplace else cache
         cache[:, used[0] : used[0] + count] = new
@@ -105,8 +111,8 @@ def cached_attention_step(
         k = append(k, k_t[:, None], position, inplace=True)
         v = append(v, v_t[:, None], position, inplace=True)
         return cached_attention(q_t, k, v, position + 1, scale=scale, impl=impl), k, v
-    used = _read(k, position)
-    k, v = _with_room(k, used, 1), _with_room(v, used, 1)
+    used = readable_positions(k, position)
+    k, v = with_room_for(k, used, 1), with_room_for(v, used, 1)
     cos, sin = (None, None) if turns is None else turns
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
     return torch.ops.subquad.cached_attention_step(q_t, k_t, v_t, k, v, position, cos, sin, scale), k, v
