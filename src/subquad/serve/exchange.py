@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from subquad.serve.engine import Engine
@@ -21,6 +21,7 @@ class Job:
         self.numbers: dict[int, int] = {}  # of the engine's requests to choices
         self.inbox: list[tuple[int, Update]] = []
         self.waiter: asyncio.Future[None] | None = None  # of who writes the answer
+        self.listener: Callable[[], None] | None = None  # called in place of waking a task
         self.begun = time.monotonic()
         self.first: float | None = None  # seconds to the first token
         self.behind = 0  # tokens in the inbox
@@ -33,7 +34,7 @@ class Job:
             for choice, request in enumerate(requests):
                 number = engine.submit(request)
                 self.numbers[number] = choice
-                self.exchange.jobs[number] = self
+                self.exchange.jobs[number] = (self, choice)
         except BaseException:
             self.cancel()
             raise
@@ -49,7 +50,9 @@ class Job:
             await self.waiter
 
     def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
+        if self.listener is not None:
+            self.listener()
+        elif self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     def end(self, choice: int) -> None:
@@ -80,7 +83,7 @@ class Exchange:
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, tuple[Job, int]] = {}  # by the engine's number of a request, with the choice that it is
         self.ready: set[Job] = set()
         self.turned = 0.0  # when the last updates came
         self.timer: asyncio.TimerHandle | None = None
@@ -92,27 +95,28 @@ class Exchange:
 
     def _take(self, updates: list[Update]) -> None:
         assert self.loop is not None
-        now, made = time.monotonic(), 0
+        now, made, jobs, ready = time.monotonic(), 0, self.jobs, self.ready
         for update in updates:
-            job = self.jobs.get(update.number)
-            made += len(update.drawn)
-            if job is None:
+            number, drawn, end = update[:3]
+            count = len(drawn)
+            made += count
+            if (found := jobs.get(number)) is None:
                 continue
-            job.inbox.append((job.numbers[update.number], update))
-            job.behind += len(update.drawn)
-            first = job.first is None and bool(update.drawn)
+            job, choice = found
+            job.inbox.append((choice, update))
+            job.behind += count
+            first = job.first is None and count
             if first:
                 job.first = now - job.begun
                 self.metrics.first_token.observe(job.first)
-            if update.end is not None:
-                del self.jobs[update.number]
-                del job.numbers[update.number]
+            if end is not None:
+                del jobs[number], job.numbers[number]
             if job.streams and job.behind > BEHIND:
                 job.leave(f"the client reads too slowly: it is more than {BEHIND:,} tokens behind")
-            elif first or update.end is not None:
+            elif first or end is not None:
                 job.wake()  # without waiting for others
             elif job.streams:
-                self.ready.add(job)
+                ready.add(job)
         self.metrics.made(made, now)
         if self.ready and self.timer is None:
             # nothing to wait for if the turns of the engine are further apart than updates may wait
@@ -122,9 +126,9 @@ class Exchange:
 
     def _flush(self) -> None:
         self.timer = None
-        for job in self.ready:
+        ready, self.ready = self.ready, set()
+        for job in ready:
             job.wake()
-        self.ready.clear()
 
     @property
     def counts(self) -> Any:
