@@ -1,6 +1,7 @@
 """Between the engine's thread and the event loop: requests go one way, updates the other."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,21 +78,36 @@ class Job:
 
 
 class Exchange:
-    """Made and used in the event loop; only `deliver` is called from the engine's thread."""
+    """Made and used in the event loop; only `deliver` is called from the engine's thread.
+
+    in_turn  the engine goes on when its updates are taken. On a CPU the two threads would get into each other's way:
+             every operation of one hands the interpreter over to the other, which costs more than the wait. On a GPU
+             the next step runs meanwhile
+    """
 
     engine: Engine
 
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, in_turn: bool = False):
+        self.metrics, self.in_turn = metrics, in_turn
         self.jobs: dict[int, tuple[Job, int]] = {}  # by the engine's number of a request, with the choice that it is
         self.ready: set[Job] = set()
         self.turned = 0.0  # when the last updates came
         self.timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.taken = threading.Event()
 
     def deliver(self, updates: list[Update]) -> None:
         if self.loop is not None and updates:
-            self.loop.call_soon_threadsafe(self._take, updates)
+            self.taken.clear()
+            self.loop.call_soon_threadsafe(self._receive, updates)
+            if self.in_turn:
+                self.taken.wait(JOIN)  # no longer, if the loop has much else to do
+
+    def _receive(self, updates: list[Update]) -> None:
+        try:
+            self._take(updates)
+        finally:
+            self.taken.set()
 
     def _take(self, updates: list[Update]) -> None:
         assert self.loop is not None
@@ -119,9 +135,10 @@ class Exchange:
                 ready.add(job)
         self.metrics.made(made, now)
         if self.ready and self.timer is None:
-            # nothing to wait for if the turns of the engine are further apart than updates may wait
-            wait = JOIN if now - self.turned < JOIN else 0.0
-            self.timer = self.loop.call_later(wait, self._flush)
+            if now - self.turned < JOIN:
+                self.timer = self.loop.call_later(JOIN, self._flush)
+            else:  # turns of the engine are further apart than updates may wait
+                self._flush()
         self.turned = now
 
     def _flush(self) -> None:
