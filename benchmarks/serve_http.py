@@ -158,6 +158,8 @@ async def load_on(server: Server, streams: int, answer: int) -> AsyncIterator[Lo
     yield load
     going.clear()
     await asyncio.gather(*clients)
+    while (await asyncio.to_thread(server.stats))["engine"]["running"]:  # until the connections are closed
+        await asyncio.sleep(0.05)
 
 
 class Alone:
