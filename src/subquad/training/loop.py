@@ -214,7 +214,13 @@ class Run:
 
     def _seed(self, *purpose: int) -> None:
         key = [self.training.seed, self.step, self.ranks.data_rank, *purpose]
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        # torch.manual_seed also seeds devices that are not there, and notes the stack of every call: longer than a launch
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        elif self.ranks.device.type != "cpu":
+            torch.manual_seed(seed)
 
     def _gradients(self, batch: Batch) -> Loss:
         with self.precision.autocast():
