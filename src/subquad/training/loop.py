@@ -215,7 +215,7 @@ class Run:
     def _seed(self, *purpose: int) -> None:
         key = [self.training.seed, self.step, self.ranks.data_rank, *purpose]
         seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-        # torch.manual_seed also seeds devices that are not there, and notes the stack of every call: longer than a launch
+        # torch.manual_seed also seeds devices that are not there, and notes the stack of each call
         torch.default_generator.manual_seed(seed)
         if self.ranks.device.type == "cuda":
             torch.cuda.manual_seed(seed)
