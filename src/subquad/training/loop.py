@@ -32,7 +32,7 @@ from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
 from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
 from subquad.training.optimisers import Optimiser, scale_and_clip
-from subquad.training.precision import Precision
+from subquad.training.precision import AtOnce, Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Task
@@ -81,13 +81,15 @@ class Run:
         ranks.shard(self.wired, blocks_of(self.model))
         if training.compile:
             self.wired.compile()
-        self.wrapped = ranks.wrap(self.wired)
+        self.wrapped: Any = ranks.wrap(self.wired)
         self.precision = Precision(training.precision, device)
         self.optimiser = Optimiser(training, self.model, self._may_capture())
         self.captured: Captured[Loss] | None = None  # the gradients of a micro-batch
         self.whole: Captured[bool] | None = None  # an update of one batch
         if training.capture and self.optimiser.capturable and self.pieces == 1:
             self.whole = Captured(lambda batch: self._take([batch]), self._changed)
+            if self.precision.name == "bf16" and not training.compile:  # a compiler casts in the passes it makes anyway
+                self.wrapped = AtOnce(self.wired, self.precision.dtype)
         elif training.capture:
             self.captured = captured_gradients(self._gradients, self.model)
         self.schedule = Schedule(training, task.higher_is_better)
@@ -212,7 +214,13 @@ class Run:
 
     def _seed(self, *purpose: int) -> None:
         key = [self.training.seed, self.step, self.ranks.data_rank, *purpose]
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        # torch.manual_seed also seeds devices that are not there, and notes the stack of each call
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        elif self.ranks.device.type != "cpu":
+            torch.manual_seed(seed)
 
     def _gradients(self, batch: Batch) -> Loss:
         with self.precision.autocast():

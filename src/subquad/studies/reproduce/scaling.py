@@ -19,6 +19,7 @@ from subquad.studies.results import Json, ScalingRow, to_json
 from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
+from subquad.training.precision import AtOnce
 from subquad.training.task import Batch, Loss, Task
 
 LENGTHS = tuple(2**n for n in range(9, 17))
@@ -145,6 +146,8 @@ class Iteration:
         self.optimiser = torch.optim.AdamW(
             model.parameters(), lr=1e-5, fused=self.device.type == "cuda", capturable=capture
         )
+        at_once = capture and precision == "bf16" and not compile  # as the trainer does
+        self.loss = AtOnce(self.wired, torch.bfloat16) if at_once else self.wired
         self.update = Captured(self._update, self._changed) if capture else self._update
 
     def __call__(self) -> None:
@@ -152,7 +155,7 @@ class Iteration:
 
     def _update(self, batch: Batch) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            loss: Loss = self.wired(batch)
+            loss: Loss = self.loss(batch)
         (loss.total / loss.count).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
