@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.models import kept, logistic_mixture
-from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score
+from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score, take_token
 from subquad.models.state import State, leaves, select, size
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
@@ -292,10 +292,7 @@ def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State,
         top.tokens.copy_(best.indices)
     if logprob is not None:
         logprob.copy_(head.log_prob(outputs, new).masked_fill(done, 0))
-    if stop is not None:
-        new = torch.where(done, token, new)
-        done.logical_or_((new[:, None] == stop).any(1))
-    token.copy_(new)
+    take_token(new, token, done, stop)
     return state
 
 
