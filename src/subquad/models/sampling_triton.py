@@ -1,6 +1,7 @@
 """The kernels of `sampling.draw_next` and `logistic_mixture.draw`.
 
-For the first, one program a row reads the scores once, or twice where all of them matter before. Noise is the hash of `sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
+For the first, one program a row reads the scores once, or twice where all of them matter before. Noise is the hash of
+`sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
 """
 
 from typing import Any
