@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from subquad import LanguageModel
-from subquad.models import blocks, fused_step
+from subquad.models import fused_step
 from subquad.models.state import leaves, map_state
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_a_step_in_place_is_the_usual_step(kind: str, monkeypatch: pytest.Monkey
             calls.extend([name] if made is not None else [])
             return made
 
-        monkeypatch.setattr(blocks.fused_step, name, watch)
+        monkeypatch.setattr(fused_step, name, watch)
     model = make(**KINDS[kind])
     compare(model, steps=5)
     assert calls.count("mix") == 5 * 3

@@ -73,7 +73,8 @@ def test_the_operator_of_a_step_is_well_formed() -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.subquad.cached_attention_step.default, args, test_utils=tests)
     with pytest.raises(ValueError, match=r"not torch\.float64"):
-        cached_attention_step(*(x.double() for x in args[:5]), position, impl="triton")
+        double = q.double()
+        cached_attention_step(double, double, double, k.double(), v.double(), position, impl="triton")
 
 
 @compiled

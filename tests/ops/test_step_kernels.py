@@ -47,7 +47,7 @@ def test_a_drawn_token_is_torchs(values: int, samplings: list[Sampling], monkeyp
             token, done = torch.arange(batch), torch.tensor([0, 0, 1, 0, 1, 0]).bool()
             logprob = torch.zeros(batch) if step != 1 else None
             state = (seeds, torch.full((batch,), step), seen[:, :values])
-            draw_next(logits, rows, *state, token, done, stop, logprob, impl)  # type: ignore[arg-type]
+            draw_next(logits, rows, *state, token, done, stop, logprob, impl)
             made.append((token, done, logprob))
         (token, done, logprob), (other, ended, score) = made
         assert torch.equal(token, other)
@@ -63,7 +63,7 @@ def test_a_value_of_a_mixture_is_torchs() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         outputs = (2 * torch.randn(300, 30)).to(dtype)
         outputs[:, 20:] -= 3
-        drawn = [logistic_mixture.draw(outputs, seeds, position, impl) for impl in ("torch", "triton")]  # type: ignore[arg-type]
+        drawn = [logistic_mixture.draw(outputs, seeds, position, impl) for impl in ("torch", "triton")]
         assert drawn[0].unique().numel() > 60
         assert torch.equal(*drawn)
     tests = ("test_schema", "test_faketensor")
