@@ -45,7 +45,11 @@ class Recompute:
         return Prefix(tokens, torch.zeros(batch, dtype=torch.int64, device=tokens.device))
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: Prefix | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        state: Prefix | None = None,
+        head: bool = True,  # noqa: ARG002 (the model computes whole outputs)
     ) -> tuple[Tensor, Prefix]:
         return self._read(tokens, lengths, state or self.init_state(*tokens.shape), inplace=False)
 

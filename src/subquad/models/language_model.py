@@ -112,13 +112,16 @@ class LanguageModel(Model):
         return self.transformer.init_state(batch, capacity)
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
+        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None, head: bool = True
     ) -> tuple[Tensor, State]:
-        """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it)."""
+        """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it).
+
+        head=False: what the head reads, [B, T, D], in place of the logits.
+        """
         position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
         with ranks.laid_out(length_of(tokens)):
             y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
-        return self._logits(y), state
+        return (self._logits(y) if head else y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""
