@@ -226,7 +226,7 @@ def test_forgetting(captured: list[Loop]) -> None:
 def test_a_stream_leaves_its_loop_also_when_nobody_reads_on(captured: list[Loop]) -> None:
     model = make()
     for _ in range(3):
-        tokens = model.stream([1, 2, 3], 20)
+        tokens: Any = model.stream([1, 2, 3], 20)
         assert [next(tokens) for _ in range(6)] == make().generate([1, 2, 3], 6).tolist()
         tokens.close()
     assert len(kept._shelves[model].things) == 1

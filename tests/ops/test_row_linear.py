@@ -3,6 +3,7 @@
 Interpreted tests need their own process, as in test_linear_triton.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import LanguageModel
+from subquad.mechanisms import softmax
+from subquad.models import fused_step, language_model
+from subquad.models.state import map_state
 from subquad.ops import row_linear as op
+from subquad.ops.cache import cached_attention_step
 from subquad.ops.layer_norm import LayerNorm
 from subquad.ops.row_linear import Norm, norm_of, row_linear
 from tests.ops.own_process import compiled, interpreted, outside
@@ -82,6 +88,29 @@ def test_the_operator_is_well_formed_and_refuses_what_it_cannot_do() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             row_linear(**wrong, impl="triton")
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [2, 9])
+def test_a_model_steps_by_kernels_as_by_torch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layers = [("linear", {"impl": "triton"}), "softmax"]
+    how: dict[str, Any] = {"positions": "rotary", "taps": (1, 2)} if rows == 2 else {"norm": "rms"}
+    model = LanguageModel(vocab=23, dim=32, depth=2, heads=2, mechanism=layers, activation="gelu", **how)
+    model = model.eval().to(torch.float32 if rows == 2 else torch.float16)
+    by_kernels = functools.partial(row_linear, impl="triton")
+    with torch.no_grad():
+        _, state = model.prefill(torch.randint(23, (rows, 3)), state=model.init_state(rows, 16))
+        mine = map_state(torch.clone, state)
+        for step in range(3):
+            token = torch.randint(23, (rows,))
+            wanted, state = model.step(token, state, inplace=True)
+            with monkeypatch.context() as patch:
+                for place in (fused_step, language_model):
+                    patch.setattr(place, "row_linear", by_kernels)
+                patch.setattr(softmax, "cached_attention_step", functools.partial(cached_attention_step, impl="triton"))
+                got, mine = model.step(token, mine, inplace=True)
+            torch.testing.assert_close(got, wanted, rtol=0.02 * rows, atol=1e-4 if rows == 2 else 0.01, msg=str(step))
 
 
 @outside

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from subquad.models import logistic_mixture
 from subquad.models.sampling import Rows, Sampling, draw_next
 from subquad.ops.short_conv import short_conv_step
 from tests.ops.own_process import compiled, interpreted
@@ -46,13 +47,27 @@ def test_a_drawn_token_is_torchs(values: int, samplings: list[Sampling], monkeyp
             token, done = torch.arange(batch), torch.tensor([0, 0, 1, 0, 1, 0]).bool()
             logprob = torch.zeros(batch) if step != 1 else None
             state = (seeds, torch.full((batch,), step), seen[:, :values])
-            draw_next(logits, rows, *state, token, done, stop, logprob, impl)  # type: ignore[arg-type]
+            draw_next(logits, rows, *state, token, done, stop, logprob, impl)
             made.append((token, done, logprob))
         (token, done, logprob), (other, ended, score) = made
         assert torch.equal(token, other)
         assert torch.equal(done, ended)
         if logprob is not None and stop is not None:
             torch.testing.assert_close(logprob, score)
+
+
+@interpreted
+def test_a_value_of_a_mixture_is_torchs() -> None:
+    torch.manual_seed(0)
+    seeds, position = torch.arange(300) * 7 - 50, torch.arange(300)
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = (2 * torch.randn(300, 30)).to(dtype)
+        outputs[:, 20:] -= 3
+        drawn = [logistic_mixture.draw(outputs, seeds, position, impl) for impl in ("torch", "triton")]
+        assert drawn[0].unique().numel() > 60
+        assert torch.equal(*drawn)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.subquad.draw_from_mixture.default, (outputs, seeds, position), test_utils=tests)
 
 
 @interpreted
@@ -105,7 +120,8 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
 
     flags = ("NOISE", "GREEDY", "EXCLUDE", "PENALTY", "TEMPERATURE", "MINP", "LOGPROB", "EARLY")
     pointers: dict[str, Any] = {
-        **dict.fromkeys(("x", "raw", "w", "ring", "bias", "y"), "*bf16"), "eps": "fp32", "rate": "fp64",
+        **dict.fromkeys(("x", "raw", "w", "ring", "bias", "y"), "*bf16"), "rate": "fp64",
+        **dict.fromkeys(("least", "half"), "fp32"),
         **dict.fromkeys(("seeds", "position", "stop", "token", "back", "p"), "*i64"),
         **dict.fromkeys(("penalty", "temperature", "min_p"), "*fp64"),
         **dict.fromkeys(("greedy", "exclude", "seen", "done"), "*i1"),
@@ -114,6 +130,7 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
     for fn, constants, warps in (
         (sampling_triton.next_token, {"V": 8192, "BV": 8192, "STOP": 2, **dict.fromkeys(flags, True)}, 16),
         (short_conv_triton.shift, {"D": 256, "BD": 256, "L": 56, "J": 8, "BIAS": True}, 1),
+        (sampling_triton.mixture, {"C": 10, "BC": 16, "BM": 32, "LAST": 255}, 4),
         (turned_triton.angles, {"W": 32, "BW": 32}, 1),
     ):
         signature, constexprs = {}, {}

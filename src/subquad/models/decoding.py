@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.models import kept, logistic_mixture
-from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score
+from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score, take_token
 from subquad.models.state import State, leaves, select, size
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
@@ -45,7 +45,11 @@ class Recompute:
         return Prefix(tokens, torch.zeros(batch, dtype=torch.int64, device=tokens.device))
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: Prefix | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        state: Prefix | None = None,
+        head: bool = True,  # noqa: ARG002 (the model computes whole outputs)
     ) -> tuple[Tensor, Prefix]:
         return self._read(tokens, lengths, state or self.init_state(*tokens.shape), inplace=False)
 
@@ -292,10 +296,7 @@ def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State,
         top.tokens.copy_(best.indices)
     if logprob is not None:
         logprob.copy_(head.log_prob(outputs, new).masked_fill(done, 0))
-    if stop is not None:
-        new = torch.where(done, token, new)
-        done.logical_or_((new[:, None] == stop).any(1))
-    token.copy_(new)
+    take_token(new, token, done, stop)
     return state
 
 

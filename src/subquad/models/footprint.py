@@ -105,6 +105,8 @@ def _imagine(decoder: Any, capacity: int) -> State:
 
 def _remembered(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     """make(), once for a model of these modules, in this type and on this device: it takes longer than some steps."""
+    if not isinstance(model, nn.Module):
+        return make()
     known = _memories.setdefault(model, {})
     whole = key, model.dtype, model.device, tuple(map(id, model.modules()))
     if whole not in known:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
 from subquad.ops.rotary import Turns
-from subquad.ops.row_linear import Norm, norm_of, normalise, plain, row_linear, watched
+from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
 
 
 def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any] | None:
@@ -56,7 +56,7 @@ def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:
     if norm is None or ff.training or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
         return None
     before: Norm | None = None if residual.post else norm
-    activation = "none" if ff.gated else ff.activation
+    activation: Activation = "none" if ff.gated else ff.activation
     h = row_linear(x, ff.inner.weight, ff.inner.bias, norm=before, activation=activation)
     if ff.gated:
         gate, value = h.chunk(2, dim=-1)

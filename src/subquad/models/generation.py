@@ -41,7 +41,8 @@ COMPILE_PAYS = 16384  # compiling takes a minute, which pays from this many step
 UNROLL = 8  # steps in one graph; within it lanes need not wait for each other
 LANES_PAY = 16384  # rows from which two lanes are faster than one
 CHECK = 16  # steps between checks whether all streams have stopped: each check waits for the GPU
-PIECE = 1 << 26  # numbers in the outputs of a prompt that are held at once
+PIECE = 1 << 26  # numbers in the vectors of a prompt that a CPU holds at once
+PART = 32  # on a GPU: bytes of its memory for each such number
 
 
 class Generated(NamedTuple):
@@ -329,16 +330,27 @@ def begin(model: Any, prompts: Prompts, capacity: int, rooms: Rooms | None = Non
         state = rooms.fit(map_state(torch.clone, state), capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)
-    piece = max(1, PIECE // (batch * values_of(model)))
+    piece = max(1, _numbers(model) // batch)
     with torch.no_grad():
         for start in range(0, count, piece):
             part = prompts.tokens[:, start : min(start + piece, count)]
             left = None if prompts.lengths is None else (prompts.lengths - 1 - start).clamp(0, part.shape[1])
             # from None, not from an empty state: it tells a mechanism that nothing came before
             work = work_of(model, () if state is None else state, part.numel())
-            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
+            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state, head=False))
             state = after if state is not None else rooms.fit(after, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
+
+
+def _numbers(model: Any) -> int:
+    """Tokens of a prompt to read at once. It does not depend on what is free, so that a prompt is read as before."""
+    config = stack_of(model).config
+    widest = 4 * max(config.dim, getattr(config, "ff_width", 0))
+    if decoder_of(model) is not model:
+        widest += values_of(model)  # whole outputs
+    if model.device.type != "cuda":
+        return PIECE // widest
+    return torch.cuda.get_device_properties(model.device).total_memory // PART // widest
 
 
 class _Modes(NamedTuple):

@@ -211,10 +211,7 @@ def draw_next(
         new = draw(logits, rows, seeds, position, seen)
         if logprob is not None:
             logprob.copy_(logits.float().log_softmax(-1).gather(-1, new[:, None])[:, 0].masked_fill(done, 0))
-        if stop is not None:
-            new = torch.where(done, token, new)
-            done.logical_or_((new[:, None] == stop).any(1))
-        token.copy_(new)
+        take_token(new, token, done, stop)
         return
     # top-k and top-p sort the tokens, which torch does; the kernel then draws from what they leave
     sorts = rows.uses.ranks
@@ -224,6 +221,14 @@ def draw_next(
         scores, logits, [int(use) for use in rows.uses], *settings, not sorts and rows.uses.adjust, seeds, position,
         seen, token, done, stop, logprob,
     )  # fmt: skip
+
+
+def take_token(new: Tensor, token: Tensor, done: Tensor, stop: Tensor | None) -> None:
+    """`token` becomes the new one in rows that are not done; rows are done from a token of `stop` on."""
+    if stop is not None:
+        new = torch.where(done, token, new)
+        done.logical_or_((new[:, None] == stop).any(1))
+    token.copy_(new)
 
 
 def _unsupported(logits: Tensor, stop: Tensor | None, logprob: Tensor | None) -> str | None:
@@ -304,7 +309,12 @@ def adjust(logits: Tensor, sampling: Sampling | Rows, seen: Tensor | None = None
 
 def gumbel(seeds: Tensor, position: Tensor, count: int) -> Tensor:
     """Independent Gumbel noise, float32 [B, count]."""
-    return -torch.log(-torch.log1p(-uniform(seeds, position, count)))
+    return gumbel_of(uniform(seeds, position, count))
+
+
+def gumbel_of(u: Tensor) -> Tensor:
+    """Gumbel noise of uniform numbers."""
+    return -torch.log(-torch.log1p(-u))
 
 
 def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:

@@ -1,16 +1,18 @@
-"""The kernel of `sampling.draw_next`: one program a row reads the scores once, or twice where all of them matter first.
+"""The kernels of `sampling.draw_next` and `logistic_mixture.draw`.
 
-Noise is the hash of `sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
+For the first, one program a row reads the scores once, or twice where all of them matter before. Noise is the hash of
+`sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import EARLY, Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, blocks_of, launch, tile_of
 
 BLOCK, WARPS = 8192, 16  # scores of a row at a time
 
@@ -25,14 +27,29 @@ def _mix(x):
 
 
 @triton.jit
-def _gumbel(stream, at):
+def _stream(seed, position):
+    """What the noise of a row is made of."""
+    stream = _mix(_mix((seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
+    return _mix(stream ^ position.to(tl.uint32))
+
+
+@triton.jit
+def _uniform(stream, at):
     bits = _mix(stream + (at + 1).to(tl.uint32) * 0x1E3779B1)
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # log1p(-u) from a logarithm of 1 - u, exact also where u is small: the error of 1 - u cancels
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+
+
+@triton.jit
+def _log1m(u):
+    """log(1 - u), exact also where u is small: the error of the rounded 1 - u cancels."""
     w = 1.0 - u
     near = tl.where(w == 1.0, 1.0, 1.0 - w)
-    e = tl.where(w == 1.0, u, -tl.log(w) * tl.div_rn(u, near))
-    return -tl.log(e)
+    return tl.where(w == 1.0, -u, tl.log(w) * tl.div_rn(u, near))
+
+
+@triton.jit
+def _gumbel(stream, at):
+    return -tl.log(-_log1m(_uniform(stream, at)))
 
 
 @triton.jit
@@ -75,9 +92,7 @@ def next_token(
         heat = tl.load(temperature + b * rb).to(tl.float32)
     stream = tl.full((), 0, tl.uint32)
     if NOISE:
-        seed = tl.load(seeds + b)
-        stream = _mix(_mix((seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
-        stream = _mix(stream ^ tl.load(position + b).to(tl.uint32))
+        stream = _stream(tl.load(seeds + b), tl.load(position + b))
     loud = tl.full((), 1, tl.int1)
     if GREEDY:
         loud = tl.load(greedy + b * rb) == 0
@@ -149,3 +164,35 @@ def draw_next(
     numbers = (*strides, 0 if seen is None else seen.stride(0))
     warps = min(WARPS, max(1, constants["BV"] // 256))
     launch(next_token, tensors, Plan((batch,), numbers, constants, warps, early=EARLY))
+
+
+@triton.jit
+def mixture(
+    x, seeds, position, y, B, least, half,
+    C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """BM rows of [weights, means, log-scales], C each: a component, then a logistic number, then its cell."""
+    b = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    c = tl.arange(0, BC)
+    stream = _stream(tl.load(seeds + b, mask=b < B, other=0), tl.load(position + b, mask=b < B, other=0))
+    there = (b < B)[:, None] & (c < C)[None, :]
+    at = x + b[:, None] * (3 * C) + c[None, :]
+    weights = tl.load(at, mask=there, other=float("-inf")).to(tl.float32) + _gumbel(stream[:, None], c[None, :])
+    first = tl.min(tl.where(weights == tl.max(weights, 1)[:, None], c[None, :], C - 1), 1)
+    mine = x + b * (3 * C) + first
+    mean = tl.load(mine + C, mask=b < B, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.load(mine + 2 * C, mask=b < B, other=0.0).to(tl.float32), least)
+    u = _uniform(stream, tl.full((), C, tl.int32))
+    value = mean + tl.exp(scale) * (tl.log(u) - _log1m(u))
+    cell = tl.floor((value + 1.0) * half + 0.5)
+    tl.store(y + b, tl.minimum(tl.maximum(cell, 0.0), LAST).to(tl.int64), mask=b < B)
+
+
+def draw_from_mixture(outputs: Tensor, seeds: Tensor, position: Tensor, values: int, least: float) -> Tensor:
+    batch, components = outputs.shape[0], outputs.shape[1] // 3
+    drawn, wide = torch.empty_like(seeds), tile_of(components)
+    rows = max(1, 512 // wide)
+    constants = {"C": components, "BC": wide, "BM": rows, "LAST": values - 1}
+    plan = Plan((blocks_of(batch, rows),), (batch, least, (values - 1) / 2), constants, warps=4)
+    launch(mixture, (outputs, seeds, position, drawn), plan)
+    return drawn

@@ -168,8 +168,12 @@ class Transformer(Model):
         memory: Tensor | tuple[Any, ...] | None = None,
         memory_lengths: Tensor | None = None,
         inplace: bool = False,
+        norm: bool = True,
     ) -> tuple[Tensor, State]:
-        """One token, x [B, D] -> (y [B, D], the new state); `inplace` overwrites the old one."""
+        """One token, x [B, D] -> (y [B, D], the new state); `inplace` overwrites the old one.
+
+        norm=False: y before the final norm, for a caller that applies it together with what follows.
+        """
         self._check_stateful("step")
         if x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
@@ -184,10 +188,12 @@ class Transformer(Model):
             given = turns.get(block.mixer.turn_width)
             stream, after = block.step(stream, before, read, memory_lengths, inplace, given, late)
             layers.append(after)
-        if not inplace:
-            return self._close(stream, None), State(tuple(layers), position + 1)
-        torch._foreach_add_([position, *late], 1)
-        return self._close(stream, None), State(tuple(layers), position)
+        if inplace:
+            torch._foreach_add_([position, *late], 1)
+        else:
+            position = position + 1
+        y = self._close(stream, None) if norm else self._join(stream)
+        return y, State(tuple(layers), position)
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
         """(positions, the layers' states) of a state that fits this model and the batch."""
@@ -231,14 +237,15 @@ class Transformer(Model):
         x = wide(x)  # backward must subtract exactly what was added
         return x, x
 
+    def _join(self, stream: Stream) -> Tensor:
+        return ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
+
     def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
         norm = self.norm
         if isinstance(stream, Waiting) and not isinstance(norm, nn.Identity) and fuses(stream.x, norm):
             weight, bias, eps, kind = parts_of(norm, stream.x.dtype)
             return zero_padding(add_norm(*stream, weight, bias, eps, norm=kind)[1], lengths)
-        stream = settled(stream)
-        x = ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
-        return zero_padding(norm(x), lengths)
+        return zero_padding(norm(self._join(settled(stream))), lengths)
 
     def _shrink_outputs(self) -> None:
         """Start with small branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).

@@ -30,14 +30,14 @@ class Norm(NamedTuple):
 
 def norm_of(module: nn.Module, dtype: torch.dtype) -> Norm | None:
     """What a norm does to rows of that type; None if it is not one that is known, or somebody watches it."""
-    if type(module) in (LayerNorm, nn.LayerNorm):
-        weight, bias, eps, kind = module.weight, module.bias, module.eps, "layer"
-    elif type(module) is nn.RMSNorm:
-        weight, bias, eps, kind = module.weight, None, module.eps or torch.finfo(dtype).eps, "rms"
-    else:
+    if type(module) not in (LayerNorm, nn.LayerNorm, nn.RMSNorm):
         return None
-    known = isinstance(weight, Tensor) and len(module.normalized_shape) == 1 and not watched(module)  # type: ignore[arg-type]
-    return Norm(weight, bias, eps, kind) if known else None  # type: ignore[arg-type]
+    known: Any = module
+    if known.weight is None or len(known.normalized_shape) != 1 or watched(module):
+        return None
+    if type(module) is nn.RMSNorm:
+        return Norm(known.weight, None, known.eps or torch.finfo(dtype).eps, "rms")
+    return Norm(known.weight, known.bias, known.eps, "layer")
 
 
 def watched(module: nn.Module) -> bool:

@@ -3,6 +3,8 @@
 Legend: B batch, H heads, K key width, V value width, GROUP tokens between two writes of S.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -110,11 +112,12 @@ def warps(block_k: int, block_v: int) -> int:
     return max(1, block_k * block_v // TILE)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, keys: Tensor | None, values: Tensor | None, start: Tensor,
-    position: Tensor, cos: Tensor | None, sin: Tensor | None, spec: Spec,
-) -> Tensor:  # fmt: skip
-    """o of one token for every row and head; without a queue s and z are written at once."""
+def step(tensors: tuple[Any, ...], spec: Spec) -> Tensor:
+    """o of one token for every row and head, from the tensors before o in the kernel's arguments.
+
+    keys and values are None without a queue: s and z are then written at once. So are cos and sin without turns.
+    """
+    q, k, v, s, z, keys, values, start, position, cos, sin = tensors
     if not (s[0, 0].is_contiguous() and z.stride(-1) == 1 and s.dtype == torch.float32):
         raise ValueError(f"s is {s.dtype} with strides {s.stride()}: accepted is float32, K and V contiguous")
     b, h, width_k = q.shape

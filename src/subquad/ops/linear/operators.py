@@ -175,7 +175,8 @@ def _step_inplace(
 def _step_deferred(*args: Any) -> Tensor:
     from subquad.ops.linear import deferred_triton
 
-    return deferred_triton.step(*args[:-_M], Spec(*args[-_M:]))
+    tensors, spec = args[:-_M], Spec(*args[-_M:])
+    return deferred_triton.step(tensors, spec)
 
 
 def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _g: Any, _beta: Any, s: Tensor, z: Tensor, *_spec: Any) -> Any:
