@@ -108,9 +108,9 @@ class Performer(Kernelised):
             q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
             if self._fuses(q, k, v):
                 d, eps = self._signed(), self._how()["eps"]
-                o, sums = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
+                o, (s, z, most) = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
                 position = state.position.add_(1) if inplace else state.position + 1
-                return self._merge(o), State(*sums, position)
+                return self._merge(o), State(s, z, most, position)
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

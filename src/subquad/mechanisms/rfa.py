@@ -109,9 +109,9 @@ class RFA(Kernelised):
             q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
             if self._fuses(q, k, v):
                 d, sigma, eps = self.directions, self.sigma / self.options.tau, self._how()["eps"]
-                o, sums = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
+                o, (s, z, squares) = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
                 position = state.position.add_(1) if inplace else state.position + 1
-                return self._merge(o), State(*sums, position)
+                return self._merge(o), State(s, z, squares, position)
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -1,9 +1,8 @@
-# ruff: noqa: SIM300 (ACC is a parameter)
 """Linear attention on random features that are never in memory: every kernel makes them from q, k and the directions.
 
-A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the sums
-before each chunk, which are the only thing of size features x values; all other kernels take all chunks at once and loop
-over the blocks of features.
+A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the
+sums before each chunk, which are the only thing of size features x values; all other kernels take all chunks at once
+and loop over the blocks of features.
 
     peaks    the largest score of each token, its feature, and |x|²          positive features only
     walk     S = Σ φ(k)vᵀ and z = Σ φ(k) before each chunk, or in all; backwards R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d

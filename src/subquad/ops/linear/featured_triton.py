@@ -52,7 +52,7 @@ def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int
 def room_of(x: Tensor) -> int:
     if x.device.type != "cuda":
         return 1 << 30
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 class Call:
@@ -166,7 +166,7 @@ def backward(
     s, z = call.walk(keys=True)
     w = weights
     pull = torch.empty_like(w.inv)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
+    dq = x.q.new_empty(x.q.shape)
     parts: list[Tensor] = []
 
     def part(tokens: int) -> Tensor | None:
@@ -176,18 +176,18 @@ def backward(
         parts.append(do.new_empty(shape, dtype=call.wide))
         return parts[-1]
 
-    tensors = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
-               x.least, w.inv, s, z, pull, dq, part(call.queries))  # fmt: skip
-    call.by_chunk("back_q", tensors, call.queries)
-    del s, z, tensors
+    of_queries = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
+                  x.least, w.inv, s, z, pull, dq, part(call.queries))  # fmt: skip
+    call.by_chunk("back_q", of_queries, call.queries)
+    del s, z, of_queries  # before the sums of queries take as much memory
     r, rz = call.walk(keys=False, pull=pull)
-    tensors = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
+    dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
+    of_keys = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
                r, rz, dk, dv, part(call.keys))  # fmt: skip
-    call.by_chunk("back_k", tensors, call.keys)
-    dsigma = None if x.sigma is None else sum(t.sum((0, 2)) for t in parts).to(x.sigma.dtype)  # type: ignore[union-attr]
-    return dq, dk, dv, dsigma
-
-
+    call.by_chunk("back_k", of_keys, call.keys)
+    if x.sigma is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, torch.cat(parts, 2).sum((0, 2)).to(x.sigma.dtype)
 
 
 def step(
