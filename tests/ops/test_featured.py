@@ -27,6 +27,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         small = lambda *a, config=config: config(*a)._replace(chunk=16, features=16)  # noqa: E731
         monkeypatch.setattr(module, "config", small)
         monkeypatch.setattr(module, "PROGRAMS", 12)
+    monkeypatch.setattr(featured_triton, "LEAST", 1)
 
 
 def visible(rows: int, queries: int, keys: int, lengths: Tensor | None, causal: bool) -> Tensor:
@@ -70,7 +71,7 @@ def draw(
     leaves = [x.requires_grad_() for x in (1.5 * q, 1.5 * key, val, sigma) if x is not None]
     n = None if lengths is None else torch.tensor(lengths)
     spec = Spec(kind, 1.0 if KINDS[kind].unit else 0.5, 0.0 if KINDS[kind].signed else 1 / 1024, causal)
-    return Inputs(*leaves[:3], w, least, sigma, n), spec, leaves
+    return Inputs(leaves[0], leaves[1], leaves[2], w, least, sigma, n), spec, leaves
 
 
 @interpreted
