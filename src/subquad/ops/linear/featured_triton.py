@@ -118,11 +118,9 @@ class Call:
         return [(first, min(per, chunks - first)) for first in range(0, chunks, per)]
 
     def carry(self) -> tuple[Tensor, Tensor]:
-        """The sums between slabs."""
-        rows, q = self.batch * self.heads, self.x.q
-        return q.new_empty((rows, self.width_v, self.all), dtype=self.wide), q.new_empty(
-            (rows, self.all), dtype=self.wide
-        )
+        """The sums between slabs: zeros before the first."""
+        shape = self.batch * self.heads, self.width_v, self.all
+        return self.x.q.new_zeros(shape, dtype=self.wide), self.x.q.new_zeros(shape[::2], dtype=self.wide)
 
     def walk(
         self, keys: bool, slab: tuple[int, int], carry: tuple[Tensor, Tensor], *, pull: Tensor | None = None,
