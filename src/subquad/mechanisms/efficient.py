@@ -137,8 +137,8 @@ class Efficient(Kernelised):
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
         if self._continues_on_kernels(x, state) and self._fuses(q, k, v):
-            o, sums = normalised_step(q, k, v, state[:3], inplace)
-            return self._merge(o), State(*sums, state.position.add_(1) if inplace else state.position + 1)
+            o, (s, z, most) = normalised_step(q, k, v, state[:3], inplace)
+            return self._merge(o), State(s, z, most, state.position.add_(1) if inplace else state.position + 1)
         if self.options.normalize == "scaling":
             root, before = (
                 (state.position + 1).to(state.s.dtype).sqrt()[:, None, None],

@@ -8,7 +8,8 @@ Definition  oₜ = Σₛ φ(qₜ)·φ(kₛ) vₛ / Σₛ φ(qₜ)·φ(kₛ), wit
             kernel="relu"        φ(x) = ReLU(Ωx), the generalised attention; features=0: ReLU(x), as in Long Range Arena
             Ω [features, K] for each head: Gaussian rows, orthogonal within blocks of K rows
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1),
-            with M = features, twice that for trig and hyperbolic
+            with M = features, twice that for trig and hyperbolic. On a GPU, kernels compute all features but those of
+            trig where they use them, and memory is O(T·(K + V))
 Departures  The authors subtract the largest exponent of all keys, which looks ahead; here it is the largest so far, and
             a new one rescales the sums like a gate. They add eps to features in units of that maximum; here the unit
             is the token's own largest feature, so all maxima cancel and the denominator stays above eps. With trig,
@@ -108,9 +109,9 @@ class Performer(Kernelised):
             q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
             if self._fuses(q, k, v):
                 d, eps = self._signed(), self._how()["eps"]
-                o, sums = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
+                o, (s, z, most) = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
                 position = state.position.add_(1) if inplace else state.position + 1
-                return self._merge(o), State(*sums, position)
+                return self._merge(o), State(s, z, most, position)
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -6,7 +6,8 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
             gate=False   Sₜ = Σₛ φ(kₛ)vₛᵀ,  zₜ = Σₛ φ(kₛ), with s ≤ t when causal, every s otherwise
             gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
             Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
-Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
+Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features.
+            On a GPU, kernels compute the features where they use them if there is no gate: O(T·(K + V)) memory
 Departures  the denominator d can be near zero or negative, unlike a sum of Gaussians. We use sign(d)·max(|d|, eps·e)
             with its standard error e = √(Σₛ wₛ²/M) and the weight wₛ of key s, 1 without a gate: within e of zero, d is
             noise. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper draws Ω
@@ -109,9 +110,9 @@ class RFA(Kernelised):
             q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
             if self._fuses(q, k, v):
                 d, sigma, eps = self.directions, self.sigma / self.options.tau, self._how()["eps"]
-                o, sums = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
+                o, (s, z, squares) = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
                 position = state.position.add_(1) if inplace else state.position + 1
-                return self._merge(o), State(*sums, position)
+                return self._merge(o), State(s, z, squares, position)
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

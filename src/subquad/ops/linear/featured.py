@@ -81,7 +81,10 @@ class Result(NamedTuple):
 
 
 def featured_attention(x: Inputs, spec: Spec, state: bool = False) -> Result:
-    """The arguments have been checked; gradients go to q, k, v and sigma. `state`: fill s, z and max (causal)."""
+    """The arguments have been checked. Gradients go from o to q, k, v and sigma; a state has none.
+
+    `state`: fill s, z and max, if causal.
+    """
     x = x._replace(**{n: t if t.stride(-1) == 1 else t.contiguous() for n, t in zip("qkv", x[:3], strict=True)})
     x = x._replace(directions=x.directions.contiguous(), sigma=None if x.sigma is None else x.sigma.contiguous())
     return Result(*torch.ops.subquad.featured_attention(*x, *spec, state)[:4])
@@ -127,11 +130,12 @@ def _weigh(x: Inputs, spec: Spec, wide: torch.dtype) -> tuple[Weights, Tensor]:
     return made._replace(kappa=kappa - largest), largest[:, 0]
 
 
-def _shapes(x: Inputs, spec: Spec) -> tuple[Tensor, ...]:
-    """o, s and z."""
-    shape = x.k.shape[0], x.k.shape[2], x.directions.shape[1] * KINDS[spec.kind].parts
+def _shapes(x: Inputs, spec: Spec, state: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """o, s and z; the last two are empty if no state is asked for."""
     o, wide = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]), dtype=x.v.dtype), x.least.dtype
-    return o, x.q.new_empty((*shape, x.v.shape[3]), dtype=wide), x.q.new_empty(shape, dtype=wide)
+    shape = x.k.shape[0], x.k.shape[2], x.directions.shape[1] * KINDS[spec.kind].parts
+    s, z = ((*shape, x.v.shape[3]), shape) if state else ((0,), (0,))
+    return o, x.q.new_empty(s, dtype=wide), x.q.new_empty(z, dtype=wide)
 
 
 def _some(like: Tensor, tensors: Any) -> tuple[Tensor, ...]:
@@ -144,16 +148,16 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
     x, spec, state = Inputs(*args[:_N]), Spec(*args[_N : _N + _M]), args[-1]
     made, largest = _weigh(x, spec, x.least.dtype)
-    o, s, z = _shapes(x, spec)
+    o, s, z = _shapes(x, spec, state)
     featured_triton.forward(x, spec, made, o, (s, z) if state else None)
     return o, s, z, largest.clone(), *_some(x.q, made)
 
 
 def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
-    x, spec = Inputs(*args[:_N]), Spec(*args[_N : _N + _M])
+    x, spec, state = Inputs(*args[:_N]), Spec(*args[_N : _N + _M]), args[-1]
     kind, wide = KINDS[spec.kind], x.least.dtype
-    o, s, z = _shapes(x, spec)
-    largest = x.q.new_empty(s.shape[:2], dtype=wide)
+    o, s, z = _shapes(x, spec, state)
+    largest = x.k.new_empty((x.k.shape[0], x.k.shape[2]), dtype=wide)
     queries, keys = (t.new_empty(t.shape[:3], dtype=wide) for t in (x.q, x.k))
     made = Weights(queries)
     if kind.mode == "exp":
@@ -200,12 +204,11 @@ operator(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.spec = inputs[_N : _N + _M]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*inputs[:_N], output[0], *output[4:])
 
 
-def _gradient(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(g is not None for g in others[:2]):
-        raise RuntimeError("featured_attention has no gradient of its state: use linear_attention on the features")
+def _gradient(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # read once: checkpointing computes them at every reading
     inputs, o, kept = tensors[:_N], tensors[_N], tensors[_N + 1 :]
     do = torch.zeros_like(o) if do is None else do
@@ -220,7 +223,7 @@ torch.library.register_autograd("subquad::featured_attention", _gradient, setup_
 def featured_step(
     q: Tensor, k: Tensor, v: Tensor, directions: Tensor, sigma: Tensor | None, state: tuple[Tensor, ...], spec: Spec,
     low: float, inplace: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """One token without gradients: q, k [B, H, K], v [B, H, V] -> o [B, H, V] and the new state.
 
     The state is s, z and the logarithm of their unit [B, H], or for "gaussian" the number of tokens [B, H]. `low` is

@@ -1,9 +1,8 @@
-# ruff: noqa: SIM300 (ACC is a parameter)
 """Linear attention on random features that are never in memory: every kernel makes them from q, k and the directions.
 
-A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the sums
-before each chunk, which are the only thing of size features x values; all other kernels take all chunks at once and loop
-over the blocks of features.
+A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the
+sums before each chunk, which are the only thing of size features x values; all other kernels take many chunks at once
+and loop over the blocks of features. Causal, only PER chunks are taken at a time, so that the sums of few chunks exist.
 
     peaks    the largest score of each token, its feature, and |x|²          positive features only
     walk     S = Σ φ(k)vᵀ and z = Σ φ(k) before each chunk, or in all; backwards R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d
@@ -20,7 +19,8 @@ MODE says what φ is of a score s = ω·x:
 GATED: a pair of tokens has one more factor exp(kappa[s] - reach[t]), where reach[t] is at least every kappa[s] so far.
 This is how keys with large exponents, or padding, are weighed: no number grows, and nothing looks ahead.
 
-Legend: C chunk, N chunks, F features of a block, NB blocks, M directions, PARTS features of a direction.
+Legend: C chunk, N chunks, FIRST the first of PER chunks, F features of a block, NB blocks, M directions, PARTS features
+of a direction.
 """
 
 import triton
@@ -30,6 +30,7 @@ from triton.language.extra import libdevice
 from subquad.ops.linear.tiles_triton import load_column, load_rows, store_rows
 
 SHORT = tl.constexpr(1e-6)  # as in random_features.py
+SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS")  # of sequences: no code is made for some of them
 
 
 @triton.jit
@@ -137,14 +138,14 @@ def _reached(reach, start, b, h, H, t, ACC: tl.constexpr):
 
 @triton.jit
 def _pull_back(
-    g, x, by, along, flat, arg, w, dsigma, sigma, scale, eps, h, pid, left,
+    g, x, by, along, flat, arg, w, dsigma, sigma, scale, eps, h, part, left,
     MODE: tl.constexpr, UNIT: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x from g, that of its scores times the directions.
 
     along: Σ φ dφ, the gradient of the logarithm of a key's factor exp(-|x|²/2); that of a query cancels.
-    flat: Σ dφ, by which eps times the largest feature moves.
+    flat: Σ dφ, by which eps times the largest feature moves. part: where in dσ the sum of this chunk goes.
     """
     c = tl.arange(0, BK)
     x = x.to(ACC)
@@ -157,7 +158,7 @@ def _pull_back(
         if KEYS:
             g -= x * (along * scale * scale)[:, None]
     if UNIT:
-        tl.store(dsigma + pid.to(tl.int64) * K + c, tl.sum(x * g, 0), mask=c < K)
+        tl.store(dsigma + part.to(tl.int64) * K + c, tl.sum(x * g, 0), mask=c < K)
         g = g * sigma[None, :]
         unit = x * by
         near = by < (0.999 / SHORT)  # a shorter vector was not divided by its length
@@ -165,7 +166,7 @@ def _pull_back(
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def peaks(
     x, w, top, arg, half, scale, T, N, xb, xh,
     XT: tl.constexpr, K: tl.constexpr, M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
@@ -197,18 +198,19 @@ def peaks(
     tl.store(half + at + i * H, tl.sum(xa * xa, 1) * (scale * scale * 0.5), mask=i < left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def walk(
-    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows, init, zinit, fin, zfin,
-    scale, eps, root, T, N, PER, SEGMENTS, xb, xh, yb, yh,
+    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows, init, zinit, carry, zcarry, fin, zfin,
+    scale, eps, root, T, N, FIRST, PER, SEGMENTS, xb, xh, yb, yh,
     XT: tl.constexpr, YT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
     CAUSAL: tl.constexpr, KEYS: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of features times values before each chunk (causal), or over a segment of PER chunks.
+    """Sums of features times values before each of PER chunks (causal), or over a segment of PER chunks.
 
+    INIT: 0 from nothing, 1 from a state, 2 from `carry`, which has the sums after the chunks before.
     KEYS: of keys, forwards. Otherwise of queries, backwards: the values are do, and z adds up p, both over d.
     Sums are in units of exp(reach) of the token before the chunk, which a later unit rescales.
     """
@@ -241,11 +243,15 @@ def walk(
     at_f = part * M + f0 + tl.arange(0, F)
     state = (bh.to(tl.int64) * PARTS * M + at_f)[None, :] * V + cv[:, None]
     inside = (cv < V)[:, None] & real[None, :]
-    if INIT:
+    carried = (bh.to(tl.int64) * V + cv[:, None]) * ALL + cf[None, :]
+    if INIT == 1:
         s += tl.load(init + state, mask=inside, other=0.0)
         z += tl.load(zinit + bh.to(tl.int64) * PARTS * M + at_f, mask=real, other=0.0)
+    elif INIT == 2:
+        s += tl.load(carry + carried, mask=(cv < V)[:, None], other=0.0)
+        z += tl.load(zcarry + bh.to(tl.int64) * ALL + cf)
     i = tl.arange(0, C)
-    begin = segment * PER
+    begin = FIRST + segment * PER
     stop = tl.minimum(begin + PER, N)
     for c in range(begin, stop):
         n = c
@@ -254,7 +260,7 @@ def walk(
         t = n * C
         left = T - t
         if CAUSAL:
-            row = bh.to(tl.int64) * N + n
+            row = bh.to(tl.int64) * PER + n - begin
             p = rows + (row * V + cv[:, None]) * ALL + cf[None, :]
             tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
             if v0 == 0:
@@ -296,7 +302,11 @@ def walk(
             z += tl.sum(f * load_column(pull, t, left, H, C, ACC, 0.0)[:, None], 0)
         s += tl.dot(tl.trans(yx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
 
-    if not CAUSAL:
+    if CAUSAL:
+        tl.store(carry + carried, s, mask=(cv < V)[:, None])
+        if v0 == 0:
+            tl.store(zcarry + bh.to(tl.int64) * ALL + cf, z)
+    else:
         row = bh.to(tl.int64) * SEGMENTS + segment
         tl.store(rows + (row * V + cv[:, None]) * ALL + cf[None, :], s, mask=(cv < V)[:, None])
         if v0 == 0:
@@ -321,10 +331,10 @@ def _sums(rows, zrows, row, f0, V: tl.constexpr, ALL: tl.constexpr, F: tl.conste
     return s.to(DOT), tl.load(zrows + row * ALL + cf).to(ACC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def read(
     q, k, v, w, sigma, top_q, top_k, kappa, reach, start, least, rows, zrows, o, inv,
-    scale, eps, root, T, N, qb, qh, kb, kh, vb, vh,
+    scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr,
@@ -334,8 +344,8 @@ def read(
     """o and one over d of a chunk of queries."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
-    t = (pid % N) * C
-    bh = pid // N
+    t = (FIRST + pid % PER) * C
+    bh = pid // PER
     b = (bh // H).to(tl.int64)
     h = bh % H
     left = T - t
@@ -350,7 +360,7 @@ def read(
         most_q = load_column(top_q + at, 0, left, H, C, ACC, 0.0)
     row = bh.to(tl.int64)
     if CAUSAL:
-        row = row * N + t // C
+        row = row * PER + pid % PER
         kx = load_rows(k + b * kb + h.to(tl.int64) * kh, t, left, KT, 0, K, C, BK, EVEN)
         by_k = _scale(kx, scale, UNIT, ACC)
         kx = kx.to(DOT)
@@ -401,10 +411,10 @@ def read(
     store_rows(o + (b * T * H + h) * V, num * d[:, None], t, left, H * V, 0, V, C, BV, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def back_q(
     q, k, v, do, o, w, sigma, top_q, arg_q, top_k, kappa, reach, start, least, inv, rows, zrows, pull, dq, dsigma,
-    scale, eps, root, T, N, qb, qh, kb, kh, vb, vh, ob, oh,
+    scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
@@ -414,8 +424,8 @@ def back_q(
     """dq and the pull of a chunk of queries; with UNIT also what they add to dσ."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
-    t = (pid % N) * C
-    bh = pid // N
+    t = (FIRST + pid % PER) * C
+    bh = pid // PER
     b = (bh // H).to(tl.int64)
     h = bh % H
     left = T - t
@@ -439,7 +449,7 @@ def back_q(
     row = bh.to(tl.int64)
     outer = d
     if CAUSAL:
-        row = row * N + t // C
+        row = row * PER + pid % PER
         kx = load_rows(k + b * kb + h.to(tl.int64) * kh, t, left, KT, 0, K, C, BK, EVEN)
         by_k = _scale(kx, scale, UNIT, ACC)
         kx = kx.to(DOT)
@@ -480,15 +490,15 @@ def back_q(
             flat += tl.sum(df, 1)
             ds += df * _slope(sq, fq, by_q, eps, root, part, MODE, FAST)
         g += tl.dot(ds.to(DOT), tile.to(DOT), input_precision=PREC, out_dtype=ACC)
-    g = _pull_back(g, qx, by_q, flat, flat, arg_q + at + i * H, w, dsigma, sig, scale, eps, h, pid, left,
+    g = _pull_back(g, qx, by_q, flat, flat, arg_q + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, False, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dq + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def back_k(
     q, k, v, do, w, sigma, top_q, top_k, arg_k, kappa, reach, inv, pull, rows, zrows, dk, dv, dsigma,
-    scale, eps, root, T, N, qb, qh, kb, kh, vb, vh, ob, oh,
+    scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
@@ -498,8 +508,8 @@ def back_k(
     """dk and dv of a chunk of keys; with UNIT also what they add to dσ."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
-    t = (pid % N) * C
-    bh = pid // N
+    t = (FIRST + pid % PER) * C
+    bh = pid // PER
     b = (bh // H).to(tl.int64)
     h = bh % H
     left = T - t
@@ -518,7 +528,7 @@ def back_k(
     if GATED:
         own = load_column(kappa + at, 0, left, H, C, ACC, 0.0)
     if CAUSAL:
-        row = row * N + t // C
+        row = row * PER + pid % PER
         qx = load_rows(q + b * qb + h.to(tl.int64) * qh, t, left, QT, 0, K, C, BK, EVEN)
         dox = load_rows(do + b * ob + h.to(tl.int64) * oh, t, left, OT, 0, V, C, BV, EVEN).to(DOT)
         by_q = _scale(qx, scale, UNIT, ACC)
@@ -571,7 +581,7 @@ def back_k(
     gv = gv * outer[:, None]
     if CAUSAL:
         gv += tl.dot((a * fade).to(DOT), dox, input_precision=PREC, out_dtype=ACC)
-    g = _pull_back(g, kx, by_k, along, flat, arg_k + at + i * H, w, dsigma, sig, scale, eps, h, pid, left,
+    g = _pull_back(g, kx, by_k, along, flat, arg_k + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, True, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dk + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)
     store_rows(dv + (b * T * H + h) * V, gv, t, left, H * V, 0, V, C, BV, EVEN)

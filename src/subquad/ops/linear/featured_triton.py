@@ -11,6 +11,7 @@ from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.linear import featured_kernels_triton as kernels
 from subquad.ops.linear.featured import KINDS, Inputs, Spec, Weights
 
+LEAST = 16  # chunks at a time
 PROGRAMS = 1056  # enough to fill the chip: bidirectional sums are cut into that many
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
 _TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
@@ -52,7 +53,7 @@ def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int
 def room_of(x: Tensor) -> int:
     if x.device.type != "cuda":
         return 1 << 30
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 class Call:
@@ -108,41 +109,60 @@ class Call:
                    x.shape[1], {"XT": x.stride(1)})  # fmt: skip
         return top, arg, half
 
-    def walk(self, keys: bool, pull: Tensor | None = None, last: tuple[Tensor, Tensor] | None = None,
-             ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The sums before each chunk, [B·H·N, V, features] and [B·H·N, features], or in all, with N = 1."""
+    def slabs(self, tokens: int) -> list[tuple[int, int]]:
+        """First and number of the chunks to take at a time: so many that their sums take as much memory as q."""
+        chunks = blocks_of(tokens, self.chunk)
+        if not self.spec.causal:
+            return [(0, chunks)]
+        per = max(LEAST, chunks * self.chunk * self.width_k // (self.width_v * self.all))
+        return [(first, min(per, chunks - first)) for first in range(0, chunks, per)]
+
+    def carry(self) -> tuple[Tensor, Tensor]:
+        """The sums between slabs: zeros before the first."""
+        shape = self.batch * self.heads, self.width_v, self.all
+        return self.x.q.new_zeros(shape, dtype=self.wide), self.x.q.new_zeros(shape[::2], dtype=self.wide)
+
+    def walk(
+        self, keys: bool, slab: tuple[int, int], carry: tuple[Tensor, Tensor], *, pull: Tensor | None = None,
+        init: tuple[Tensor, Tensor] | None = None, last: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The sums before each chunk of a slab, [B·H·N, V, features] and [B·H·N, features], or in all, with N = 1.
+
+        It goes on from a state `init`, or else from `carry`, where it leaves the sums to the next slab.
+        """
         x, w, spec = self.x, self.weights, self.spec
         a, b = (x.k, x.v) if keys else (x.q, self.do)
         assert b is not None
         top = w.top_k if keys else w.top_q
-        tokens, rows = a.shape[1], self.batch * self.heads
+        tokens, rows, (first, per) = a.shape[1], self.batch * self.heads, slab
         chunks = blocks_of(tokens, self.chunk)
         block_v = min(64, block_of(self.width_v, self.size))
         each = self.kind.parts * self.blocks * blocks_of(self.width_v, block_v)
-        segments = 1 if spec.causal else min(chunks, max(1, PROGRAMS // (rows * each)))
-        per = blocks_of(chunks, segments)
-        count = rows * (chunks if spec.causal else segments)
+        segments = 1
+        if not spec.causal:
+            segments = min(chunks, max(1, PROGRAMS // (rows * each)))
+            per = blocks_of(chunks, segments)
+        count = rows * (per if spec.causal else segments)
         s = a.new_empty((count, self.width_v, self.all), dtype=self.work if spec.causal else self.wide)
         z = a.new_empty((count, self.all), dtype=self.wide)
-        init = None if not keys or x.s0 is None else (x.s0, x.z0)
+        begins = 1 if init is not None else 2 if spec.causal else 0
         tensors = (a, b, x.directions, x.sigma, top, w.kappa, w.reach, w.start, w.inv, pull, s, z,
-                   *(init or (None, None)), *(last or (None, None)))  # fmt: skip
-        numbers = (spec.scale, spec.eps, self.count**-0.5, tokens, chunks, per, segments,
+                   *(init or (None, None)), *carry, *(last or (None, None)))  # fmt: skip
+        numbers = (spec.scale, spec.eps, self.count**-0.5, tokens, chunks, first, per, segments,
                    a.stride(0), a.stride(2), b.stride(0), b.stride(2))  # fmt: skip
         self.start("walk", rows * segments * each, tensors, numbers, tokens, {"XT": a.stride(1), "YT": b.stride(1)},
-                   KEYS=keys, INIT=init is not None, FINAL=last is not None, BV=block_v)  # fmt: skip
+                   KEYS=keys, INIT=begins, FINAL=last is not None, BV=block_v)  # fmt: skip
         if not spec.causal:
             s, z = s.unflatten(0, (rows, segments)).sum(1).to(self.work), z.unflatten(0, (rows, segments)).sum(1)
         return s, z
 
-    def by_chunk(self, name: str, tensors: tuple[Any, ...], tokens: int) -> None:
+    def by_chunk(self, name: str, slab: tuple[int, int], tensors: tuple[Any, ...], tokens: int) -> None:
         x, do = self.x, self.do
         inputs = {"Q": x.q, "K": x.k, "V": x.v} | ({} if do is None else {"O": do})
-        chunks = blocks_of(tokens, self.chunk)
         apart = tuple(stride for t in inputs.values() for stride in (t.stride(0), t.stride(2)))
-        numbers = (self.spec.scale, self.spec.eps, self.count**-0.5, tokens, chunks, *apart)
+        numbers = (self.spec.scale, self.spec.eps, self.count**-0.5, tokens, blocks_of(tokens, self.chunk), *slab)
         strides = {f"{letter}T": t.stride(1) for letter, t in inputs.items()}
-        self.start(name, self.batch * self.heads * chunks, tensors, numbers, tokens, strides)
+        self.start(name, self.batch * self.heads * slab[1], tensors, numbers + apart, tokens, strides)
 
 
 def peaks(x: Inputs, spec: Spec, weights: Weights, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,43 +171,46 @@ def peaks(x: Inputs, spec: Spec, weights: Weights, of: Tensor) -> tuple[Tensor, 
 
 def forward(x: Inputs, spec: Spec, weights: Weights, o: Tensor, last: tuple[Tensor, Tensor] | None) -> None:
     """Fill o, weights.inv and the last sums."""
-    call = Call(x, spec, weights)
-    s, z = call.walk(keys=True, last=last)
-    tensors = (x.q, x.k, x.v, x.directions, x.sigma, weights.top_q, weights.top_k, weights.kappa, weights.reach,
-               weights.start, x.least, s, z, o, weights.inv)  # fmt: skip
-    call.by_chunk("read", tensors, call.queries)
+    call, w = Call(x, spec, weights), weights
+    carry = call.carry()
+    slabs = call.slabs(call.queries)
+    for i, slab in enumerate(slabs):
+        init = None if i > 0 or x.s0 is None or x.z0 is None else (x.s0, x.z0)
+        s, z = call.walk(True, slab, carry, init=init, last=last if i == len(slabs) - 1 else None)
+        tensors = (x.q, x.k, x.v, x.directions, x.sigma, w.top_q, w.top_k, w.kappa, w.reach, w.start, x.least, s, z, o,
+                   w.inv)  # fmt: skip
+        call.by_chunk("read", slab, tensors, call.queries)
+        del s, z, tensors  # so that the next slab takes their memory
 
 
 def backward(
     do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and sigma."""
-    call = Call(x, spec, weights, do)
-    s, z = call.walk(keys=True)
-    w = weights
+    call, w = Call(x, spec, weights, do), weights
     pull = torch.empty_like(w.inv)
-    dq, dk, dv = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
-    parts: list[Tensor] = []
-
-    def part(tokens: int) -> Tensor | None:
-        if x.sigma is None:
-            return None
-        shape = call.batch, call.heads, blocks_of(tokens, call.chunk), call.width_k
-        parts.append(do.new_empty(shape, dtype=call.wide))
-        return parts[-1]
-
-    tensors = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
-               x.least, w.inv, s, z, pull, dq, part(call.queries))  # fmt: skip
-    call.by_chunk("back_q", tensors, call.queries)
-    del s, z, tensors
-    r, rz = call.walk(keys=False, pull=pull)
-    tensors = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
-               r, rz, dk, dv, part(call.keys))  # fmt: skip
-    call.by_chunk("back_k", tensors, call.keys)
-    dsigma = None if x.sigma is None else sum(t.sum((0, 2)) for t in parts).to(x.sigma.dtype)  # type: ignore[union-attr]
-    return dq, dk, dv, dsigma
-
-
+    dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
+    parts: list[Tensor | None] = [None, None]
+    if x.sigma is not None:
+        counts = (blocks_of(tokens, call.chunk) for tokens in (call.queries, call.keys))
+        parts = [do.new_empty((call.batch, call.heads, n, call.width_k), dtype=call.wide) for n in counts]
+    carry = call.carry()
+    for slab in call.slabs(call.queries):
+        s, z = call.walk(True, slab, carry)
+        tensors = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
+                   x.least, w.inv, s, z, pull, dq, parts[0])  # fmt: skip
+        call.by_chunk("back_q", slab, tensors, call.queries)
+        del s, z, tensors
+    carry = call.carry()
+    for slab in reversed(call.slabs(call.keys)):
+        s, z = call.walk(False, slab, carry, pull=pull)
+        of_keys = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
+                   s, z, dk, dv, parts[1])  # fmt: skip
+        call.by_chunk("back_k", slab, of_keys, call.keys)
+        del s, z, of_keys
+    if x.sigma is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, torch.cat([t for t in parts if t is not None], 2).sum((0, 2)).to(x.sigma.dtype)
 
 
 def step(

@@ -42,28 +42,30 @@ def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def normalised_attention(x: Inputs, causal: bool, state: bool = False) -> tuple[Tensor, Last]:
-    """o [B, T, H, V], and with `state` the state after the last token. Gradients go to q, k and v."""
+    """o [B, T, H, V], and with `state` the state after the last token. Gradients go from o to q, k and v; a
+    state has none."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in x[:3])
     s0, z0, max0 = (None if t is None else t.contiguous() for t in x[4:])
     o, *last = torch.ops.subquad.normalised_attention(q, k, v, x.lengths, s0, z0, max0, causal, state)
     return o, tuple(last)
 
 
-def _shapes(*args: Any) -> tuple[Tensor, ...]:
+def _shapes(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = Inputs(*args[: len(Inputs._fields)])
     o = x.q.new_empty((*x.q.shape[:3], x.v.shape[3]), dtype=x.v.dtype)
-    shape = x.k.shape[0], *x.k.shape[2:]
-    s, z, m = (x.q.new_empty(size, dtype=wide_type(x.q)) for size in ((*shape, x.v.shape[3]), shape, shape))
+    shape: tuple[int, ...] = (x.k.shape[0], *x.k.shape[2:])
+    sizes = ((*shape, x.v.shape[3]), shape, shape) if args[-1] else ((0,), (0,), (0,))  # no state, if none is wanted
+    s, z, m = (x.q.new_empty(size, dtype=wide_type(x.q)) for size in sizes)
     return o, s, z, m
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from subquad.ops.linear import normalised_triton
 
     *inputs, causal, state = args
-    o, *last = _shapes(*args)
-    normalised_triton.forward(Inputs(*inputs), causal, o, tuple(last) if state else None)
-    return o, *last
+    o, s, z, most = _shapes(*args)
+    normalised_triton.forward(Inputs(*inputs), causal, o, (s, z, most) if state else None)
+    return o, s, z, most
 
 
 def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -82,15 +84,14 @@ operator("normalised_attention", f"{_INPUTS}, bool causal, bool state", 4, _forw
 operator("normalised_attention_backward", f"Tensor do, {_INPUTS}, bool causal", 3, _backward, _backward_shapes)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.causal, _ = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors)
 
 
-def _gradient(ctx: Any, do: Tensor | None, *state: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(g is not None for g in state):
-        raise RuntimeError("normalised_attention has no gradient of its state: use impl='torch'")
+def _gradient(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     inputs = ctx.saved_tensors  # read once: checkpointing computes them at every reading
     if do is None:
         return (None,) * (len(inputs) + 2)
@@ -101,9 +102,7 @@ def _gradient(ctx: Any, do: Tensor | None, *state: Tensor | None) -> tuple[Tenso
 torch.library.register_autograd("subquad::normalised_attention", _gradient, setup_context=_setup)
 
 
-def normalised_step(
-    q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, ...], inplace: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def normalised_step(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, ...], inplace: bool) -> tuple[Tensor, Last]:
     """One token without gradients: q, k [B, H, K], v [B, H, V] -> o [B, H, V] and the new s, z and max."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     s, z, most = state if inplace else (t.clone(memory_format=torch.contiguous_format) for t in state)

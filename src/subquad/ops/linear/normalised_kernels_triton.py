@@ -1,4 +1,3 @@
-# ruff: noqa: SIM300 (ACC is a parameter)
 """Efficient attention on the GPU: o = ρ(q)·Σ e^k vᵀ / Σ e^k, where each channel has its own sums over positions.
 
 A sequence is cut into chunks of C tokens. `walk_keys` and `walk_queries` go along it and write the sums before, or
@@ -10,9 +9,9 @@ after, each chunk; the others take all chunks at once.
     walk_queries    R = Σ (ρ/z) doᵀ and P = Σ h/z after each chunk, or in all
     back_k          dk and dv
 
-Causal, the normaliser z_t of a channel grows within a chunk, by as much as its keys do. Queries are computed in units of
-the largest key up to the last of them; where that grows by more than e^MOST within a chunk, they are taken in several
-turns (`_turn`), so that no normaliser vanishes: any keys are exact, and keys as they usually are take one turn.
+Causal, the normaliser z_t of a channel grows within a chunk, by as much as its keys do. Queries are computed in units
+of the largest key up to the last of them; where that grows by more than e^MOST within a chunk, they are taken in
+several turns (`_turn`), so that no normaliser vanishes: any keys are exact, and keys as they usually are take one turn.
 """
 
 import triton
@@ -162,7 +161,7 @@ def read(
         kx = _keys(k + b * kb + h * kh, t, left, KT, K, C, BK, EVEN, ACC)
         first = 0
         while first < C:
-            last, top, f, total, y = _turn(kx, rho, first, m, z, C)
+            last, top, f, _, y = _turn(kx, rho, first, m, z, C)
             y = y.to(DOT)
             fade = tl.exp(m - top)
             a = tl.dot(y, tl.trans(f.to(DOT)), input_precision=PREC, out_dtype=ACC)
@@ -228,7 +227,7 @@ def back_q(
         da = tl.where(i[:, None] >= i[None, :], da, 0.0).to(DOT)
         first = 0
         while first < C:
-            last, top, f, total, y = _turn(kx, rho, first, m, z, C)
+            last, top, f, _, y = _turn(kx, rho, first, m, z, C)
             each = g * tl.exp(m - top)[None, :]
             each += tl.dot(da, f.to(DOT), input_precision=PREC, out_dtype=ACC)
             each = y * each
@@ -292,7 +291,7 @@ def walk_queries(
             rz = rz * fade
             first = 0
             while first < C:
-                last, top, f, total, y = _turn(kx, rho, first, m, z, C)
+                last, top, _, total, y = _turn(kx, rho, first, m, z, C)
                 fade = tl.exp(m - top)
                 r += tl.dot(tl.trans(dox), (y * fade[None, :]).to(DOT), input_precision=PREC, out_dtype=ACC)
                 mine = ((i >= first) & (i < last))[:, None]
@@ -357,7 +356,7 @@ def back_k(
             da = tl.where(i[:, None] <= i[None, :], da, 0.0).to(DOT)  # [C keys, C queries]
             first = 0
             while first < C:
-                last, top, f, total, y = _turn(kx, rho, first, m, z, C)
+                last, _, f, total, y = _turn(kx, rho, first, m, z, C)
                 y = y.to(DOT)
                 a = tl.dot(f.to(DOT), tl.trans(y), input_precision=PREC, out_dtype=ACC)
                 a = tl.where(i[:, None] <= i[None, :], a, 0.0).to(DOT)
