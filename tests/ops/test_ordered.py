@@ -150,10 +150,9 @@ def test_compiles_for_hopper(kernel: str, dtype: str, width: int) -> None:
     how = ordered_triton.fitting(width * (2 if dtype == "bf16" else 6), 64, 227 * 1024)
     sides = (how.inner, 64) if kernel == "dkv_of" else (64, how.inner)
     flags = {"CODES": True, "AHEAD": 0, "CAUSAL": True, "APART": True, "UNIT": True, "LISTS": False}
-    adds = {"dq_of": {"FIRST": True, "ADD": True}, "dkv_of": {"K_ADD": True, "V_ADD": True}}.get(kernel, {})
     strides = {f"{x}_stride": 8 * width for x in ("q", "k", "v", "do") if f"{x}_stride" in fn.arg_names}
     constants = {
-        **strides, **adds, **flags, "H": 8, "R": 4, "D": width, "BD": width, "BM": sides[0], "BN": sides[1],
+        **strides, **flags, "H": 8, "R": 4, "D": width, "BD": width, "BM": sides[0], "BN": sides[1],
         "PRECISION": "tf32x3",
     }  # fmt: skip
     integers = ("query", "key", "query_code", "key_code", "table")
