@@ -87,8 +87,8 @@ def test_asking_reads_the_newest_chunks_of_another_bucket(data: st.DataObject, b
     for i, b in enumerate(asked):
         known = [j for j in range(i + 1) if bucket[j] == b >= 0]
         want += [(i, j) for j in known if at[known[-1]] - at[j] in (0, 1)]
-    tensors = (torch.tensor(t)[None, None, None] for t in (bucket, asked))
-    check(by_asking(*tensors, 4, chunk), want, len(bucket), [b >= 0 for b in asked], False, causal=True)
+    keys, queries = (torch.tensor(t)[None, None, None] for t in (bucket, asked))
+    check(by_asking(keys, queries, 4, chunk), want, len(bucket), [b >= 0 for b in asked], False, causal=True)
 
 
 def cases() -> dict[str, tuple[Any, ...]]:
@@ -122,7 +122,7 @@ def test_interpreted_kernels_are_the_definition(name: str) -> None:
     weights, results = torch.randn(q.shape, dtype=torch.float64), []
     for impl, dtype in (("triton", torch.float32), ("torch", torch.float64)):
         inputs = [t.to(dtype).requires_grad_() for t in given]
-        o = ordered_attention(inputs[0], None if shared else inputs[1], inputs[-1], order, rule, impl=impl)  # type: ignore[arg-type]
+        o = ordered_attention(inputs[0], None if shared else inputs[1], inputs[-1], order, rule, impl=impl)
         results.append([o, *torch.autograd.grad((o * weights.to(dtype)).sum(), inputs)])
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)

@@ -329,7 +329,7 @@ def config(row: int, tile: int, device: int | None) -> Config:
     """For rows of so many bytes, on this device. Rows of float32 count half as much again: products split them."""
     if INTERPRETED:
         return Config(tile, 4, 1)
-    return fitting(row, tile, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return fitting(row, tile, triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def fitting(row: int, tile: int, room: int) -> Config:
@@ -420,7 +420,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tup
     if call.lists:
         o = q.new_empty(batch, size, heads, width)
         back = _places(order.query.view(batch, heads, -1), size)
-        _collect(part[0], back, _share(order, part_lse[0], back), o)
+        _collect(part[0], back, _share(part_lse[0], back), o)
         return o, part_lse[0], part[0]
     if rounds == 1 and not rule.apart:
         return part[0], part_lse[0], none
@@ -441,10 +441,10 @@ def gradients(
     call, shared = _call(q, k, v, order, rule), k is None
     do = do if do.stride(-1) == 1 else do.contiguous()
     (batch, size, heads, width), row, rounds = call.q.shape, call.row, call.rounds
-    delta, share, back = torch.empty_like(lse), lse, None
+    delta, share, back = torch.empty_like(lse), lse, (lse, lse)
     if call.lists:
         o, back = own, _places(order.query.view(batch, heads, -1), size)
-        share = _share(order, lse, back)
+        share = _share(lse, back)
     k_row = order.key.shape[1] if call.lists else call.k.shape[1]
 
     def room(rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
@@ -491,7 +491,7 @@ def _places(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return (ordered % places).to(torch.int32).view(*shape, places), start.to(torch.int32).view(*shape, size + 1)
 
 
-def _share(order: Any, lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
+def _share(lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
     """What part of a token's mean each of its places is, [B, H, T]: those that see nothing do not count."""
     place, start = back
     some = (lse > -torch.inf).gather(-1, place.long()).cumsum(-1, dtype=torch.int32)
@@ -499,9 +499,8 @@ def _share(order: Any, lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
     return 1 / total.clamp(min=1).to(torch.float32)
 
 
-def _collect(x: Tensor, back: tuple[Tensor, Tensor] | None, share: Tensor | None, into: Tensor) -> Tensor:
-    place, start = back or ()
-    (batch, places, heads, width), size = x.shape, into.shape[1]
+def _collect(x: Tensor, back: tuple[Tensor, Tensor], share: Tensor | None, into: Tensor) -> Tensor:
+    (place, start), (batch, places, heads, width), size = back, x.shape, into.shape[1]
     wide = tile_of(width)
     tile = max(16, 4096 // wide)
     constants = {"H": heads, "SHARE": share is not None, "D": width, "BD": wide, "BM": tile}
