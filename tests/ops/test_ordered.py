@@ -108,7 +108,7 @@ def cases() -> dict[str, tuple[Any, ...]]:
         "two projections": (by_asking(bucket[:, :, :1], asked, 4, 6), Rule(causal=True, scale=0.3), T, False),
         "balanced": (by_lists(*lists), Rule(scale=0.3), T, False),
         "balanced, causal": (by_lists(lists[0], lists[0]), Rule(causal=True, scale=0.3), T, True),
-        "clustered": (to_lists(bucket[:, :, 0], own), Rule(scale=0.3), 36, False),
+        "clustered": (to_lists(bucket[:, :, 0], own), Rule(once=True, scale=0.3), 36, False),
         "sinkhorn": (by_blocks((B, H), 1, T, False, bucket.device), Rule(causal=True, scale=0.3), 2 * T, False),
     }
 

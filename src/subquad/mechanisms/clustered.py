@@ -155,7 +155,7 @@ class Clustered(Attention):
         )
         near, values = (t.flatten(2, 3).transpose(1, 2) for t in (near, values))  # [B, N·topk, H, ·]
         exact = ordered.ordered_attention(
-            q, near, values, order, ordered.Rule(scale=self.scale), impl=self.options.impl
+            q, near, values, order, ordered.Rule(once=True, scale=self.scale), impl=self.options.impl
         )
         return torch.addcmul(spread(rest, label, v), exact, spread(known.sum(-1, keepdim=True), label, v))
 

@@ -212,6 +212,7 @@ class Rule(NamedTuple):
     causal: bool = False  # no key after the query
     apart: bool = False  # a token reads itself only if it sees nothing else
     unit: bool = False  # keys count as vectors of length 1
+    once: bool = False  # no token stands at two places, although there are no codes
     scale: float = 1.0
 
 
@@ -278,7 +279,8 @@ def _plain_lists(q: Tensor, k: Tensor, v: Tensor, order: Order, hidden: Tensor) 
 
 SCHEMA = (
     "Tensor q, Tensor? k, Tensor v, Tensor query, Tensor key, Tensor? query_code, Tensor? key_code, Tensor queries, "
-    "Tensor keys, bool ahead, bool causal, bool apart, bool unit, float scale"
+    "Tensor keys, bool ahead, bool causal, bool apart, bool unit, bool once, "
+    "float scale"
 )
 INPUTS = 9
 
@@ -292,7 +294,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     batch, size, heads, width = q.shape
-    lists = rest[1] is None
+    lists = rest[1] is None and not Rule(*rest[INPUTS - 4 :]).once
     places = query.shape[1] if lists else size
     own = q.new_empty(batch, places, heads, width) if lists else q.new_empty(0)
     return q.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own

@@ -352,12 +352,17 @@ class Call(NamedTuple):
     tile: int
 
     @property
+    def codes(self) -> bool:
+        return self.order.query_code is not None
+
+    @property
     def lists(self) -> bool:
-        return self.order.query_code is None
+        """Whether results are by place, because a token may stand at several."""
+        return not self.codes and not self.rule.once
 
     @property
     def rounds(self) -> int:
-        return 1 if self.lists else self.order.query_code.shape[-1]
+        return self.order.query_code.shape[-1] if self.codes else 1
 
     @property
     def row(self) -> int:
@@ -388,7 +393,7 @@ class Call(NamedTuple):
             (tiles * batch * heads, rounds[1]), numbers,
             {
                 **{name: t.stride(1) for name, t in zip(names, strides, strict=False)},
-                "H": heads, "R": self.rounds, "CODES": not self.lists, "AHEAD": int(self.rule.ahead),
+                "H": heads, "R": self.rounds, "CODES": self.codes, "AHEAD": int(self.rule.ahead),
                 "CAUSAL": self.rule.causal, "APART": self.rule.apart, "UNIT": self.rule.unit, "LISTS": self.lists,
                 "D": width, "BD": wide, "BM": how.inner if by_keys else self.tile,
                 "BN": self.tile if by_keys else how.inner,
@@ -456,6 +461,8 @@ def gradients(
     dq, q_sum = room(row, 2 * rounds if together else rounds)
     dk, k_sum = (dq, q_sum) if together else room(k_row, rounds)
     dv, v_sum = room(k_row, rounds)
+    if rule.once:  # some keys stand nowhere
+        dk.zero_(), dv.zero_()
     both = (call.q, call.k, call.v, do)
     for r in range(rounds):
         last = r == rounds - 1
