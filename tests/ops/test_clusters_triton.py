@@ -15,8 +15,9 @@ from subquad.ops.clusters import (
     balanced,
     cluster_means,
     cluster_sums,
+    half_bits,
     hamming_clusters,
-    hamming_labels,
+    hamming_codes,
     nearest,
     spread,
 )
@@ -79,7 +80,7 @@ def test_interpreted_labels_of_signs() -> None:
     x, planes, lengths = torch.randn(B, T, H, K), torch.randn(9, K + 1), torch.tensor([T, 21])
     _, want = hamming_clusters(clusters.sign_bits(x.transpose(1, 2), planes), 5, 4, lengths[:, None].expand(-1, H))
     want = want.masked_fill(torch.arange(T) >= lengths[:, None, None], -1)
-    assert torch.equal(hamming_labels(x, planes, 5, 4, lengths).long(), want)
+    assert torch.equal(hamming_codes(half_bits(x, planes), 5, 4, lengths)[1].long(), want)
 
 
 def both(name: str, **options: Any) -> list[Any]:
@@ -102,6 +103,8 @@ def both(name: str, **options: Any) -> list[Any]:
         ("sinkhorn", {"causal": True, "block": 8}, False),
         ("sinkhorn", {"block": 20, "rotary": True}, False),
         ("clustered", {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3}, True),
+        ("clustered", {"clusters": 4, "topk": 6, "bits": 16, "iterations": 3, "block": 6, "causal": True}, False),
+        ("clustered", {"clusters": 3, "improved": False, "bits": 7, "block": 4, "causal": True}, False),
         ("clustered", {"clusters": 4, "improved": False, "bits": 16, "iterations": 3}, False),
     ],
 )

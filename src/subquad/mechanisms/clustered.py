@@ -37,18 +37,20 @@ from subquad.ops.clusters import (
     balanced,
     cluster_means,
     cluster_sums,
+    half_bits,
     hamming_clusters,
-    hamming_labels,
+    hamming_codes,
     nearest_bits,
     sign_bits,
     spread,
 )
+from subquad.ops.groups import read_groups, running_groups
 from subquad.ops.impl import choose
 from subquad.ops.lengths import at_most, keep, symbolic, visible_keys
 from subquad.ops.opaque import attention_operator
 from subquad.ops.precision import wide
 from subquad.ops.prefix import join_softmax, join_top, prefix
-from subquad.ops.sparse import Dense, sparse_attention
+from subquad.ops.sparse import Block, Dense, sparse_attention
 
 CHUNK = 32  # queries of a slot if the length is symbolic, so that T / clusters is not known
 PAIRS_A_KEY = 16  # fetching one key for a slot takes as long as this many pairs of a query and a key
@@ -92,10 +94,12 @@ class Clustered(Attention):
         self.planes.copy_(torch.randn(self.planes.shape, generator=generator or self._generator()))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        fused = choose(self.options.impl, "ordered_attention", q, self._unsupported(q)) == "triton"
         if not self.options.causal:
-            fused = choose(self.options.impl, "ordered_attention", q, self._unsupported(q)) == "triton"
             attend = self._by_kernels if fused else self._bidirectional
             return attend(q, k, v, lengths, key_lengths)
+        if fused:
+            return self._causal_by_kernels(q, k, v)
         bits = sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
         if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # compiling the loop takes minutes
             settings = self.settings if self._dropout() else self.settings_without_dropout
@@ -129,12 +133,35 @@ class Clustered(Attention):
         return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
 
     def _unsupported(self, q: Tensor) -> str | None:
-        return "it has no dropout" if self._dropout() else ordered.unsupported(q)
+        if self._dropout():
+            return "it has no dropout"
+        if self.options.causal and torch.are_deterministic_algorithms_enabled():
+            return "its sums of gradients are not in a fixed order, and torch's algorithms must be deterministic"
+        sizes = self.options.clusters, self.options.block, self.options.topk
+        if self.options.causal and max(sizes) > 128:
+            return f"it holds at most 128 clusters, tokens of a block and topk, got {sizes}"
+        return ordered.unsupported(q)
+
+    def _causal_by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`_causal`, in which a query fetches its group's best keys where they lie."""
+        clusters, block = self.options.clusters, self.options.block
+        own, mass = sparse_attention(q, k, v, Block(block), causal=True, scale=self.scale, return_lse=True)
+        if q.shape[1] <= block:
+            return own
+        bits = half_bits(q.detach(), self.planes)
+        formed, label = running_groups(bits, clusters, self.options.iterations, block)
+        sums = (cluster_sums(q[:, : of.shape[-1]], of, clusters) for of in formed)
+        centroids = torch.stack([total / count[..., None].clamp(min=1) for total, count in sums]).to(q.dtype)
+        topk = self.options.topk if self.options.improved else 0
+        before, total = read_groups(q, k, v, centroids, label, block, topk, self.scale)
+        share = torch.sigmoid(total - mass)[..., None].to(own.dtype)
+        return torch.lerp(own, before, share.expand_as(own))
 
     def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
         """`_bidirectional` without scores of all centroids and keys."""
         clusters, topk = self.options.clusters, min(self.options.topk, k.shape[1])
-        label = hamming_labels(q.detach(), self.planes, clusters, self.options.iterations, lengths)
+        bits = half_bits(q.detach(), self.planes)
+        _, label = hamming_codes(bits, clusters, self.options.iterations, lengths)
         total, count = cluster_sums(q, label, clusters)
         centroids = (total / count[..., None].clamp(min=1)).to(q.dtype)  # [B, H, N, K]
         if keys is not None:
@@ -155,7 +182,7 @@ class Clustered(Attention):
         )
         near, values = (t.flatten(2, 3).transpose(1, 2) for t in (near, values))  # [B, N·topk, H, ·]
         exact = ordered.ordered_attention(
-            q, near, values, order, ordered.Rule(scale=self.scale), impl=self.options.impl
+            q, near, values, order, ordered.Rule(once=True, scale=self.scale), impl=self.options.impl
         )
         return torch.addcmul(spread(rest, label, v), exact, spread(known.sum(-1, keepdim=True), label, v))
 

@@ -134,7 +134,8 @@ class Routing(Bucketed):
         parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.width)).unbind(2)
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
-        centroids, near = self.centroids if centroids is None else centroids, ()
+        centroids = self.centroids if centroids is None else centroids
+        near: tuple[Tensor, ...] = ()
         if not self._fused(v):
             with torch.no_grad(), uncast(x):
                 near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)

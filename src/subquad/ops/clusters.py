@@ -154,26 +154,35 @@ def hamming_clusters(
 
 
 @torch.no_grad()
-def hamming_labels(x: Tensor, planes: Tensor, clusters: int, iterations: int, lengths: Tensor | None = None) -> Tensor:
-    """The labels of `hamming_clusters` for the signs of x [B, T, H, K], -1 for padding, by kernels: [B, H, T]."""
-    batch, size, heads, _ = x.shape
-    planes = F.pad(planes, (0, 0, 0, -len(planes) % 16))  # one more equal bit for all changes nothing
+def half_bits(x: Tensor, planes: Tensor) -> Tensor:
+    """`sign_bits` of x [B, T, H, K] in half precision, [B, T, H, M], with more bits that are the same for all."""
+    planes = F.pad(planes, (0, 0, 0, 16 - len(planes) % 16))
     if planes.dtype != x.dtype:
         x, planes = wide(x), wide(planes)
     with uncast(x):
         side = F.linear(x, planes[:, :-1], planes[:, -1])  # a product rounded to 16 bits keeps its sign
-    bits = torch.where(side >= 0, 1.0, -1.0).to(torch.float16)  # [B, T, H, M]
-    count = torch.full((batch,), size, device=x.device) if lengths is None else lengths
-    first = torch.arange(clusters, device=x.device) * count[:, None] // clusters  # [B, N]
-    centroids = bits.gather(1, first[..., None, None].expand(-1, -1, heads, bits.shape[-1])).transpose(1, 2)
-    here = None if lengths is None else torch.arange(size, device=x.device) >= lengths[:, None, None]
-    for turn in range((iterations if clusters < size else 0) + 1):
-        label = nearest(bits, centroids[:, :, None], impl="triton")[:, :, 0]
-        label = label if here is None else label.masked_fill(here, -1)
-        if turn < iterations:
+    return torch.where(side >= 0, 1.0, -1.0).to(torch.float16)
+
+
+@torch.no_grad()
+def hamming_codes(bits: Tensor, clusters: int, iterations: int, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`hamming_clusters` by kernels: bits [B, T, H, M] -> centroids' bits [B, H, N, M], labels [B, H, T], -1: padding.
+
+    Only on a GPU, in Triton.
+    """
+    batch, size, heads, width = bits.shape
+    count = torch.full((batch,), size, device=bits.device) if lengths is None else lengths
+    first = torch.arange(clusters, device=bits.device) * count[:, None] // clusters  # [B, N]
+    codes = bits.gather(1, first[..., None, None].expand(-1, -1, heads, width)).transpose(1, 2)
+    padded = None if lengths is None else torch.arange(size, device=bits.device) >= lengths[:, None, None]
+    turns = iterations if clusters < size else 0
+    for turn in range(turns + 1):
+        label = nearest(bits, codes[:, :, None], impl="triton")[:, :, 0]
+        label = label if padded is None else label.masked_fill(padded, -1)
+        if turn < turns:
             votes, _ = cluster_sums(bits, label, clusters)
-            centroids = torch.where(votes == 0, centroids, votes.sign().to(bits.dtype))
-    return label
+            codes = torch.where(votes == 0, codes, votes.sign().to(bits.dtype))
+    return codes.contiguous(), label
 
 
 @torch.no_grad()

@@ -85,12 +85,10 @@ def by_asking(bucket: Tensor, asked: Tensor, buckets: int, chunk: int) -> Order:
 
 def by_lists(queries: Tensor, keys: Tensor) -> Order:
     """Lists of tokens that attend to each other, -1 for none: queries [B, H, N, w] read keys [B, H, N, x]."""
-    lists, device = queries.shape[2], queries.device
-
-    rows, widths = queries.shape[0] * queries.shape[1], (queries.shape[3], keys.shape[3])
-    tokens = [t.to(torch.int32).flatten(2).flatten(0, 1).contiguous() for t in (queries, keys)]
-    tables = [_table(rows, lists, *own, device) for own in (widths, widths[::-1])]
-    return Order(*tokens, None, None, *tables)
+    (batch, heads, lists, width), other, device = queries.shape, keys.shape[3], queries.device
+    query, key = (t.to(torch.int32).flatten(2).flatten(0, 1).contiguous() for t in (queries, keys))
+    of_queries, of_keys = (_table(batch * heads, lists, *n, device) for n in ((width, other), (other, width)))
+    return Order(query, key, None, None, of_queries, of_keys)
 
 
 def by_blocks(shape: Sequence[int], blocks: int, size: int, first: bool, device: torch.device) -> Order:
@@ -103,10 +101,10 @@ def by_blocks(shape: Sequence[int], blocks: int, size: int, first: bool, device:
     code = at // size * 3
     hidden = code if first else torch.where(at < size, -9, code)
     rows = shape[0] * shape[1]
-    index = [t.expand(rows, -1).contiguous() for t in (at, keys)]
-    codes = [t.expand(*shape, -1)[..., None].contiguous() for t in (code, torch.cat((hidden, code)))]
-    tables = [_table(rows, blocks, *own, device) for own in ((size, 2 * size), (2 * size, size))]
-    return Order(*index, *codes, *tables)
+    query, key = (t.expand(rows, -1).contiguous() for t in (at, keys))
+    mine, its = (t.expand(*shape, -1)[..., None].contiguous() for t in (code, torch.cat((hidden, code))))
+    of_queries, of_keys = (_table(rows, blocks, *n, device) for n in ((size, 2 * size), (2 * size, size)))
+    return Order(query, key, mine, its, of_queries, of_keys)
 
 
 def _table(rows: int, lists: int, own: int, other: int, device: torch.device) -> Tensor:
@@ -214,6 +212,7 @@ class Rule(NamedTuple):
     causal: bool = False  # no key after the query
     apart: bool = False  # a token reads itself only if it sees nothing else
     unit: bool = False  # keys count as vectors of length 1
+    once: bool = False  # no token stands at two places, although there are no codes
     scale: float = 1.0
 
 
@@ -280,7 +279,8 @@ def _plain_lists(q: Tensor, k: Tensor, v: Tensor, order: Order, hidden: Tensor) 
 
 SCHEMA = (
     "Tensor q, Tensor? k, Tensor v, Tensor query, Tensor key, Tensor? query_code, Tensor? key_code, Tensor queries, "
-    "Tensor keys, bool ahead, bool causal, bool apart, bool unit, float scale"
+    "Tensor keys, bool ahead, bool causal, bool apart, bool unit, bool once, "
+    "float scale"
 )
 INPUTS = 9
 
@@ -288,12 +288,13 @@ INPUTS = 9
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     from subquad.ops import ordered_triton
 
-    return ordered_triton.attend(*given[:3], Order(*given[3:INPUTS]), Rule(*given[INPUTS:]))
+    q, k, v, *index = given[:INPUTS]
+    return ordered_triton.attend(q, k, v, Order(*index), Rule(*given[INPUTS:]))
 
 
 def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     batch, size, heads, width = q.shape
-    lists = rest[1] is None
+    lists = rest[1] is None and not Rule(*rest[INPUTS - 4 :]).once
     places = query.shape[1] if lists else size
     own = q.new_empty(batch, places, heads, width) if lists else q.new_empty(0)
     return q.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
@@ -302,7 +303,8 @@ def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest
 def _gradients(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     from subquad.ops import ordered_triton
 
-    return ordered_triton.gradients(do, o, lse, own, *given[:3], Order(*given[3:INPUTS]), Rule(*given[INPUTS:]))
+    q, k, v, *index = given[:INPUTS]
+    return ordered_triton.gradients(do, o, lse, own, q, k, v, Order(*index), Rule(*given[INPUTS:]))
 
 
 def _gradient_shapes(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, ...]:  # noqa: ARG001

@@ -21,28 +21,30 @@ LOG2E = 1.4426950408889634
 EPS = tl.constexpr(1e-6)  # of the length of a key, as in torch.nn.functional.normalize
 
 # Arguments that change with the length. Triton must not compile another kernel if they are 1 or a multiple of 16.
-CHANGING = ["T", "S", "P", "places", "tiles", "round0", "row"]
+CHANGING = ["T", "S", "P", "places", "tiles", "round0", "row", "k_row", "k_add"]
 
 
 @triton.jit
-def _seen(
-    i, j, ok, shift, query_code, key_code, r, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr,
+def _masked(
+    s, i, j, ok, shift, query_code, key_code, r, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of the tokens i and j are visible in round r and in no earlier one. Query i is key i + shift."""
-    seen = ok
+    """The scores of the tokens i and j that are visible in round r and in no earlier one. Query i is key i + shift."""
+    if CAUSAL and APART:
+        ok = ok & (j < i + shift)
+    elif CAUSAL:
+        ok = ok & (j <= i + shift)
+    elif APART:
+        ok = ok & (j != i + shift)
+    s = tl.where(ok, s, float("-inf"))
     if CODES:
         gap = tl.load(query_code + i * R + r) - tl.load(key_code + j * R + r)
-        seen = seen & (gap >= -AHEAD) & (gap <= 1)
+        s = tl.where((gap >= -AHEAD) & (gap <= 1), s, float("-inf"))
         for e in tl.static_range(R - 1):
             if e < r:
                 gap = tl.load(query_code + i * R + e) - tl.load(key_code + j * R + e)
-                seen = seen & ((gap < -AHEAD) | (gap > 1))
-    if CAUSAL:
-        seen = seen & (j <= i + shift)
-    if APART:
-        seen = seen & (j != i + shift)
-    return seen
+                s = tl.where((gap < -AHEAD) | (gap > 1), s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -102,10 +104,9 @@ def forward(
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
         if UNIT:
             s = s * _one_over_length(kt)[None, :]
-        seen = _seen(
-            i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
-        )
-        s = tl.where(seen, s, float("-inf"))
+        s = _masked(
+            s, i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )  # fmt: skip
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(s - base[:, None])
@@ -161,13 +162,12 @@ def dq_of(
     q, k, v, query, key, query_code, key_code, table, o, do, lse, delta, share, before, into,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, do_batch, do_head, scale, T, S, P, places, tiles, round0, row,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, do_stride: tl.constexpr,
-    FIRST: tl.constexpr, ADD: tl.constexpr,
     H: tl.constexpr, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr,
     APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries from one round. FIRST: also writes delta = Σ do·o, which the other passes read.
-    ADD: adds to `before`. LISTS: a place has `share` of its token's do."""
+    """dq of one tile of queries from one round. The first also writes delta = Σ do·o, which the other passes read; the
+    others add to `before`. LISTS: a place has `share` of its token's do."""
     b, h, r, g = _program(tiles, H, R, round0)
     start, stop, lo, hi = _tile(table, g, tiles)
     q += b * q_batch + h * q_head
@@ -187,7 +187,7 @@ def dq_of(
         dot = (dot.to(tl.float32) * tl.load(share + (b * H + h) * T + i, mask=alive, other=0.0)[:, None]).to(dot.dtype)
     norm = tl.load(lse + (b * H + h) * row + at, mask=alive, other=float("-inf"))
     norm = tl.where(norm == float("-inf"), float("inf"), norm)
-    if FIRST:
+    if round0 == 0:
         ot = _rows(o + (b * row * H + h) * D, at, alive, H * D, D, BD)
         d = tl.sum(ot.to(tl.float32) * dot.to(tl.float32), 1)
         tl.store(delta + (b * H + h) * row + at, d, mask=here)
@@ -202,23 +202,20 @@ def dq_of(
         kt = _rows(k, j, ok, k_stride, D, BD)
         vt = _rows(v, j, ok, v_stride, D, BD)
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
-        dp = tl.dot(dot, vt.T, input_precision=PRECISION)
-        seen = _seen(
-            i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
-        )
         if UNIT:
             length = _one_over_length(kt)
             s = s * length[None, :]
-            w = tl.where(seen, tl.exp2(s - norm[:, None]), 0.0)
-            ds = w * (dp - d[:, None]) * length[None, :]
-        else:
-            w = tl.where(seen, tl.exp2(s - norm[:, None]), 0.0)
-            ds = w * (dp - d[:, None])
+        s = _masked(
+            s, i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )  # fmt: skip
+        dp = tl.dot(dot, vt.T, input_precision=PRECISION)
+        ds = tl.exp2(s - norm[:, None]) * (dp - d[:, None])
+        if UNIT:
+            ds = ds * length[None, :]
         grad = tl.dot(ds.to(kt.dtype), kt, grad, input_precision=PRECISION)
     grad = grad * (scale * 0.6931471805599453)
     place = (b * row * H + h) * D
-    if ADD:
-        grad += _rows(before + place, at, here, H * D, D, BD).to(tl.float32)
+    grad += _rows(before + place, at, here & (round0 > 0), H * D, D, BD).to(tl.float32)
     _store(into + place, at, here, grad, H * D, D, BD)
 
 
@@ -226,15 +223,14 @@ def dq_of(
 def dkv_of(
     q, k, v, query, key, query_code, key_code, table, do, lse, delta, share, k_before, k_into, v_before, v_into,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, do_batch, do_head, scale, T, S, P, places, tiles, round0, row,
-    k_row,
+    k_row, k_add,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, do_stride: tl.constexpr,
-    K_ADD: tl.constexpr, V_ADD: tl.constexpr,
     H: tl.constexpr, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr,
     APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys from one round. APART: a token that sees nothing gave its own value; with V_ADD
-    that was counted in an earlier round."""
+    """dk and dv of one tile of keys from one round, added to those before; dk of the first round only with `k_add`.
+    APART: a token that sees nothing gave its own value, which the first round counts."""
     b, h, r, g = _program(tiles, H, R, round0)
     start, stop, lo, hi = _tile(table, g, tiles)
     q += b * q_batch + h * q_head
@@ -274,10 +270,10 @@ def dkv_of(
         s = tl.dot(kt, qt.T, input_precision=PRECISION) * factor  # [BN, BM]
         if UNIT:
             s = s * length[:, None]
-        seen = _seen(
-            i[None, :], j[:, None], ok[:, None], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
-        )
-        w = tl.where(seen, tl.exp2(s - norm[None, :]), 0.0)
+        s = _masked(
+            s, i[None, :], j[:, None], ok[:, None], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
+        )  # fmt: skip
+        w = tl.exp2(s - norm[None, :])
         gv = tl.dot(w.to(dot.dtype), dot, gv, input_precision=PRECISION)
         dp = tl.dot(vt, dot.T, input_precision=PRECISION)
         ds = w * (dp - d[None, :])
@@ -287,16 +283,14 @@ def dkv_of(
         unit = kt.to(tl.float32) * length[:, None]
         along = tl.where(length < 1 / EPS, tl.sum(gk * unit, 1), 0.0)
         gk = (gk - along[:, None] * unit) * length[:, None]
-    if APART and not V_ADD:
-        alone = ok & (tl.load(lse + j, mask=ok, other=0.0) == float("-inf"))
+    if APART:
+        alone = ok & (round0 == 0) & (tl.load(lse + j, mask=ok, other=0.0) == float("-inf"))
         gv += _rows(do, j, alone, do_stride, D, BD).to(tl.float32)
     at = c if LISTS else j
     to = here if LISTS else ok
     place = (b * k_row * H + h) * D
-    if K_ADD:
-        gk += _rows(k_before + place, at, to, H * D, D, BD).to(tl.float32)
-    if V_ADD:
-        gv += _rows(v_before + place, at, to, H * D, D, BD).to(tl.float32)
+    gk += _rows(k_before + place, at, to & (k_add > 0), H * D, D, BD).to(tl.float32)
+    gv += _rows(v_before + place, at, to & (round0 > 0), H * D, D, BD).to(tl.float32)
     _store(k_into + place, at, to, gk, H * D, D, BD)
     _store(v_into + place, at, to, gv, H * D, D, BD)
 
@@ -335,7 +329,7 @@ def config(row: int, tile: int, device: int | None) -> Config:
     """For rows of so many bytes, on this device. Rows of float32 count half as much again: products split them."""
     if INTERPRETED:
         return Config(tile, 4, 1)
-    return fitting(row, tile, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return fitting(row, tile, triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def fitting(row: int, tile: int, room: int) -> Config:
@@ -358,12 +352,17 @@ class Call(NamedTuple):
     tile: int
 
     @property
+    def codes(self) -> bool:
+        return self.order.query_code is not None
+
+    @property
     def lists(self) -> bool:
-        return self.order.query_code is None
+        """Whether results are by place, because a token may stand at several."""
+        return not self.codes and not self.rule.once
 
     @property
     def rounds(self) -> int:
-        return 1 if self.lists else self.order.query_code.shape[-1]
+        return self.order.query_code.shape[-1] if self.codes else 1
 
     @property
     def row(self) -> int:
@@ -378,14 +377,14 @@ class Call(NamedTuple):
             spare if key_code is None else key_code,
         )  # fmt: skip
 
-    def plan(self, tiles: int, strides: tuple[Tensor, ...], rounds: tuple[int, int], more: tuple[int, ...] = (),
-             **constants: Any) -> Plan:  # fmt: skip
-        """`rounds`: the first, and how many; `strides`: the tensors whose strides the kernel takes."""
+    def plan(self, tiles: int, strides: tuple[Tensor, ...], rounds: tuple[int, int], *more: int) -> Plan:
+        """`rounds`: the first, and how many; `strides`: the tensors whose strides the kernel takes; `more`: numbers of
+        the kernel over tiles of keys."""
         batch, size, heads, width = self.q.shape
         wide, dtype = tile_of(width), self.q.dtype
         how = config(max(wide, 64) * (6 if dtype == torch.float32 else 2), self.tile, self.q.device.index)
         names = ("q_stride", "k_stride", "v_stride", "do_stride")
-        by_keys = "K_ADD" in constants
+        by_keys = bool(more)
         numbers = (
             *(n for t in strides for n in (t.stride(0), t.stride(2))), self.rule.scale * LOG2E, size,
             self.k.shape[1], self.order.query.shape[1], self.order.key.shape[1], tiles, rounds[0], self.row, *more,
@@ -393,8 +392,8 @@ class Call(NamedTuple):
         return Plan(
             (tiles * batch * heads, rounds[1]), numbers,
             {
-                **{name: t.stride(1) for name, t in zip(names, strides, strict=False)}, **constants,
-                "H": heads, "R": self.rounds, "CODES": not self.lists, "AHEAD": int(self.rule.ahead),
+                **{name: t.stride(1) for name, t in zip(names, strides, strict=False)},
+                "H": heads, "R": self.rounds, "CODES": self.codes, "AHEAD": int(self.rule.ahead),
                 "CAUSAL": self.rule.causal, "APART": self.rule.apart, "UNIT": self.rule.unit, "LISTS": self.lists,
                 "D": width, "BD": wide, "BM": how.inner if by_keys else self.tile,
                 "BN": self.tile if by_keys else how.inner,
@@ -426,7 +425,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tup
     if call.lists:
         o = q.new_empty(batch, size, heads, width)
         back = _places(order.query.view(batch, heads, -1), size)
-        _collect(part[0], back, _share(order, part_lse[0], back), o)
+        _collect(part[0], back, _share(part_lse[0], back), o)
         return o, part_lse[0], part[0]
     if rounds == 1 and not rule.apart:
         return part[0], part_lse[0], none
@@ -447,10 +446,10 @@ def gradients(
     call, shared = _call(q, k, v, order, rule), k is None
     do = do if do.stride(-1) == 1 else do.contiguous()
     (batch, size, heads, width), row, rounds = call.q.shape, call.row, call.rounds
-    delta, share, back = torch.empty_like(lse), lse, None
+    delta, share, back = torch.empty_like(lse), lse, (lse, lse)
     if call.lists:
         o, back = own, _places(order.query.view(batch, heads, -1), size)
-        share = _share(order, lse, back)
+        share = _share(lse, back)
     k_row = order.key.shape[1] if call.lists else call.k.shape[1]
 
     def room(rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
@@ -462,11 +461,13 @@ def gradients(
     dq, q_sum = room(row, 2 * rounds if together else rounds)
     dk, k_sum = (dq, q_sum) if together else room(k_row, rounds)
     dv, v_sum = room(k_row, rounds)
+    if rule.once:  # some keys stand nowhere
+        dk.zero_(), dv.zero_()
     both = (call.q, call.k, call.v, do)
     for r in range(rounds):
         last = r == rounds - 1
         q_into = dq if q_sum is None or (last and not together) else q_sum
-        plan = call.plan(order.queries.shape[1], both, (r, 1), FIRST=r == 0, ADD=r > 0)
+        plan = call.plan(order.queries.shape[1], both, (r, 1))
         launch(
             dq_of,
             (*call.tensors(), order.queries, o, do, lse, delta, share, dq if q_sum is None else q_sum, q_into),
@@ -474,7 +475,7 @@ def gradients(
         )
         k_before, v_before = (x if y is None else y for x, y in ((dk, k_sum), (dv, v_sum)))
         k_into, v_into = (x if y is None or last else y for x, y in ((dk, k_sum), (dv, v_sum)))
-        plan = call.plan(order.keys.shape[1], both, (r, 1), (k_row,), K_ADD=r > 0 or together, V_ADD=r > 0)
+        plan = call.plan(order.keys.shape[1], both, (r, 1), k_row, int(r > 0 or together))
         launch(dkv_of, (*call.tensors(), order.keys, do, lse, delta, share, k_before, k_into, v_before, v_into), plan)
     if call.lists:
         dq = _collect(dq, back, None, torch.empty_like(call.q))
@@ -497,7 +498,7 @@ def _places(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return (ordered % places).to(torch.int32).view(*shape, places), start.to(torch.int32).view(*shape, size + 1)
 
 
-def _share(order: Any, lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
+def _share(lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
     """What part of a token's mean each of its places is, [B, H, T]: those that see nothing do not count."""
     place, start = back
     some = (lse > -torch.inf).gather(-1, place.long()).cumsum(-1, dtype=torch.int32)
@@ -505,9 +506,8 @@ def _share(order: Any, lse: Tensor, back: tuple[Tensor, Tensor]) -> Tensor:
     return 1 / total.clamp(min=1).to(torch.float32)
 
 
-def _collect(x: Tensor, back: tuple[Tensor, Tensor] | None, share: Tensor | None, into: Tensor) -> Tensor:
-    place, start = back or ()
-    (batch, places, heads, width), size = x.shape, into.shape[1]
+def _collect(x: Tensor, back: tuple[Tensor, Tensor], share: Tensor | None, into: Tensor) -> Tensor:
+    (place, start), (batch, places, heads, width), size = back, x.shape, into.shape[1]
     wide = tile_of(width)
     tile = max(16, 4096 // wide)
     constants = {"H": heads, "SHARE": share is not None, "D": width, "BD": wide, "BM": tile}
