@@ -181,7 +181,6 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.additive_triton.PIECE": "ops/test_additive.py",
     "ops.additive_triton.QUERIES": "ops/test_additive.py",
     "ops.additive_triton.ROWS": "ops/test_additive.py",
-    "ops.additive_triton.UNIT_WARPS": "a GPU's",
     "ops.cache_triton.LOG2E": "a number of mathematics",
     "ops.cache.BLOCK": "ops/test_cache.py",
     "ops.cache_triton.BLOCK": "ops/test_cache_triton.py",

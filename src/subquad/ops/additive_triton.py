@@ -29,9 +29,10 @@ FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
 UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
 ROWS = 256  # queries of one piece of the backward
-UNIT_WARPS = 8, 1  # and stages
 PIECE = 512  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
+# warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
+LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
 # others, such as row0, are always multiples.
@@ -375,7 +376,7 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     lse = torch.empty(B * H, T, device=q.device)
     (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
     tiles = blocks_of(T, QUERIES)
-    plan = Plan((tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, stages=1)
+    plan = Plan((tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, *LAUNCHES["forward"])
     launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
     return o, lse
 
@@ -406,14 +407,14 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
             tiles = blocks_of(S, KEYS)
             numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, 0.0)
             tensors = (q, k, v, do, counts, weights, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key)
-            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants))
+            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants, *LAUNCHES["pairs"]))
             tiles = blocks_of(S, POSITIONS)
             numbers = (*_strides(k, q), T, S, S, T, U, tiles, wide_q, wide_k, row0, rows, slice0, PIECE)
             tensors = (k, q, counts, ek, eq, large_k, large_q, by_query, dk, share)
-            launch(_units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *UNIT_WARPS))
+            launch(_units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *LAUNCHES["units"]))
             numbers = (*_strides(q, k), T, S, T, S, U, across, wide_q, wide_k, row0, rows, slice0, PIECE)
             tensors = (q, k, counts, eq, ek, large_q, large_k, by_key, part, share)
-            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *UNIT_WARPS)
+            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *LAUNCHES["units"])
             launch(_units, tensors, plan)
             size = pieces * here
             done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
