@@ -29,7 +29,7 @@ FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
 UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
 ROWS = 256  # queries of one piece of the backward
-PIECE = 512  # keys that a program adds up for the gradient of queries
+PIECE = 256  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
 LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
@@ -398,7 +398,7 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     by_query, by_key = (torch.empty(slices * rows * wide_k, device=device, dtype=v.dtype) for _ in range(2))
     groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // POSITIONS
     part = torch.empty(pieces, slices, groups * UNITS, rows, device=device)
-    dscore = torch.zeros(H, groups * UNITS, device=device)
+    dscore = torch.zeros(N, groups * UNITS, device=device)
     share = torch.empty(pieces, slices, across, groups * UNITS, device=device)
     units = {"H": H, "BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
     for slice0 in range(0, N, slices):
@@ -420,8 +420,7 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
             done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
             dq[slice0 : slice0 + here, :, row0 : row0 + rows] = done.sum(0)
             done = share.flatten()[: size * across * groups * UNITS].view(pieces, here, across, -1).sum((0, 2))
-            heads = torch.arange(slice0, slice0 + here, device=device) % H
-            dscore.index_add_(0, heads, done)
+            dscore[slice0 : slice0 + here] += done
     score = score.float()[:, :, None]
 
     def of_tokens(grad: Tensor, size: int) -> Tensor:
@@ -430,4 +429,4 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
         return grad.permute(0, 3, 1, 2).to(q.dtype, memory_format=torch.contiguous_format)
 
     dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format)
-    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore[:, :U].to(x.score.dtype)
+    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)
