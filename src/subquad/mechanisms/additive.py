@@ -19,7 +19,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.additive import additive_attention
-from subquad.ops.cache import append
+from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import hide_future
 
 
@@ -98,6 +98,19 @@ class Additive(Attention):
         new = State(append(state.k, k, start), append(state.v, v, start), self._advance(start, x, lengths))
         counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
         return self._merge(self._attend_first(q, new.k, new.v, counts)), new
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._dropout():
+            return super()._step(x, state)
+        q, k, v = self._project(x[:, None])  # [B, 1, H, ·]
+        keys = append(state.k, k, state.position, inplace=inplace)
+        values = append(state.v, v, state.position, inplace=inplace)
+        position = state.position.add_(1) if inplace else state.position + 1
+        o = cached_attention(q[:, 0], keys, values, position, score=self.score, impl=self.options.impl)
+        return self._merge(o), State(keys, values, position)
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._keys(context), lengths)

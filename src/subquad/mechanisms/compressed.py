@@ -218,20 +218,21 @@ class Compressed(Attention):
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n. With these as heads it
-        is an ordinary causal attention over slots, without a mask."""
-        (batch, size, heads, width), slots, stride = q.shape, k.shape[1], self.options.stride
-        early = q.new_zeros(batch, 0, heads, width)
-        if self.nothing is not None:
-            early = self.nothing.to(q.dtype).expand(batch, min(size, stride - 1), -1, -1)
-        if slots == 0:
-            return early
-        q = F.pad(q[:, stride - 1 :], (0, 0, 0, 0, 0, (slots + 1) * stride - 1 - size))  # [B, N·stride, H, K]
-        q = q.unflatten(1, (slots, stride)).transpose(2, 3).flatten(2, 3)  # [B, N, H·stride, K]
-        k, v = (t.repeat_interleave(stride, dim=2) for t in (k, v))
-        o = dense_attention(q, k, v, causal=True, dropout=self._dropout())
-        o = o.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)  # [B, N·stride, H, V]
-        return torch.cat((early, o[:, : size - stride + 1]), dim=1)
+        """q from position 0 on, in blocks of `stride`. Each place of a block is an ordinary causal attention over slots,
+        without a mask: one slot more from block to block. Nothing is copied for it: q, k and v are views."""
+        (batch, size), slots, stride = q.shape[:2], k.shape[1], self.options.stride
+        blocks = -(-size // stride)
+        q = F.pad(q, (0, 0, 0, 0, 0, blocks * stride - size)) if size % stride else q
+        outputs = []
+        for place, own in enumerate(q.unflatten(1, (blocks, stride)).unbind(2)):  # [B, N, H, K]
+            own = own[:, :slots] if place == stride - 1 else own[:, 1:]  # the others do not see their own slot
+            seen = own.shape[1]
+            o = dense_attention(own, k[:, :seen], v[:, :seen], causal=True, dropout=self._dropout()) if seen else own
+            if place < stride - 1:
+                assert self.nothing is not None
+                o = torch.cat((self.nothing.to(o.dtype).expand(batch, 1, -1, -1), o), 1)
+            outputs.append(F.pad(o, (0, 0, 0, 0, 0, blocks - o.shape[1])) if o.shape[1] < blocks else o)
+        return torch.stack(outputs, 2).flatten(1, 2)[:, :size]
 
     def _slots(self, t: Tensor, conv: nn.Conv1d) -> list[Tensor]:
         """The convolution by its definition: [B, T, H, K] -> N x [B, H, K]"""

@@ -111,7 +111,14 @@ def _tiles_backward(
 
 @_tiles_backward.register_fake
 def _(
-    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor  # noqa: ARG001
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    score: Tensor,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dscore = (t.new_empty(t.shape) for t in (q, k, v, score))
     return dq, dk, dv, dscore

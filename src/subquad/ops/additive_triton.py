@@ -26,12 +26,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
 ROOM = tl.constexpr(62.0)  # (1 + 2**62)² is finite in float32
 FAST = not INTERPRETED  # the interpreter has no assembly
-QUERIES, KEYS, UNITS, OTHERS = 32, 128, 32, 32  # rows of tiles; OTHERS divides QUERIES and KEYS
+QUERIES = KEYS = 64  # of a tile of scores
+UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
 ROWS = 256  # queries of one piece of the backward
-PIECE = 512  # keys that a program adds up for the gradient of queries
+PIECE = 256  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
+# warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
+LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
 
-CHANGING = ["T", "S", "size", "others", "U", "tiles", "row0", "rows", "slice0", "piece", "wide", "wide_q", "wide_k"]
+# Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
+# others, such as row0, are always multiples.
+CHANGING = ["T", "S", "size", "others", "U", "tiles", "slice0"]
 
 
 @triton.jit
@@ -72,38 +77,24 @@ def _largest(largest, n, wide, p0, POSITIONS: tl.constexpr, BP: tl.constexpr):
 
 @triton.jit
 def _scores(
-    eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, big, BM: tl.constexpr, BN: tl.constexpr,
-    FAST: tl.constexpr,
+    eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM: tl.constexpr,
+    BN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile in base 2, up to a constant of the head: `score` holds -2·log₂e·score."""
-    s = tl.zeros([BM, BN], tl.float32)
-    for u in tl.range(0, U, 2):
-        if big:
-            more = u + 1 < U
+    # a product of zeros has the layout that tensor cores want, in which few threads share a row
+    s = tl.dot(tl.full([BM, 16], zero, tl.bfloat16), tl.full([16, BN], zero, tl.bfloat16))
+    if big:
+        for u in tl.range(0, U):
             a = tl.load(q + i.to(tl.int64) * q_stride + u, mask=i < T, other=0.0).to(tl.float32)
             b = tl.load(k + j.to(tl.int64) * k_stride + u, mask=j < S, other=0.0).to(tl.float32)
-            x = 1.0 + tl.exp2(tl.minimum((a[:, None] + b[None, :]) * TWICE, ROOM))
-            a = tl.load(q + i.to(tl.int64) * q_stride + u + 1, mask=(i < T) & more, other=0.0).to(tl.float32)
-            b = tl.load(k + j.to(tl.int64) * k_stride + u + 1, mask=(j < S) & more, other=0.0).to(tl.float32)
-            y = 1.0 + tl.exp2(tl.minimum((a[:, None] + b[None, :]) * TWICE, ROOM))
-        else:
+            x = (a[:, None] + b[None, :]) * TWICE
+            s += tl.load(score + u) / (1.0 + tl.exp2(tl.minimum(x, ROOM)))
+    else:
+        for u in tl.range(0, U, 2):
             x = tl.load(eq + u * wide_q + i)[:, None] * tl.load(ek + u * wide_k + j)[None, :] + 1.0
             y = tl.load(eq + (u + 1) * wide_q + i)[:, None] * tl.load(ek + (u + 1) * wide_k + j)[None, :] + 1.0
-        s += (tl.load(score + u) * y + tl.load(score + u + 1) * x) * _inverse(x * y, FAST)
+            s += (tl.load(score + u) * y + tl.load(score + u + 1) * x) * _inverse(x * y, FAST)
     return s
-
-
-@triton.jit
-def _column(x, p, stride, u, size, U):
-    """Positions p of x as a tile [units, positions]."""
-    ok = (p < size)[None, :] & (u < U)[:, None]
-    return tl.load(x + p.to(tl.int64)[None, :] * stride + u[:, None], mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _one(x, at, stride, u, size, U):
-    """One position of x as a column [units, 1]."""
-    return tl.load(x + at * stride + u, mask=(u < U) & (at < size), other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -119,7 +110,7 @@ def _rows(x, at, ok, stride, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
     q, k, v, counts, score, eq, ek, large_q, large_k, o, lse,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, T, S, U, tiles, wide_q, wide_k,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, T, S, U, tiles, wide_q, wide_k, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +135,7 @@ def _forward(
     for j0 in tl.range(0, tl.max(count, 0), BN):
         j = j0 + tl.arange(0, BN)
         big = top_q + _largest(large_k, n, wide_k, j0, BN, BP) > ROOM
-        s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, big, BM, BN, FAST)
+        s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
         if j0 + BN > least:
             s = tl.where(j[None, :] < count[:, None], s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
@@ -167,7 +158,7 @@ def _forward(
 def _pairs(
     q, k, v, do, counts, score, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    T, S, U, tiles, wide_q, wide_k, row0, rows, slice0,
+    T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +189,7 @@ def _pairs(
         count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
         if tl.max(count, 0) > j0:
             big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
-            s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, big, BM, BN, FAST)
+            s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
             norm = tl.load(lse + n.to(tl.int64) * T + i, mask=i < T, other=float("inf"))
             p = tl.where(j[None, :] < count[:, None], tl.exp2(s - norm[:, None]), 0.0)
             dot = _rows(do, i, i < T, do_stride, V, BV)
@@ -212,6 +203,17 @@ def _pairs(
     place = dv + (n.to(tl.int64) * S + j)[:, None] * V + d[None, :]
     ok = (j < S)[:, None] & (d < V)[None, :]
     tl.store(place, tl.load(place, mask=ok, other=0.0) + grad, mask=ok)
+
+
+@triton.jit
+def _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS: tl.constexpr):
+    """Gradients of the scores of positions p with the position `at` of the other side."""
+    if KEYS:
+        d = tl.load(ds + (at - row0) * wide_k + p).to(tl.float32)
+        return tl.where(p < tl.load(counts + at, mask=at < T, other=0), d, 0.0)
+    else:  # noqa: RET505
+        d = tl.load(ds + at * rows + p - row0).to(tl.float32)
+        return tl.where(at < count, d, 0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -265,39 +267,45 @@ def _units(
         reach = tl.max(count, 0)
         least = y0
         if KEYS:
-            at = y0 + tl.arange(0, BY)
-            reach = tl.max(tl.load(counts + at, mask=at < T, other=0), 0).to(tl.int32)
+            i = y0 + tl.arange(0, BY)
+            reach = tl.max(tl.load(counts + i, mask=i < T, other=0), 0).to(tl.int32)
             least = p0
         if reach > least:
             big = top_x + _largest(large_y, n, wide_y, y0, BY, BP) > ROOM
-            for at in tl.range(y0, y0 + BY, 2):
-                if KEYS:
-                    d1 = tl.load(ds + (at - row0) * wide_k + p).to(tl.float32)
-                    d2 = tl.load(ds + (at + 1 - row0) * wide_k + p).to(tl.float32)
-                    d1 = tl.where(p < tl.load(counts + at, mask=at < T, other=0).to(tl.int32), d1, 0.0)
-                    d2 = tl.where(p < tl.load(counts + at + 1, mask=at + 1 < T, other=0).to(tl.int32), d2, 0.0)
-                else:
-                    d1 = tl.load(ds + at * rows + p - row0).to(tl.float32)
-                    d2 = tl.load(ds + (at + 1) * rows + p - row0).to(tl.float32)
-                    d1 = tl.where(at < count, d1, 0.0)
-                    d2 = tl.where(at + 1 < count, d2, 0.0)
-                if big:
-                    own_x = _column(x, p, x_stride, u, size, U)
-                    x1 = 1.0 + tl.exp2(tl.minimum((own_x + _one(y, at, y_stride, u, others, U)) * TWICE, ROOM))
-                    x2 = 1.0 + tl.exp2(tl.minimum((own_x + _one(y, at + 1, y_stride, u, others, U)) * TWICE, ROOM))
-                else:
-                    x1 = a * tl.load(ey + line * wide_y + at)[:, None] + 1.0
-                    x2 = a * tl.load(ey + line * wide_y + at + 1)[:, None] + 1.0
-                r = _inverse(x1 * x2, FAST)
-                t1 = x2 * r - 0.5  # -tanh/2
-                t2 = x1 * r - 0.5
-                w1 = d1[None, :] * t1
-                w2 = d2[None, :] * t2
-                acc += w1 * t1
-                acc += w2 * t2
-                total += d1 + d2
-                if not KEYS:
-                    first += w1 + w2
+            if big:
+                # row by row: a load of the whole tile would have another layout, and change that of the faster branch
+                raw = tl.zeros([BU, BX], tl.float32)
+                for unit in tl.range(u0, tl.minimum(u0 + BU, U)):
+                    row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
+                    raw = tl.where((u == unit)[:, None], row[None, :], raw)
+                for at in tl.range(y0, y0 + BY):
+                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
+                    x1 = 1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, ROOM))
+                    t1 = 1.0 / x1 - 0.5
+                    w1 = d1[None, :] * t1
+                    acc += w1 * t1
+                    total += d1
+                    if not KEYS:
+                        first += w1
+            else:
+                for at in tl.range(y0, y0 + BY, 2):
+                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    d2 = _coefficients(ds, counts, count, at + 1, p, row0, rows, wide_k, T, KEYS)
+                    two = tl.load(ey + (line * wide_y + tl.multiple_of(at, 2))[:, None] + tl.arange(0, 2)[None, :])
+                    b1, b2 = tl.split(two)
+                    x1 = a * b1[:, None] + 1.0
+                    x2 = a * b2[:, None] + 1.0
+                    r = _inverse(x1 * x2, FAST)
+                    t1 = x2 * r - 0.5  # -tanh/2
+                    t2 = x1 * r - 0.5
+                    w1 = d1[None, :] * t1
+                    w2 = d2[None, :] * t2
+                    acc += w1 * t1
+                    acc += w2 * t2
+                    total += d1 + d2
+                    if not KEYS:
+                        first += w1 + w2
     grad = total[None, :] - 4.0 * acc
     if KEYS:
         place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
@@ -368,7 +376,9 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     lse = torch.empty(B * H, T, device=q.device)
     (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
     tiles = blocks_of(T, QUERIES)
-    plan = Plan((tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k), x.constants, stages=1)
+    plan = Plan(
+        (tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, *LAUNCHES["forward"]
+    )
     launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
     return o, lse
 
@@ -388,31 +398,33 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     rows = ROWS
     slices = max(1, min(N, HELD // (rows * wide_k)))
     by_query, by_key = (torch.empty(slices * rows * wide_k, device=device, dtype=v.dtype) for _ in range(2))
-    groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // KEYS
+    groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // POSITIONS
     part = torch.empty(pieces, slices, groups * UNITS, rows, device=device)
-    dscore = torch.zeros(H, groups * UNITS, device=device)
+    dscore = torch.zeros(N, groups * UNITS, device=device)
     share = torch.empty(pieces, slices, across, groups * UNITS, device=device)
-    units = {"H": H, "BU": UNITS, "BX": KEYS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
+    units = {"H": H, "BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
     for slice0 in range(0, N, slices):
         here = min(slices, N - slice0)
         for row0 in range(0, T, rows):
             tiles = blocks_of(S, KEYS)
-            numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0)
+            numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, 0.0)
             tensors = (q, k, v, do, counts, weights, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key)
-            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants))
+            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants, *LAUNCHES["pairs"]))
+            tiles = blocks_of(S, POSITIONS)
             numbers = (*_strides(k, q), T, S, S, T, U, tiles, wide_q, wide_k, row0, rows, slice0, PIECE)
             tensors = (k, q, counts, ek, eq, large_k, large_q, by_query, dk, share)
-            launch(_units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}))
+            launch(
+                _units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *LAUNCHES["units"])
+            )
             numbers = (*_strides(q, k), T, S, T, S, U, across, wide_q, wide_k, row0, rows, slice0, PIECE)
             tensors = (q, k, counts, eq, ek, large_q, large_k, by_key, part, share)
-            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units})
+            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *LAUNCHES["units"])
             launch(_units, tensors, plan)
             size = pieces * here
             done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
             dq[slice0 : slice0 + here, :, row0 : row0 + rows] = done.sum(0)
             done = share.flatten()[: size * across * groups * UNITS].view(pieces, here, across, -1).sum((0, 2))
-            heads = torch.arange(slice0, slice0 + here, device=device) % H
-            dscore.index_add_(0, heads, done)
+            dscore[slice0 : slice0 + here] += done
     score = score.float()[:, :, None]
 
     def of_tokens(grad: Tensor, size: int) -> Tensor:
@@ -421,4 +433,4 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
         return grad.permute(0, 3, 1, 2).to(q.dtype, memory_format=torch.contiguous_format)
 
     dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format)
-    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore[:, :U].to(x.score.dtype)
+    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)

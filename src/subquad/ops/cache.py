@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from subquad.ops.additive import additive_attention
 from subquad.ops.impl import Impl, choose
 from subquad.ops.rotary import Turns, turned
 
@@ -64,21 +65,31 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
 
 
 def cached_attention(
-    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, *, scale: float | None = None, impl: Impl = "auto"
+    q_t: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: Tensor,
+    *,
+    scale: float | None = None,
+    score: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Softmax attention of one query per row to the first `count` [B] entries of a cache, all at least 1.
 
     q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]. It never waits for a GPU.
+    With `score` [H, K] attention is additive: the scores are score·tanh(q + k), by default unscaled.
     """
-    scale = q_t.shape[-1] ** -0.5 if scale is None else scale
+    scale = (q_t.shape[-1] ** -0.5 if score is None else 1.0) if scale is None else scale
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
     wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
     fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v))  # rare in decoding: plain torch
+    gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q_t, k, v, score)
+    )  # rare in decoding: plain torch
     if gradients or (not fused and q_t.device.type != "cpu"):
-        return _masked(q_t, k, v, count, scale)
+        return _masked(q_t, k, v, count, scale, score)
     run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
-    return run(q_t, k, v, count, scale, fused)
+    return run(q_t, k, v, count, scale, score, fused)
 
 
 def cached_attention_step(
@@ -118,22 +129,26 @@ def cached_attention_step(
     return torch.ops.subquad.cached_attention_step(q_t, k_t, v_t, k, v, position, cos, sin, scale), k, v
 
 
-def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Tensor:
+def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score: Tensor | None) -> Tensor:
+    if score is not None:
+        return additive_attention(q_t[:, None], k, v, count[:, None], score * scale, impl="torch")[:, 0]
     seen = torch.arange(k.shape[1], device=k.device) < count[:, None]  # [B, C]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, C, K]
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, seen[:, None, None], scale=scale)[:, :, 0]
 
 
-def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:
+def _attend(
+    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score: Tensor | None, fused: bool
+) -> Tensor:
     if fused:
         from subquad.ops.cache_triton import attend
 
-        return attend(q_t, k, v, count, scale)
+        return attend(q_t, k, v, count, scale, score=score)
     high = int(count.max())
-    if len(count) > 1:
+    if len(count) > 1 or score is not None:
         # always masked and in whole blocks: else a row's rounding would depend on how long the other rows are
         high = -(-high // BLOCK) * BLOCK
-        return _masked(q_t, k[:, :high], v[:, :high], count, scale)
+        return _masked(q_t, k[:, :high], v[:, :high], count, scale, score)
     k, v = k[:, :high].transpose(1, 2), v[:, :high].transpose(1, 2)
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
 
@@ -143,7 +158,15 @@ _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutate
 
 
 @_operator.register_fake
-def _(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:  # noqa: ARG001
+def _(
+    q_t: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: Tensor,
+    scale: float,
+    score: Tensor | None,
+    fused: bool,  # noqa: ARG001
+) -> Tensor:
     return q_t.new_empty(*q_t.shape[:2], v.shape[-1])
 
 
