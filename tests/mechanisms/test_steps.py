@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from subquad import build
+from subquad import LanguageModel, build
 from tests.mechanisms import laws
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,3 +69,27 @@ def check(name: str, inplace: bool, tolerance: float, **changes: Any) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_plain_steps_equal_forward(name: str, inplace: bool) -> None:
     check(name, inplace, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        *((name, "rotary") for name in ("local", "strided", "fixed", "longformer", "bigbird", "compressed")),
+        *((name, "sinusoidal") for name in ("local", "bigbird", "compressed", "transformer_xl")),
+    ],
+)
+def test_a_model_steps_between_its_projections(name: str, positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    options = OPTIONS[name]
+    model = LanguageModel(vocab=11, dim=16, depth=2, heads=4, mechanism=(name, options), positions=positions).eval()
+    fused = name not in ("bigbird", "compressed") or positions != "rotary"
+    mixer = model.transformer.blocks[0].mixer
+    monkeypatch.setattr(mixer, "_step_inplace", None if fused else mixer._step_inplace)
+    tokens = torch.randint(11, (2, 30))
+    with torch.no_grad():
+        want = model(tokens)
+        _, state = model.prefill(tokens[:, :9])
+        for t in range(9, 30):
+            y, state = model.step(tokens[:, t], state, inplace=True)
+            torch.testing.assert_close(y, want[:, t], rtol=1e-4, atol=1e-4)
+            assert state.layers[1].position.tolist() == [t + 1, t + 1]

@@ -77,7 +77,7 @@ def test_slots_compile_for_hopper(empty: bool) -> None:
 
     from subquad.ops.slots_triton import step
 
-    constants = {"S": 3, "K": 64, "BK": 64, "BO": 64, "EMPTY": empty}
+    constants = {"S": 3, "K": 64, "BK": 64, "BO": 64, "EMPTY": empty, "MOVES": True, "EARLY": True}
     pointers = "k v keys last_k values last_v key_weight key_bias value_weight value_bias nothing"
     types = dict.fromkeys(pointers.split(), "*bf16") | {"position": "*i64", "count": "*i64"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in step.arg_names}

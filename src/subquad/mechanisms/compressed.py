@@ -29,7 +29,7 @@ from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.cache import append, cached_attention, readable_positions, with_room_for
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.lengths import padding, symbolic, zero_padding
-from subquad.ops.rotary import rotate
+from subquad.ops.rotary import Turns, rotate
 from subquad.ops.slots import Convolution, Slots, convolved, slots_step
 
 
@@ -178,16 +178,33 @@ class Compressed(Attention):
         if self.options.rotary or self._dropout() or gradients:
             return super()._step_inplace(x, state) if inplace else super()._step(x, state)
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
-        used = readable_positions(state.k, state.position)
-        used = None if used is None else [n // self.options.stride for n in used]
-        slots = [with_room_for(t, used, 1) for t in state[:2]]
-        new = State(slots[0], slots[1], *state[2:])
+        new = self._with_room(state)
         if not inplace:
             new = State(*(t.clone() if t is old else t for t, old in zip(new, state, strict=True)))
+        return self._merge(self._attend_to_slots(q, k, v, new, moves=True)), new
+
+    def decodes(self, state: State) -> bool:
+        usual = type(self) is Compressed and not self.options.rotary
+        return usual and not self._dropout() and not torch.is_grad_enabled()
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        state = self._with_room(state)
+        return self._attend_to_slots(q, k, v, state, moves=False).flatten(1), state
+
+    def _with_room(self, state: State) -> State:
+        """The state, with a slot for the next token of each row."""
+        used = readable_positions(state.k, state.position)
+        used = None if used is None else [n // self.options.stride for n in used]
+        return state._replace(k=with_room_for(state.k, used, 1), v=with_room_for(state.v, used, 1))
+
+    def _attend_to_slots(self, q: Tensor, k: Tensor, v: Tensor, state: State, moves: bool) -> Tensor:
+        """One token, [B, H, ·], in place."""
         key, value = (Convolution(conv.weight, conv.bias) for conv in (self.key, self.value))  # type: ignore[arg-type]
-        parts = Slots(new.k, new.last_k), Slots(new.v, new.last_v)
-        seen = slots_step(k, v, *parts, new.position, key, value, self.nothing)
-        return self._merge(cached_attention(q, new.k, new.v, seen)), new
+        parts = Slots(state.k, state.last_k), Slots(state.v, state.last_v)
+        seen = slots_step(k, v, *parts, state.position, key, value, self.nothing, moves=moves)
+        return cached_attention(q, state.k, state.v, seen)
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)

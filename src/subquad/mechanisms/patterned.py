@@ -18,6 +18,7 @@ from subquad import ranks
 from subquad.checks import refuse
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import KernelOptions, Traits, own_type
+from subquad.ops.rotary import Turns
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
@@ -110,6 +111,15 @@ class Patterned(Attention):
 
     def _step_inplace(self, x: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
         return self._step(x, state, inplace=True)
+
+    def decodes(self, state: SparseState) -> bool:
+        return type(self)._step is Patterned._step
+
+    def decode(self, qkv: Tensor, state: SparseState, turns: Turns | None) -> tuple[Tensor, SparseState]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        o, state = self.cache._step(q, k, v, state, self.scale, True, self.options.impl, moves=False, by=turns)
+        return o.flatten(1), state
 
     def _prefill_part(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         """A part of a prompt that other ranks share; every rank keeps what decoding needs of all of it."""

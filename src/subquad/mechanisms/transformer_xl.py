@@ -27,6 +27,7 @@ from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.cache import capturing
 from subquad.ops.lengths import keep
 from subquad.ops.relative import Ends, relative_attention
+from subquad.ops.rotary import Turns
 from subquad.ops.sparse.relative_step import relative_step
 
 
@@ -97,11 +98,21 @@ class TransformerXL(Attention):
         if self._dropout() or gradients:
             return super()._step_inplace(x, state) if inplace else super()._step(x, state)
         new = state if inplace else State(*(t.clone() for t in state))
-        o = relative_step(q, k, v, *new, (self.u, self.w, far), 1 / math.sqrt(self.width))
+        o = relative_step(q, k, v, *new, (self.u, self.w, far), self.width**-0.5, self.options.impl)
         return self._merge(o), new
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
+
+    def decodes(self, state: State) -> bool:
+        return type(self) is TransformerXL and not self._dropout() and not torch.is_grad_enabled()
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        bias = self.u, self.w, self._relative(q)
+        o = relative_step(q, k, v, *state, bias, self.width**-0.5, self.options.impl, moves=False)
+        return o.flatten(1), state
 
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""

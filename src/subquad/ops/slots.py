@@ -32,11 +32,13 @@ def slots_step(
     value: Convolution,
     nothing: Tensor | None = None,
     impl: Impl = "auto",
+    moves: bool = True,
 ) -> Tensor:
     """One token k, v [B, H, K] of each row -> the number of slots that it may read, at least 1, [B].
 
-    It writes the token or the slot that the token finishes, and moves the position. While a row has no slot, its first
-    one has zeros as the key and `nothing` [H, K] as the value. Keys are not rotated. It has no gradients.
+    It writes the token or the slot that the token finishes and, if it `moves`, adds 1 to the position. While a row has
+    no slot, its first one has zeros as the key and `nothing` [H, K] as the value. Keys are not rotated. It has no
+    gradients.
     """
     stride, width = key.weight.shape[2], k.shape[-1]
     reason = "float64" if k.dtype == torch.float64 else None
@@ -44,7 +46,7 @@ def slots_step(
     if choose(impl, "slots_step", k, reason) == "triton":
         tensors = (k, v, *keys, *values, position, *key, *value)
         run = torch.ops.subquad.slots_step if torch.compiler.is_compiling() else _fused
-        return run(*tensors, nothing)
+        return run(*tensors, nothing, moves)
     slot, rest = position // stride, position % stride
     done, rows = (rest == stride - 1)[:, None, None], torch.arange(len(k), device=k.device)
     finished = torch.where(done[:, 0, 0], slot + 1, slot)
@@ -58,7 +60,8 @@ def slots_step(
         if stride > 1:
             at = rest.clamp(max=stride - 2)
             cache.last.index_put_((rows, at), torch.where(done, cache.last[rows, at], new.to(cache.last.dtype)))
-    position.add_(1)
+    if moves:
+        position.add_(1)
     return finished.clamp(min=1)
 
 
@@ -85,11 +88,12 @@ def _fused(
     value_weight: Tensor,
     value_bias: Tensor,
     nothing: Tensor | None,
+    moves: bool,
 ) -> Tensor:
     from subquad.ops.slots_triton import step_
 
     key, value = Convolution(key_weight, key_bias), Convolution(value_weight, value_bias)
-    return step_(k, v, Slots(keys, last_k), Slots(values, last_v), position, key, value, nothing)
+    return step_(k, v, Slots(keys, last_k), Slots(values, last_v), position, key, value, nothing, moves)
 
 
 _changed = ("keys", "last_k", "values", "last_v", "position")

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, launch, tile_of
 from subquad.ops.slots import Convolution, Slots
 from subquad.ops.sparse.cache_triton import arrive, seen
 
@@ -47,8 +48,12 @@ def write(
 def step(
     k, v, keys, last_k, values, last_v, position, key_weight, key_bias, value_weight, value_bias, nothing, count,
     H, C, kb, kh, vb, vh, ksb, kss, ksh, vsb, vss, vsh, klb, kls, klh, vlb, vls, vlh,
-    S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, EMPTY: tl.constexpr,
+    S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr, EMPTY: tl.constexpr, MOVES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     b = (tl.program_id(0) // H).to(tl.int64)
     h = (tl.program_id(0) % H).to(tl.int64)
     p = seen(position, b)
@@ -64,7 +69,8 @@ def step(
             v + b * vb + h * vh, values + b * vsb + h * vsh, last_v + b * vlb + h * vlh, value_weight + w,
             value_bias + h * K, nothing + h * K, p, C, vss, vls, S, K, BK, BO, EMPTY, False,
         )  # fmt: skip
-    arrive(position, b, 2 * H)
+    if MOVES:
+        arrive(position, b, 2 * H)
 
 
 def step_(
@@ -76,6 +82,7 @@ def step_(
     key: Convolution,
     value: Convolution,
     nothing: Tensor | None,
+    moves: bool,
 ) -> Tensor:
     """As `slots.slots_step`."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -88,6 +95,7 @@ def step_(
     strides += tuple(n for t in (keys.slots, values.slots, keys.last, values.last) for n in t.stride()[:3])
     wide = tile_of(width)
     constants = {"S": key.weight.shape[2], "K": width, "BK": wide, "BO": min(wide, WEIGHTS // wide)}
-    plan = Plan((b * h, 2), (h, keys.slots.shape[1], *strides), {**constants, "EMPTY": nothing is not None})
+    constants |= {"EMPTY": nothing is not None, "MOVES": moves, "EARLY": EARLY}
+    plan = Plan((b * h, 2), (h, keys.slots.shape[1], *strides), constants, early=EARLY)
     launch(step, tensors, plan)
     return count

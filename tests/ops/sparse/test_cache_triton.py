@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from subquad.ops.rotary import Turns, turns
 from subquad.ops.sparse.cache import SparseCache
 from subquad.ops.sparse.patterns import Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.sparse.reads import Reads, reads_of
@@ -81,6 +82,27 @@ def test_half_precision_and_views() -> None:
         torch.testing.assert_close(o.double(), want, rtol=0, atol=0.02)
 
 
+@interpreted
+@pytest.mark.parametrize("pattern", [Local(9, 0), Dense()])
+def test_rotary_and_a_position_that_the_caller_moves(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops.sparse import cache_triton
+
+    monkeypatch.setattr(cache_triton, "BLOCK", 512)
+    monkeypatch.setattr(cache_triton, "FEW", 20)
+    cache = SparseCache(pattern)
+    state = start(cache, [30, 4], FAR, 16, 16, torch.float32)
+    wanted, position = clean(state), state.position.clone()
+    by = turns(position[:, None], 16)
+    q, k, v = torch.randn(3, 2, H, 16)
+    o, new = cache._step(q, k, v, state, None, True, "triton", moves=False, by=by)
+    wide = Turns(by.cos.double(), by.sin.double())
+    want, wanted = cache._step(q.double(), k.double(), v.double(), wanted, None, True, "torch", moves=False, by=wide)
+    assert torch.equal(new.position, position)
+    assert torch.equal(wanted.position, position)
+    torch.testing.assert_close(o.double(), want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(filled(new.k).double(), wanted.k, rtol=0, atol=2e-6)
+
+
 def test_what_the_kernel_cannot_read_is_refused() -> None:
     for pattern in (
         Block(4) | Block(6),
@@ -144,6 +166,9 @@ def test_compiles_for_hopper(case: str) -> None:
         "COMBS": case == "log",
         "DRAWS": 0,
         "BIAS": False,
+        "TURN": case == "window",
+        "MOVES": case != "split",
+        "EARLY": True,
     }
     more: dict[str, dict[str, Any]] = {
         "draws": {"DRAWS": 3, "ROUND": 4},
@@ -152,6 +177,7 @@ def test_compiles_for_hopper(case: str) -> None:
     }
     constants |= more.get(case, {})
     types = dict.fromkeys(("q", "k", "v", "keys", "values", "u", "w", "far"), "*bf16")
+    types |= {"cos": "*fp32", "sin": "*fp32"}
     types |= {"position": "*i64", "reads": "*i32", "high": "*fp32", "mass": "*fp32", "scale": "fp32"}
     types["o"] = "*fp32" if case == "split" else "*bf16"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in step.arg_names}

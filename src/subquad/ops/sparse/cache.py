@@ -22,6 +22,7 @@ from subquad.ops.cache import append, readable_positions, with_room, with_room_f
 from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import check_op_lengths
 from subquad.ops.precision import wide
+from subquad.ops.rotary import Turns, turned
 from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
 from subquad.ops.sparse.reads import Reads, reads_of
 
@@ -169,23 +170,29 @@ class SparseCache:
         scale: float | None,
         inplace: bool,
         impl: Impl,
+        moves: bool = True,
+        by: Turns | None = None,
     ) -> tuple[Tensor, SparseState]:
+        """`step`; without `moves` it leaves the position where it is. `by` turns q and k first."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         reason = self.reads if isinstance(self.reads, str) else unfit(q, *state)
         fused = choose(impl, "a step over a pattern", q, reason) == "triton"
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, state.k, state.v)):
             fused = False  # the kernel has no gradients
         if not fused:
-            return self._step_plainly(q, k, v, state, scale, inplace)
+            if by is not None:
+                q, k = (turned(x[:, None], by)[:, 0] for x in (q, k))
+            return self._step_plainly(q, k, v, state, scale, inplace, moves)
         keys, values = self._with_place(state)
         if not inplace:
             keys, values = (new.clone() if new is old else new for new, old in ((keys, state.k), (values, state.v)))
-        position = state.position if inplace else state.position.clone()
-        o = fused_step(q, k, v, keys, values, position, self.reads_text, scale)
+        position = state.position if inplace or not moves else state.position.clone()
+        cos, sin = by or (None, None)
+        o = fused_step(q, k, v, keys, values, position, self.reads_text, scale, moves, cos, sin)
         return o, state._replace(k=keys, v=values, position=position)
 
     def _step_plainly(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState, scale: float, inplace: bool
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState, scale: float, inplace: bool, moves: bool
     ) -> tuple[Tensor, SparseState]:
         at, write = state.position, torch.Tensor.index_put_ if inplace else torch.Tensor.index_put
         if self.everything:
@@ -199,14 +206,17 @@ class SparseCache:
                 new = new.to(cache.dtype)
                 new = new if self.ring else torch.where(slot[..., None] >= 0, new, cache[where])
                 caches.append(write(cache, where, new))
-        position = at.add_(1) if inplace else at + 1
-        after = state._replace(k=caches[0], v=caches[1], position=position)
+        after = state._replace(k=caches[0], v=caches[1], position=at + 1)
         if self.everything:
-            return self._gathered(q[:, None], after, position - 1, scale)[:, 0], after
-        keys, values = after.k.to(q.dtype), after.v.to(q.dtype)
-        scores = torch.einsum("bhk,bshk->bhs", wide(q), wide(keys)) * scale
-        weights = _softmax_over(scores, self._visible_slots(after))
-        return torch.einsum("bhs,bshv->bhv", weights.to(values.dtype), values), after
+            o = self._gathered(q[:, None], after, at, scale)[:, 0]
+        else:
+            keys, values = after.k.to(q.dtype), after.v.to(q.dtype)
+            scores = torch.einsum("bhk,bshk->bhs", wide(q), wide(keys)) * scale
+            weights = _softmax_over(scores, self._visible_slots(after))
+            o = torch.einsum("bhs,bshv->bhv", weights.to(values.dtype), values)
+        if not moves or inplace:
+            after = after._replace(position=at.add_(1) if moves else at)
+        return o, after
 
     def _with_place(self, state: SparseState) -> list[Tensor]:
         """The caches, with a slot for the next token of each row."""
@@ -373,6 +383,9 @@ def _fused_step(
     position: Tensor,
     reads: str,
     scale: float,
+    moves: bool = True,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     u: Tensor | None = None,
     w: Tensor | None = None,
     far: Tensor | None = None,
@@ -380,7 +393,8 @@ def _fused_step(
     from subquad.ops.sparse.cache_triton import step_
 
     bias = None if u is None or w is None or far is None else (u, w, far)
-    return step_(q, k, v, keys, values, position, Reads.parse(reads), scale, bias)
+    by = None if cos is None or sin is None else Turns(cos, sin)
+    return step_(q, k, v, keys, values, position, Reads.parse(reads), scale, moves, by, bias)
 
 
 _operator = torch.library.custom_op("subquad::sparse_step", _fused_step, mutates_args=("keys", "values", "position"))

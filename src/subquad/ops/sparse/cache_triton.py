@@ -12,9 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from subquad.ops.launch import Plan, launch, tile_of
+from subquad.ops.launch import EARLY, Plan, launch, tile_of
+from subquad.ops.rotary import Turns
 from subquad.ops.sparse.reads import Head, Reads
+from subquad.ops.turned_triton import row_stride, turned
 
 BLOCK = 8192  # elements of the keys, and of the values, at a time
 PROGRAMS = 528  # four for each of an H200's 132 multiprocessors
@@ -91,27 +94,34 @@ def slot_of(
 
 @triton.jit(do_not_specialize=["C", "pinned", "ring", "block", "columns", "per_head", "back"])
 def step(
-    q, k, v, keys, values, position, reads, u, w, far, o, high, mass,
+    q, k, v, keys, values, position, reads, cos, sin, u, w, far, o, high, mass,
     scale, H, C, pinned, ring, block, columns, per_head, back,
-    qb, qh, nb, nh, vb, vh, kb, kc, kh, ob, oc, oh,
+    qb, qh, nb, nh, vb, vh, kb, kc, kh, ob, oc, oh, tb,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
     EVERYTHING: tl.constexpr, LOG: tl.constexpr, COMBS: tl.constexpr, DRAWS: tl.constexpr, ROUND: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, TURN: tl.constexpr, MOVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one row over one split of its keys: the running softmax of flash attention, in base 2.
 
-    BIAS adds (q + w)·far[back - distance] to each score, and u to the q of the others.
+    MOVES: the last program of a row adds 1 to its position. BIAS adds (q + w)·far[back - distance] to each score, and u
+    to q for the keys themselves.
     """
     program = tl.program_id(0)
     split = tl.program_id(1)
     b = (program // H).to(tl.int64)
     h = (program % H).to(tl.int64)
-    p = seen(position, b)
     reads += h * per_head
+    front, before, size, blocks, kept = (
+        tl.load(reads), tl.load(reads + 1), tl.load(reads + 2), tl.load(reads + 3), tl.load(reads + 4)
+    )  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    p = seen(position, b)
     dk, dv, dc = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
     in_k, in_v = dk < K, dv < V
-    query = tl.load(q + b * qb + h * qh + dk, mask=in_k, other=0.0).to(tl.float32)
-    new_k = tl.load(k + b * nb + h * nh + dk, mask=in_k, other=0.0)
+    query = turned(q + b * qb + h * qh, cos + b * tb, sin + b * tb, dk, K, TURN).to(tl.float32)
+    new_k = turned(k + b * nb + h * nh, cos + b * tb, sin + b * tb, dk, K, TURN)
     new_v = tl.load(v + b * vb + h * vh + dv, mask=in_v, other=0.0)
     keys += b * kb + h * kh
     values += b * ob + h * oh
@@ -122,11 +132,8 @@ def step(
     query *= scale
 
     # the keys before p: [0, front), [start, p), then a comb or draws between the two
-    before, size, blocks = tl.load(reads + 1), tl.load(reads + 2), tl.load(reads + 3)
-    kept = tl.load(reads + 4)
     start = tl.where(before >= 0, tl.maximum(p - before, 0), p)
     start = tl.where(blocks >= 0, tl.maximum(tl.minimum(start, (p // size - blocks) * size), 0), start)
-    front = tl.load(reads)
     own = (before >= 0) | (blocks >= 0) | (p < front)  # whether p reads itself
     front = tl.minimum(front, start)
     near = front + p - start
@@ -183,8 +190,8 @@ def step(
         scores = tl.sum(cached_k.to(tl.float32) * query[None, :], 1)
         if BIAS:
             row = (back - p + j).to(tl.int64)
-            turned = tl.load(far + row[:, None] * H * K + dk[None, :], mask=mask_k, other=0.0)
-            scores += tl.sum(turned.to(tl.float32) * second[None, :], 1)
+            bias = tl.load(far + row[:, None] * H * K + dk[None, :], mask=mask_k, other=0.0)
+            scores += tl.sum(bias.to(tl.float32) * second[None, :], 1)
         scores = tl.where(there, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 0))
         weights = tl.exp2(scores - higher)
@@ -208,15 +215,21 @@ def step(
         slot = slot.to(tl.int64)
         tl.store(keys + slot * kc + dk, new_k.to(keys.dtype.element_ty), mask=in_k & there)
         tl.store(values + slot * oc + dv, new_v.to(values.dtype.element_ty), mask=in_v & there)
-    if SPLITS == 1:
+    if MOVES:
         arrive(position, b, H)
 
 
 @triton.jit
-def merge(parts, high, mass, position, o, H, V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr):
+def merge(
+    parts, high, mass, position, o, H,
+    V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, MOVES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The splits of one head of one row as one; the first head counts the token."""
     program = tl.program_id(0)
     n, dv = tl.arange(0, SPLITS), tl.arange(0, BV)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     best = tl.load(high + program * SPLITS + n)
     weight = tl.exp2(best - tl.max(best, 0))
     total = tl.sum(tl.load(mass + program * SPLITS + n) * weight, 0)
@@ -224,7 +237,7 @@ def merge(parts, high, mass, position, o, H, V: tl.constexpr, BV: tl.constexpr, 
     acc = tl.load(parts + rows[:, None] + dv[None, :], mask=(dv < V)[None, :], other=0.0)
     acc = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(o + program.to(tl.int64) * V + dv, acc.to(o.dtype.element_ty), mask=dv < V)
-    if program % H == 0:
+    if MOVES and program % H == 0:
         b = program // H
         tl.store(position + b, tl.load(position + b) + 1)
 
@@ -238,9 +251,12 @@ def step_(
     position: Tensor,
     reads: Reads,
     scale: float,
+    moves: bool = True,
+    by: Turns | None = None,
     bias: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One token of each row: q, k [B, H, K], v [B, H, V] -> o [B, H, V]. Writes to keys, values and position.
+    """One token of each row: q, k [B, H, K], v [B, H, V] -> o [B, H, V]. Writes to keys, values and, if it `moves`,
+    position. `by` turns q and k first.
 
     `bias`: u and w [H, K], and the keys of distances back .. 0, [back + 1, H, K]; see `step`.
     """
@@ -259,10 +275,19 @@ def step_(
         high, mass = torch.empty(2, b, h, splits, device=q.device)
     table = _table(reads.heads, q.device)
     u, w, far = bias or (q, q, q)
+    cos, sin = by or (q, q)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
     layout = (size, reads.pinned, reads.ring, reads.block, reads.columns)
     one = len(reads.heads) == 1
-    numbers = (scale * LOG2E, h, *layout, 0 if one else FIELDS, len(far) - 1, *strides)
+    numbers = (
+        scale * LOG2E,
+        h,
+        *layout,
+        0 if one else FIELDS,
+        len(far) - 1,
+        *strides,
+        row_stride(None if by is None else cos),
+    )
     constants = {
         "K": width_k,
         "V": width_v,
@@ -276,12 +301,15 @@ def step_(
         "DRAWS": reads.draws,
         "ROUND": max(2, 1 << (reads.draws - 1).bit_length()) if reads.draws else 1,
         "BIAS": bias is not None,
+        "TURN": by is not None,
+        "MOVES": moves and splits == 1,
+        "EARLY": EARLY,
     }
-    tensors = (q, k, v, keys, values, position, table, u, w, far, parts, high, mass)
-    launch(step, tensors, Plan((b * h, splits), numbers, constants, stages=2))
+    tensors = (q, k, v, keys, values, position, table, cos, sin, u, w, far, parts, high, mass)
+    launch(step, tensors, Plan((b * h, splits), numbers, constants, stages=2, early=EARLY))
     if splits > 1:
-        constants = {"V": width_v, "BV": wide_v, "SPLITS": splits}
-        launch(merge, (parts, high, mass, position, o), Plan((b * h,), (h,), constants))
+        constants = {"V": width_v, "BV": wide_v, "SPLITS": splits, "MOVES": moves, "EARLY": EARLY}
+        launch(merge, (parts, high, mass, position, o), Plan((b * h,), (h,), constants, early=EARLY))
     return o
 
 

@@ -26,14 +26,15 @@ def relative_step(
     bias: Bias,
     scale: float,
     impl: Impl = "auto",
+    moves: bool = True,
 ) -> Tensor:
     """q, k [B, H, K], v [B, H, V], a ring [B, back, H, ·], position [B] -> o [B, H, V], without gradients.
 
-    It writes the token into the ring and moves the position.
+    It writes the token into the ring and, if it `moves`, adds 1 to the position.
     """
     if choose(impl, "relative_step", q, unfit(q, keys, values, position)) == "triton":
         u, w, far = (t.contiguous() for t in bias)
-        return fused_step(q, k, v, keys, values, position, _reads(keys.shape[1]), scale, u, w, far)
+        return fused_step(q, k, v, keys, values, position, _reads(keys.shape[1]), scale, moves, None, None, u, w, far)
     u, w, far = bias
     back, rows = keys.shape[1], torch.arange(len(q), device=q.device)
     slots = torch.arange(back, device=q.device)
@@ -47,7 +48,8 @@ def relative_step(
     o = torch.einsum("bhs,bshv->bhv", weights[..., :-1], values.to(q.dtype)) + weights[..., -1:] * v
     for ring, new in ((keys, k), (values, v)):
         ring.index_put_((rows, position % back), new.to(ring.dtype))
-    position.add_(1)
+    if moves:
+        position.add_(1)
     return o
 
 
