@@ -115,27 +115,47 @@ class Load:
         }
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
-        begun, before = time.perf_counter(), len(self.first)
-        reader, writer = await asyncio.open_connection(server.host, server.port)
+        loop = asyncio.get_running_loop()
+        client = Client(self, going, loop.create_future())
         try:
-            writer.write(head.encode() + data)
-            last, seen = b"", False
-            while part := await reader.read(1 << 16):
-                if not seen and b"data: " in part:
-                    seen = True
-                    self.first.append(time.perf_counter() - begun)
-                    self.started += 1
-                self.events += part.count(b"data: ")
-                last = (last + part)[-400:]
-                if going is not None and not going.is_set():
-                    return
-            if b'"finish_reason":"length"' not in last or b"data: [DONE]" not in last:
-                self.errors.append(last.decode(errors="replace"))
-            self.answers += 1
+            transport, _ = await loop.create_connection(lambda: client, server.host, server.port)
         except OSError as error:
-            self.errors.append(f"{type(error).__name__}: {error} after {len(self.first) - before} first tokens")
+            self.errors.append(f"{type(error).__name__}: {error}")
+            return
+        transport.write(head.encode() + data)
+        try:
+            await client.done
         finally:
-            writer.close()
+            transport.abort()
+
+
+class Client(asyncio.Protocol):
+    """Counts events as they come; quicker than a StreamReader, so that one process can read for 1,000 streams."""
+
+    def __init__(self, load: Load, going: asyncio.Event | None, done: asyncio.Future[None]):
+        self.load, self.going, self.done = load, going, done
+        self.begun, self.seen, self.last = time.perf_counter(), False, b""
+
+    def data_received(self, part: bytes) -> None:
+        count = part.count(b"data: ")
+        self.load.events += count
+        self.last = part if len(part) >= 400 else (self.last + part)[-400:]
+        if count and not self.seen:
+            self.seen = True
+            self.load.first.append(time.perf_counter() - self.begun)
+            self.load.started += 1
+        if self.going is not None and not self.going.is_set() and not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        if error is not None:
+            self.load.errors.append(f"{type(error).__name__}: {error}")
+        elif b'"finish_reason":"length"' not in self.last or b"data: [DONE]" not in self.last:
+            self.load.errors.append(self.last.decode(errors="replace"))
+        self.load.answers += error is None
+        self.done.set_result(None)
 
 
 @asynccontextmanager
@@ -303,12 +323,15 @@ def main() -> None:
     parser.add_argument("--sections", default="beside,soak,connections,first_tokens")
     parser.add_argument("--minutes", type=float, help="of the soak")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, help="of each half of a round")
     parser.add_argument("--commit", help="commit of the measured code, if git does not know it")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     tell_commit(given.commit)
     sizes = dict(SIZES["tiny" if given.tiny else given.device])
-    sizes |= {name: getattr(given, name) for name in ("minutes", "rounds") if getattr(given, name) is not None}
+    sizes |= {
+        name: getattr(given, name) for name in ("minutes", "rounds", "seconds") if getattr(given, name) is not None
+    }
     known = ("beside", "soak", "connections", "first_tokens")
     if unknown := set(given.sections.split(",")) - set(known):
         parser.error(f"--sections has {', '.join(sorted(unknown))}: accepted are {', '.join(known)}")

@@ -17,6 +17,7 @@ from subquad.serve.exchange import Job
 from subquad.serve.request import Drawn, Request, Update
 from subquad.serve.vocabulary import Vocabulary
 
+DIRECT = "subquad.send"  # in a scope: the connection's own `send`, without what is wrapped around it for headers
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect events
 
 
@@ -62,12 +63,12 @@ class Answer:
         self.started = False
         self.failure: Exception | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.task = asyncio.current_task()
         watch = asyncio.create_task(self._watch(receive))
         status = 499  # as proxies log it: the client has left
         try:
-            status = await (self._stream(send) if self.asked.stream else self._whole(send))
+            status = await (self._stream(send, scope.get(DIRECT, send)) if self.asked.stream else self._whole(send))
         except asyncio.CancelledError:
             if not self.job.gone:
                 raise
@@ -103,7 +104,7 @@ class Answer:
             return await self._send_json(send, refused.status, refused.content())
         return await self._send_json(send, 200, self._object(pieces))
 
-    async def _stream(self, send: Send) -> int:
+    async def _stream(self, send: Send, direct: Send) -> int:
         await self.job.wait()  # before the first event an error still has a status
         headers = {"content-type": "text/event-stream; charset=utf-8", **HEADERS}
         first = self.job.inbox[0][1] if self.job.inbox else None
@@ -111,7 +112,7 @@ class Answer:
             refused = _failed(first)
             return await self._send_json(send, refused.status, refused.content())
         await self._start(send, 200, headers)
-        writer = Events(self, send)
+        writer = Events(self, direct)
         self.job.listener = writer.write
         writer.write()
         return await writer.done
