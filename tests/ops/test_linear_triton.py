@@ -43,7 +43,7 @@ def test_segments_are_longer_where_many_programs_walk_along(monkeypatch: pytest.
     monkeypatch.setattr(fused, "PROGRAMS", 64)
     monkeypatch.setattr(fused, "WALKS", 8)
     few, many = (torch.empty(1, 512, heads, 1) for heads in (7, 8))
-    segments = [fused.segment_of(x, x, None, causal) for x in (few, many) for causal in (True, False)]
+    segments = [fused.segment_of(x, x, causal) for x in (few, many) for causal in (True, False)]
     assert segments == [64, 32, 512, 32]
 
 

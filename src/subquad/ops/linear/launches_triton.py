@@ -97,7 +97,7 @@ class Call:
         q, k, v, gate, lengths, cu = x[:6]
         self.x, self.spec, self.gated = x, spec, gate is not None
         self.inputs = {"Q": q, "K": k, "V": v, "O": q if do is None else do}
-        self.segment = segment_of(q, k, gate, spec.causal)
+        self.segment = segment_of(q, k, spec.causal)
         self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], v.shape[3]
         self.gate = q if gate is None else gate
         owner = q
