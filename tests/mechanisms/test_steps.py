@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compressed rotary": {"rotary": True},
     "transformer_xl": {"memory": 5},
     "transformer_xl long": {"memory": 60},
+    "local rotary": {"window": 5, "rotary": True},
+    "bigbird etc rotary": {"block": 3, "random": 2, "construction": "etc", "rotary": True},
     "mixed": {"rotary": True},
 }
 T = 27

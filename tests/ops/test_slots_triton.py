@@ -56,7 +56,7 @@ def test_relative_scores(width: int, back: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in OPTIONS if not name.endswith("rotary") and name != "mixed"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("compressed rotary", "mixed")])
 def test_steps_equal_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("cache", "slots", "sparse.cache", "sparse.relative_step"):
         monkeypatch.setattr(f"subquad.ops.{module}.choose", always_triton)
