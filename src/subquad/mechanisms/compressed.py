@@ -175,8 +175,7 @@ class Compressed(Attention):
         return self._merge(self._attend_first(q, new.k, new.v, (at + 1) // stride)), new
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, self.key.weight, *state[:4]))
-        if self._dropout() or gradients:
+        if self._dropout():
             return super()._step_inplace(x, state) if inplace else super()._step(x, state)
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
         new = self._with_room(state)
@@ -185,7 +184,7 @@ class Compressed(Attention):
         return self._merge(self._attend_to_slots(q, k, v, new, moves=True)), new
 
     def decodes(self, state: State) -> bool:
-        return type(self) is Compressed and not self._dropout() and not torch.is_grad_enabled()
+        return type(self) is Compressed and not self._dropout()
 
     def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         both, v = self.heads.cut(qkv)

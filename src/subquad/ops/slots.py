@@ -40,12 +40,14 @@ def slots_step(
 
     It writes the token or the slot that the token finishes and, if it `moves`, adds 1 to the position. While a row has
     no slot, its first one has zeros as the key and `nothing` [H, K] as the value. `by` turns the key of the slot: the
-    turns of the position. It has no gradients.
+    turns of the position.
     """
     stride, width = key.weight.shape[2], k.shape[-1]
     reason = "float64" if k.dtype == torch.float64 else None
     reason = f"heads wider than 256: {width}" if width > 256 else reason
-    if choose(impl, "slots_step", k, reason) == "triton":
+    fused = choose(impl, "slots_step", k, reason) == "triton"
+    gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (k, v, *keys, *values, *key, *value))
+    if fused and not gradients:  # the kernel has none
         tensors = (k, v, *keys, *values, position, *key, *value)
         run = torch.ops.subquad.slots_step if torch.compiler.is_compiling() else _fused
         return run(*tensors, nothing, moves, *(by or (None, None)))
