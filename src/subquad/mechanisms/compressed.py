@@ -196,7 +196,8 @@ class Compressed(Attention):
         """The state, with a slot for the next token of each row."""
         used = readable_positions(state.k, state.position)
         used = None if used is None else [n // self.options.stride for n in used]
-        return state._replace(k=with_room_for(state.k, used, 1), v=with_room_for(state.v, used, 1))
+        k, v = (with_room_for(t, used, 1) for t in state[:2])
+        return state if k is state.k else state._replace(k=k, v=v)
 
     def _attend_to_slots(self, q: Tensor, k: Tensor, v: Tensor, state: State, moves: bool) -> Tensor:
         """One token, [B, H, ·], in place."""
