@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compressed rotary": {"rotary": True},
     "transformer_xl": {"memory": 5},
     "transformer_xl long": {"memory": 60},
+    "local rotary": {"window": 5, "rotary": True},
+    "bigbird etc rotary": {"block": 3, "random": 2, "construction": "etc", "rotary": True},
     "mixed": {"rotary": True},
 }
 T = 27
@@ -82,7 +84,7 @@ def test_a_model_steps_between_its_projections(name: str, positions: str, monkey
     torch.manual_seed(0)
     options = OPTIONS[name]
     model = LanguageModel(vocab=11, dim=16, depth=2, heads=4, mechanism=(name, options), positions=positions).eval()
-    fused = name not in ("bigbird", "compressed") or positions != "rotary"
+    fused = name != "bigbird" or positions != "rotary"
     mixer = model.transformer.blocks[0].mixer
     monkeypatch.setattr(mixer, "_step_inplace", None if fused else mixer._step_inplace)
     tokens = torch.randint(11, (2, 30))

@@ -40,7 +40,7 @@ def test_scores_may_be_additive(size: int, counts: list[int], monkeypatch: pytes
     count, score = torch.tensor(counts), torch.randn(2, 12)
     want = additive_attention(q[:, None].double(), k.double(), v.double(), count[:, None], score.double())[:, 0]
     for factor in (1.0, 100.0):  # far out tanh is flat, and must not overflow
-        o = cache_triton.attend(factor * q, k, v, count, 1.0, score)
+        o = cache_triton.attend(factor * q, k, v, count, 1.0, score=score)
         assert bool(o.isfinite().all())
         if factor == 1:
             torch.testing.assert_close(o.double(), want, rtol=0, atol=1e-5)

@@ -56,7 +56,7 @@ def test_relative_scores(width: int, back: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in OPTIONS if not name.endswith("rotary") and name != "mixed"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "mixed"])
 def test_steps_equal_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("cache", "slots", "sparse.cache", "sparse.relative_step"):
         monkeypatch.setattr(f"subquad.ops.{module}.choose", always_triton)
@@ -77,9 +77,10 @@ def test_slots_compile_for_hopper(empty: bool) -> None:
 
     from subquad.ops.slots_triton import step
 
-    constants = {"S": 3, "K": 64, "BK": 64, "BO": 64, "EMPTY": empty, "MOVES": True, "EARLY": True}
+    constants = {"S": 3, "K": 64, "BK": 64, "BO": 64, "EMPTY": empty, "TURN": empty, "MOVES": True, "EARLY": True}
     pointers = "k v keys last_k values last_v key_weight key_bias value_weight value_bias nothing"
     types = dict.fromkeys(pointers.split(), "*bf16") | {"position": "*i64", "count": "*i64"}
+    types |= {"cos": "*fp32", "sin": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in step.arg_names}
     constexprs = {(step.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=step, signature=signature, constexprs=constexprs)

@@ -29,7 +29,8 @@ from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops.cache import append, cached_attention, readable_positions, with_room_for
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.lengths import padding, symbolic, zero_padding
-from subquad.ops.rotary import Turns, rotate
+from subquad.ops.precision import wide_type
+from subquad.ops.rotary import Turns, rotate, turned, turns
 from subquad.ops.slots import Convolution, Slots, convolved, slots_step
 
 
@@ -174,8 +175,7 @@ class Compressed(Attention):
         return self._merge(self._attend_first(q, new.k, new.v, (at + 1) // stride)), new
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, self.key.weight, *state[:4]))
-        if self.options.rotary or self._dropout() or gradients:
+        if self._dropout():
             return super()._step_inplace(x, state) if inplace else super()._step(x, state)
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
         new = self._with_room(state)
@@ -184,8 +184,7 @@ class Compressed(Attention):
         return self._merge(self._attend_to_slots(q, k, v, new, moves=True)), new
 
     def decodes(self, state: State) -> bool:
-        usual = type(self) is Compressed and not self.options.rotary
-        return usual and not self._dropout() and not torch.is_grad_enabled()
+        return type(self) is Compressed and not self._dropout()
 
     def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         both, v = self.heads.cut(qkv)
@@ -197,13 +196,16 @@ class Compressed(Attention):
         """The state, with a slot for the next token of each row."""
         used = readable_positions(state.k, state.position)
         used = None if used is None else [n // self.options.stride for n in used]
-        return state._replace(k=with_room_for(state.k, used, 1), v=with_room_for(state.v, used, 1))
+        k, v = (with_room_for(t, used, 1) for t in state[:2])
+        return state if k is state.k else state._replace(k=k, v=v)
 
     def _attend_to_slots(self, q: Tensor, k: Tensor, v: Tensor, state: State, moves: bool) -> Tensor:
         """One token, [B, H, ·], in place."""
         key, value = (Convolution(conv.weight, conv.bias) for conv in (self.key, self.value))  # type: ignore[arg-type]
         parts = Slots(state.k, state.last_k), Slots(state.v, state.last_v)
-        seen = slots_step(k, v, *parts, state.position, key, value, self.nothing, moves=moves)
+        by = turns(state.position[:, None], self.width, wide_type(q)) if self.options.rotary else None
+        q = q if by is None else turned(q[:, None], by)[:, 0]
+        seen = slots_step(k, v, *parts, state.position, key, value, self.nothing, moves=moves, by=by)
         return cached_attention(q, state.k, state.v, seen)
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:

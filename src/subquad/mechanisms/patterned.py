@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad import ranks
 from subquad.checks import refuse
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.base import KernelOptions, Traits, own_type
 from subquad.ops.rotary import Turns
 from subquad.ops.sparse import sparse_attention
@@ -105,8 +105,15 @@ class Patterned(Attention):
         return self._merge(o), state
 
     def _step(self, x: Tensor, state: SparseState, inplace: bool = False) -> tuple[Tensor, SparseState]:
-        q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        o, state = self.cache._step(q, k, v, state, self.scale, inplace, self.options.impl)
+        by = None
+        if self.options.rotary and self.turn is None and type(self.heads) is Heads:  # turned with the rest of the step
+            qkv = self.heads.qkv(x)
+            by = self._turns_at(qkv[:, None], state.position, self.width)
+            both, v = self.heads.cut(qkv)
+            q, k = both.chunk(2, dim=1)
+        else:
+            q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
+        o, state = self.cache._step(q, k, v, state, self.scale, inplace, self.options.impl, by=by)
         return self._merge(o), state
 
     def _step_inplace(self, x: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:

@@ -35,14 +35,18 @@ def decode(
     split = tl.program_id(1)
     b = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
-    count = tl.minimum(tl.load(n + b), C).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(count, SPLITS), BC) * BC
-    start = split * share
-    end = tl.minimum(start + share, count)
     dk, dv, dc = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
+    if NEW:
+        count = tl.load(n + b)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
+    if not NEW:  # the kernel before may have counted
+        count = tl.load(n + b)
+    count = tl.minimum(count, C).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(count, SPLITS), BC) * BC
+    start = split * share
+    end = tl.minimum(start + share, count)
     query = turned(q + b * qb + h * qh, cos + b * tb, sin + b * tb, dk, K, TURN).to(tl.float32)
     if ADDITIVE:
         factor = tl.load(weight + h * K + dk, mask=dk < K, other=0.0).to(tl.float32) * scale

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class Bench:
             return {"quality": quality(self.settings, job["mechanism"])}
         if job["kind"] == "row":
             return {"row": self.row(job["mechanism"], job["length"], job["causal"])}
-        warm(job["mechanism"], self.settings.shape(job["length"], job["causal"]), self.settings.decode_only)
+        shape, decode_only = self.settings.shape(job["length"], job["causal"]), self.settings.decode_only
+        # several processes do this at once, and large batches would not fit beside each other
+        warm(job["mechanism"], replace(shape, batch=1) if decode_only else shape, decode_only)
         return {"warmed": job["mechanism"]}
 
     def row(self, name: str, length: int, causal: bool) -> Row:

@@ -189,6 +189,8 @@ class SparseCache:
         position = state.position if inplace or not moves else state.position.clone()
         cos, sin = by or (None, None)
         o = fused_step(q, k, v, keys, values, position, self.reads_text, scale, moves, cos, sin)
+        if keys is state.k and position is state.position:
+            return o, state
         return o, state._replace(k=keys, v=values, position=position)
 
     def _step_plainly(
