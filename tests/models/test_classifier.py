@@ -89,6 +89,7 @@ def test_it_learns_which_symbol_is_frequent() -> None:
         ({"classes": 0}, "classes=0 cannot work"),
         ({"pooling": "max"}, 'pooling=\'max\' cannot work: accepted is "mean" or "cls" or "none"'),
         ({"pooling": "cls", "causal": True}, "would only see itself"),
+        ({"vocab": None, "features": 3, "convolutions": 1, "causal": True}, "they show the next frames"),
         ({"cross": "softmax"}, "it has no memory"),
         ({"head_hidden": 0}, "head_hidden=0 cannot work"),
     ],

@@ -149,6 +149,7 @@ def test_values_that_cannot_work(fields: dict[str, Any], message: str) -> None:
     [
         ({"vocab": 0}, "vocab=0 cannot work"),
         ({"vocab": 5, "features": 3}, "pass one of the two"),
+        ({"vocab": 5, "convolutions": 2}, "convolutions=2 cannot work: accepted is None with vocab"),
         ({}, "pass one of the two"),
         ({"vocab": 5, "positions": "rotory"}, "positions='rotory' cannot work: accepted is \"sinusoidal\""),
         ({"vocab": 5, "positions": "rotary"}, "the mixers rotate"),

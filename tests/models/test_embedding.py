@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from subquad.models import EmbeddingConfig
-from subquad.models.embedding import Embedding, sinusoid
+from subquad.models.embedding import Convolution, Embedding, sinusoid
 
 
 def embed(positions: str, dim: int = 12, max_length: int | None = 10, **fields: Any) -> Embedding:
@@ -99,3 +100,23 @@ def test_ids() -> None:
     padded = torch.tensor([[1, 2, -100], [3, 999, 7]], dtype=torch.int32)
     expected = embedding(torch.tensor([[1, 2], [3, 0]]))
     torch.testing.assert_close(embedding(padded, torch.tensor([2, 1]))[:, 0], expected[:, 0])
+
+
+def test_convolutions_read_the_frames_beside_and_no_padding() -> None:
+    torch.manual_seed(0)
+    embedding = Embedding(EmbeddingConfig(features=4, convolutions=2, positions="none"), 6).double()
+    frames = torch.randn(2, 7, 4, dtype=torch.float64)
+    lengths = torch.tensor([7, 3])
+    x = embedding.frames(frames)
+    for layer in embedding.convolutions:
+        assert isinstance(layer, Convolution)
+        weight = layer.weigh.weight.unflatten(1, (3, 6)).transpose(1, 2)  # [D, D, 3]
+        rows = [
+            F.conv1d(x[i, :n].relu().T[None], weight, layer.weigh.bias, padding=1)[0].T for i, n in ((0, 7), (1, 3))
+        ]
+        x = torch.stack([x[i] + F.pad(row, (0, 0, 0, 7 - len(row))) for i, row in enumerate(rows)])
+    frames[1, 3:] = torch.nan
+    found = embedding(frames, lengths)
+    torch.testing.assert_close(found[0], x[0])
+    torch.testing.assert_close(found[1, :3], x[1, :3])
+    torch.testing.assert_close(embedding(frames[1:, :3]), x[1:, :3])  # as a row alone

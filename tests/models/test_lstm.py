@@ -68,6 +68,8 @@ def test_what_cannot_work_raises() -> None:
         LSTM(vocab=7, heads=2)
     with pytest.raises(ValueError, match="outputs"):
         LSTM(features=7)
+    with pytest.raises(ValueError, match="convolutions=1 cannot work"):
+        LSTM(features=3, outputs=5, convolutions=1)
     both = LSTM(features=3, dim=8, bidirectional=True, outputs=5)
     with pytest.raises(NotImplementedError, match="both directions"):
         both.init_state(1)

@@ -84,8 +84,8 @@ def check_language_model(name: str, sizes: tuple[int, ...], how: str, dtype: tor
 
 def check_classifier(pooling: str, sizes: tuple[int, ...], padded: bool) -> None:
     torch.manual_seed(0)
-    mechanism = (("linear"), ("nystrom", {"landmarks": 4, "conv": 3}))
-    one = Classifier(classes=3, features=5, pooling=pooling, **{**BASE, "mechanism": mechanism, "vocab": None}).double()
+    fields = {**BASE, "mechanism": (("linear"), ("nystrom", {"landmarks": 4, "conv": 3})), "vocab": None}
+    one = Classifier(classes=3, features=5, convolutions=2, pooling=pooling, **fields).double()
     many = copy.deepcopy(one)
     x, lengths = torch.randn(2, TOTAL, 5).double(), torch.tensor([TOTAL, 7]) if padded else None
     labels = torch.randint(3, (2, TOTAL) if pooling == "none" else (2,))

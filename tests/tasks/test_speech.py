@@ -109,13 +109,18 @@ def test_every_row_of_the_table_is_made_and_hears(data: Data) -> None:
 MECHANISMS = ("softmax", "linear", ["reformer", {"rounds": 4, "chunk": 32, "buckets": 64}], "lstm")
 
 
+@pytest.mark.parametrize("near", [{}, {"convolutions": 2, "taps": [1, 2], "positions": "rotary"}], ids=["", "near"])
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda found: found if isinstance(found, str) else found[0])
-def test_what_is_padded_changes_no_loss_no_gradient_and_no_error(data: Data, mechanism: Any) -> None:
+def test_what_is_padded_changes_no_loss_no_gradient_and_no_error(
+    data: Data, mechanism: Any, near: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    task = Speech()
+    task = Speech(stack=2 if near else 1)
+    if mechanism == "lstm":
+        near = {name: value for name, value in near.items() if name == "convolutions"}
     still = {"dropout": 0.0, "ff_dropout": 0.0, "attention_dropout": 0.0} if mechanism != "lstm" else {"dropout": 0.0}
     fields = {"dim": 16, "depth": 2, **({} if mechanism == "lstm" else {"heads": 2}), "mechanism": mechanism}
-    model = task.make_model({**task.model, **fields, **still}).double()
+    model = task.make_model({**task.model, **fields, **still, **near}).double()
     batch = task.source("train").batch(np.array([1, 0]), 0)
     batch["frames"] = batch["frames"].double()
     longest, said = (int(batch[name].max()) for name in ("lengths", "target_lengths"))
@@ -167,6 +172,18 @@ def test_augmentation_repeats_itself_and_leaves_room_for_what_is_said() -> None:
         made = source.batch(np.array([1, 0]), epoch)
         assert bool((made["lengths"] >= 2 * made["target_lengths"] + 1).all())
         assert not made["frames"][0, int(made["lengths"][0]) :].any()
+
+
+def test_augmentation_masks_neighbouring_features_of_whole_utterances() -> None:
+    source = Frames(utterances(), augment=True)
+    masked = [[not row[:n].any(0)[i] for i in range(4)] for e in range(20) for row, n in _rows(source, e)]
+    assert {sum(row) for row in masked} == {0, 1}  # a quarter of four features at most
+    assert all(any(row[i] for row in masked) for i in range(4))
+
+
+def _rows(source: Frames, epoch: int) -> list[tuple[torch.Tensor, int]]:
+    made = source.batch(np.arange(3), epoch)
+    return list(zip(made["frames"], made["lengths"].tolist(), strict=True))
 
 
 def test_a_stack_that_leaves_too_few_frames_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,3 +181,5 @@ def _check_encoder(config: ClassifierConfig | MatcherConfig, *poolings: str) -> 
         refuse("cross", config.transformer.cross, "None for an encoder: it has no memory")
     if config.transformer.causal and config.pooling == "cls":
         refuse("pooling", "cls", '"mean" with causal=True: a first position would only see itself')
+    if config.transformer.causal and config.embedding.convolutions is not None:
+        refuse("convolutions", config.embedding.convolutions, "None with causal=True: they show the next frames")

@@ -168,6 +168,7 @@ class EmbeddingConfig(Config):
 
     vocab: int | None = None
     features: int | None = None
+    convolutions: int | None = None  # of frames: so many layers over each frame and its two neighbours; None: none
     positions: str = "sinusoidal"
     shape: tuple[int, ...] | None = None  # for "grid" and "waves": (rows, columns) or (rows, columns, channels)
     embedding_dropout: float = 0.0
@@ -178,6 +179,8 @@ class EmbeddingConfig(Config):
             raise ValueError(f"vocab={self.vocab!r} and features={self.features!r} cannot work: pass one of the two")
         if isinstance(self.positions, str) and self.positions == "rotary":
             raise ValueError('positions="rotary" cannot work in an embedding: the mixers rotate, with rotary=True')
+        if self.convolutions is not None and self.features is None:
+            refuse("convolutions", self.convolutions, "None with vocab: they are for frames")
         one_of(self, positions=POSITIONS)
         if (self.shape is not None) != (self.positions in GRIDS):
             wanted = f'(rows, columns[, channels]) with positions="grid" or "waves", None with "{self.positions}"'

@@ -18,7 +18,7 @@ from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.ops.impl import traced
-from subquad.ops.lengths import keep, readable, shape_of
+from subquad.ops.lengths import keep, readable, shape_of, zero_padding
 
 
 class Embedding(nn.Module):
@@ -40,6 +40,7 @@ class Embedding(nn.Module):
         else:
             assert config.features is not None
             self.frames = nn.Linear(config.features, width)
+            self.convolutions = nn.ModuleList(Convolution(width) for _ in range(config.convolutions or 0))
         self.dropout = Dropout(config.embedding_dropout)
 
     def forward(
@@ -58,6 +59,8 @@ class Embedding(nn.Module):
             x = F.embedding(ids, self.weight) * self.scale if few else F.embedding(ids, self.weight * self.scale)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
+            for convolution in self.convolutions:
+                x = convolution(x, lengths)
         batch, size, _ = x.shape
         mask = keep(None if lengths is None else lengths.to(x.device), size)
         if self.positions is not None:
@@ -80,6 +83,19 @@ class Embedding(nn.Module):
         if not isinstance(tokens, Tensor) or tokens.ndim != 1:
             raise ValueError(f"tokens has shape {shape_of(tokens)}: step takes one token per row, [batch]")
         return self(tokens[:, None], position=position)[:, 0]
+
+
+class Convolution(nn.Module):
+    """xₜ + W·[relu(xₜ₋₁), relu(xₜ), relu(xₜ₊₁)] + b of vectors [B, T, D]; outside a row, and in its padding, x is 0."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weigh = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        lengths = None if lengths is None else lengths.to(x.device)
+        around = ranks.halo(zero_padding(x.relu(), lengths), 1, 1)
+        return x + self.weigh(torch.cat((around[:, :-2], around[:, 1:-1], around[:, 2:]), dim=-1))
 
 
 def sinusoid(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,9 @@ class LSTMConfig(Config):
         super().__post_init__()
         if self.outputs is None and self.embedding.vocab is None:
             refuse("outputs", None, "a number of outputs for frames, which have no vocab")
+        if self.embedding.convolutions is not None and not self.bidirectional:
+            convolutions = self.embedding.convolutions
+            refuse("convolutions", convolutions, "None unless bidirectional=True: they show the next frames")
 
     @property
     def width(self) -> int:

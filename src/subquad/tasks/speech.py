@@ -4,7 +4,8 @@ Paper     Katharopoulos et al. 2020, arXiv:2006.16236, §4.3: Wall Street Journa
           a Bi-LSTM of 3 layers of 320 in each direction (`--mechanism lstm`)
 CTC       Graves et al. 2006: the probability of all ways to spread the phones and blanks over the frames
 Departs   the paper gives neither its width (192 here, heads of 32 as in its other models) nor any augmentation. AN4 has
-          fifty minutes of speech instead of 80 hours, so frames are stretched and masked anew in each epoch
+          fifty minutes of speech instead of 80 hours, so utterances are stretched, and frames and features masked, anew
+          in each epoch
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from subquad.training.task import Batch, Loss, Source, Split, Sums, Task, means
 SETS = ("an4", "digits", "folder")
 STRETCH = 0.1  # at most, an utterance becomes faster or slower by this share
 MASKS, WIDEST = 2, 0.1  # how many parts of an utterance are silenced, and the largest share of one
+FEATURES_WIDEST = 0.25  # the largest share of neighbouring features that are masked (Park et al. 2019, SpecAugment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,9 @@ def _augmented(frames: Tensor, symbols: int, random: np.random.Generator) -> Ten
         width = int(random.integers(0, max(1, int(size * WIDEST)) + 1))
         start = int(random.integers(0, size - width + 1))
         changed[start : start + width] = 0  # the mean over the training part
+    width = int(random.integers(0, int(changed.shape[1] * FEATURES_WIDEST) + 1))
+    start = int(random.integers(0, changed.shape[1] - width + 1))
+    changed[:, start : start + width] = 0
     return changed
 
 
