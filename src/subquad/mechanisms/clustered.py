@@ -137,9 +137,9 @@ class Clustered(Attention):
             return "it has no dropout"
         if self.options.causal and torch.are_deterministic_algorithms_enabled():
             return "its sums of gradients are not in a fixed order, and torch's algorithms must be deterministic"
-        sizes = self.options.clusters, self.options.block, self.options.topk
+        sizes = self.options.clusters, self.options.block, self.options.topk, q.shape[3]
         if self.options.causal and max(sizes) > 128:
-            return f"it holds at most 128 clusters, tokens of a block and topk, got {sizes}"
+            return f"it holds at most 128 clusters, tokens of a block, topk and channels of a head, got {sizes}"
         return ordered.unsupported(q)
 
     def _causal_by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -282,7 +282,7 @@ SCHEMA = (
     "Tensor keys, bool ahead, bool causal, bool apart, bool unit, bool once, "
     "float scale"
 )
-INPUTS = 9
+INPUTS = SCHEMA.count("Tensor")
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:

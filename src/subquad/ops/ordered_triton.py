@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
-from subquad.ops.sparse.kernels import _rows, _store
+from subquad.ops.sparse.kernels import LN2, LOG2E, _rows, _store
 
-LOG2E = 1.4426950408889634
 EPS = tl.constexpr(1e-6)  # of the length of a key, as in torch.nn.functional.normalize
 
 # Arguments that change with the length. Triton must not compile another kernel if they are 1 or a multiple of 16.
@@ -213,7 +212,7 @@ def dq_of(
         if UNIT:
             ds = ds * length[None, :]
         grad = tl.dot(ds.to(kt.dtype), kt, grad, input_precision=PRECISION)
-    grad = grad * (scale * 0.6931471805599453)
+    grad = grad * (scale * LN2)
     place = (b * row * H + h) * D
     grad += _rows(before + place, at, here & (round0 > 0), H * D, D, BD).to(tl.float32)
     _store(into + place, at, here, grad, H * D, D, BD)
@@ -278,7 +277,7 @@ def dkv_of(
         dp = tl.dot(vt, dot.T, input_precision=PRECISION)
         ds = w * (dp - d[None, :])
         gk = tl.dot(ds.to(qt.dtype), qt, gk, input_precision=PRECISION)
-    gk = gk * (scale * 0.6931471805599453)
+    gk = gk * (scale * LN2)
     if UNIT:  # the gradient of k/|k|
         unit = kt.to(tl.float32) * length[:, None]
         along = tl.where(length < 1 / EPS, tl.sum(gk * unit, 1), 0.0)
@@ -386,7 +385,7 @@ class Call(NamedTuple):
         names = ("q_stride", "k_stride", "v_stride", "do_stride")
         by_keys = bool(more)
         numbers = (
-            *(n for t in strides for n in (t.stride(0), t.stride(2))), self.rule.scale * LOG2E, size,
+            *(n for t in strides for n in (t.stride(0), t.stride(2))), self.rule.scale * LOG2E.value, size,
             self.k.shape[1], self.order.query.shape[1], self.order.key.shape[1], tiles, rounds[0], self.row, *more,
         )  # fmt: skip
         return Plan(
