@@ -128,6 +128,23 @@ def test_interpreted_kernels_are_the_definition(name: str) -> None:
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["routing", "reformer", "balanced"])
+def test_interpreted_values_of_another_type(name: str) -> None:
+    """Under autocast, keys that went through a norm are in single precision, and values are not."""
+    order, rule, _, shared = cases()[name]
+    q, k, v = (torch.randn(B, T, H, D).to(dtype).requires_grad_() for dtype in (torch.float32,) * 2 + (torch.float16,))
+    ours, plain = (
+        ordered_attention(q, None if shared else k, v, order, rule, impl=impl) for impl in ("triton", "torch")
+    )  # type: ignore[arg-type]
+    assert ours.dtype == plain.dtype == torch.float16
+    torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    inputs = [q, v] if shared else [q, k, v]
+    for a, b in zip(*(torch.autograd.grad(o.float().square().sum(), inputs) for o in (ours, plain)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
 def test_twin_drops_what_sees_nothing() -> None:
     q, v = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
     alone = by_rank(torch.tensor([0, 1, 2])[None, None, None], 3, 4)

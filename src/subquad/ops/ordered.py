@@ -296,8 +296,8 @@ def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest
     batch, size, heads, width = q.shape
     lists = rest[1] is None and not Rule(*rest[INPUTS - 4 :]).once
     places = query.shape[1] if lists else size
-    own = q.new_empty(batch, places, heads, width) if lists else q.new_empty(0)
-    return q.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
+    own = v.new_empty((batch, places, heads, width) if lists else 0)
+    return v.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
 
 
 def _gradients(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -416,19 +416,19 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tup
     call = _call(q, k, v, order, rule)
     batch, size, heads, width = call.q.shape
     rounds, row, tiles = call.rounds, call.row, order.queries.shape[1]
-    part = q.new_empty(rounds, batch, row, heads, width)
+    part = v.new_empty(rounds, batch, row, heads, width)
     part_lse = torch.empty(rounds, batch, heads, row, device=q.device)
     plan = call.plan(tiles, (call.q, call.k, call.v), (0, rounds))
     launch(forward, (*call.tensors(), order.queries, part, part_lse), plan)
     none = q.new_empty(0)
     if call.lists:
-        o = q.new_empty(batch, size, heads, width)
+        o = v.new_empty(batch, size, heads, width)
         back = _places(order.query.view(batch, heads, -1), size)
         _collect(part[0], back, _share(part_lse[0], back), o)
         return o, part_lse[0], part[0]
     if rounds == 1 and not rule.apart:
         return part[0], part_lse[0], none
-    o, lse = q.new_empty(batch, size, heads, width), part_lse.new_empty(batch, heads, size)
+    o, lse = v.new_empty(batch, size, heads, width), part_lse.new_empty(batch, heads, size)
     wide = tile_of(width)
     constants = {"v_stride": call.v.stride(1), "H": heads, "R": rounds, "APART": rule.apart, "D": width, "BD": wide}
     tile = max(16, 4096 // wide)
@@ -451,15 +451,15 @@ def gradients(
         share = _share(lse, back)
     k_row = order.key.shape[1] if call.lists else call.k.shape[1]
 
-    def room(rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
+    def room(like: Tensor, rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
         """Where the last pass writes, and where those before it add up, in float32."""
-        last = q.new_empty(batch, rows, heads, width)
+        last = like.new_empty(batch, rows, heads, width)
         return last, last.new_empty(last.shape, dtype=torch.float32) if passes > 1 else None
 
     together = shared and not call.lists
-    dq, q_sum = room(row, 2 * rounds if together else rounds)
-    dk, k_sum = (dq, q_sum) if together else room(k_row, rounds)
-    dv, v_sum = room(k_row, rounds)
+    dq, q_sum = room(q, row, 2 * rounds if together else rounds)
+    dk, k_sum = (dq, q_sum) if together else room(call.k, k_row, rounds)
+    dv, v_sum = room(v, k_row, rounds)
     if rule.once:  # some keys stand nowhere
         dk.zero_(), dv.zero_()
     both = (call.q, call.k, call.v, do)
@@ -479,7 +479,7 @@ def gradients(
     if call.lists:
         dq = _collect(dq, back, None, torch.empty_like(call.q))
         back = _places(order.key.view(batch, heads, -1), call.k.shape[1])
-        dk, dv = (_collect(x, back, None, q.new_empty(*call.k.shape[:3], width)) for x in (dk, dv))
+        dk, dv = (_collect(x, back, None, x.new_empty(*call.k.shape[:3], width)) for x in (dk, dv))
         if shared:
             dq = dq + dk
     return dq, q.new_empty(0) if shared else dk, dv
