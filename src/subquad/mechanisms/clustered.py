@@ -15,7 +15,8 @@ Departures  The causal form is ours: in the published one groups depend on the f
             k-means starts from queries spread evenly over the row, and the planes are drawn once
 Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (causal too), for a cluster per query, for
             equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups: values and gradients equal those
-            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there
+            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there. Kernels:
+            tests/ops/test_ordered.py, test_clusters_triton.py
 """
 
 import dataclasses
