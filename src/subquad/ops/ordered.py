@@ -293,10 +293,11 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
-    batch, size, heads, width = q.shape
-    lists = rest[1] is None and not Rule(*rest[INPUTS - 4 :]).once
+    (batch, size, heads, width), rule, codes = q.shape, Rule(*rest[INPUTS - 4 :]), rest[1]
+    lists = codes is None and not rule.once
+    low = (codes is None or codes.shape[-1] == 1) and not rule.apart and v.dtype != torch.float32
     places = query.shape[1] if lists else size
-    own = v.new_empty((batch, places, heads, width) if lists else 0)
+    own = v.new_empty((lists + low, batch, places, heads, width))
     return v.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
 
 
