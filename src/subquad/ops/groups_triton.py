@@ -288,7 +288,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int, topk: i
 
 def _plan(kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> Plan:
     names = kernel.arg_names
-    warps = 8 if max(constants["BD"], constants["BN"], constants["BB"]) > 64 else 4
+    warps = 4 if kernel is scan and max(constants["BD"], constants["BN"], constants["BB"]) <= 64 else 8
     return Plan(grid, numbers, {name: value for name, value in constants.items() if name in names}, warps)
 
 

@@ -359,7 +359,7 @@ def config(row: int, tile: int, device: int | None) -> Config:
 
 def fitting(row: int, tile: int, room: int) -> Config:
     """What fits into so many bytes of shared memory."""
-    inner, warps, stages = (tile, 4, 2) if row <= 256 else (tile // 2, 8, 2)
+    inner, warps, stages = tile if row <= 256 else tile // 2, 4 if row <= 128 else 8, 2
     # a tile of both kinds, the rows of the other side, once for each stage and once for a product, and the scores
     while row * (2 * tile + (2 * stages + 1) * inner) + 8 * tile * inner > room and (stages, inner) != (1, 16):
         stages, inner = (1, inner) if stages > 1 else (1, inner // 2)
