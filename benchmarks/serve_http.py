@@ -58,14 +58,17 @@ class Server:
     def __init__(self, folder: Path, device: str, slots: int):
         words = ["serve", str(folder), "--port", "0", "--device", device, "--slots", str(slots), "--queue", "4096"]
         environment = {**os.environ, "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "subquad.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment,
-        )  # fmt: skip
+        log = folder.with_name("server.log")  # a line for each answer
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "subquad.cli", *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=environment,
+            )  # fmt: skip
         assert self.process.stdout is not None
         said = self.process.stdout.readline().split()
         if not said:
-            raise RuntimeError("the server did not start")
+            self.process.wait()
+            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         self.host, _, port = said[-1].removeprefix("http://").rpartition(":")
         self.port = int(port)
         while True:

@@ -167,6 +167,13 @@ def training() -> str:
                     f"{run['seconds'] / 60:.1f} minutes",
                 )
             )
+    card = json.loads((ROOT / "checkpoints" / "novels_linear" / "card.json").read_text(encoding="utf-8"))
+    run = card["result"]
+    value, steps = (
+        f"{run['test'][run['metric']]:.3f} {run['metric']}",
+        f"{run['steps']:,} of {card['training']['steps']:,}",
+    )
+    rows.append(("novels", card["name"], value, "-", steps, f"{run['seconds'] / 60:.1f} minutes"))
     return table(("data", "model", "on test data", "the paper's", "steps made", "trained for"), rows)
 
 

@@ -89,7 +89,7 @@ ENGLISH = (
     "The old house stood at the end of the lane, and nobody had lived in it since the winter in which the captain was "
     "lost at sea. His sister came every spring to open the windows, and to sit for an hour in the room that had been "
     "his; and when she went away again she said to the gardener, as she had said the year before, that it would be "
-    "better to sell the place. But she did not sell it, and the gardener, who knew her well, had never thought she would."
+    "better to sell the place. But she did not sell it, and the gardener, who knew her well, had not thought she would."
 )
 
 
