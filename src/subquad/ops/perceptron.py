@@ -73,8 +73,8 @@ class _Perceptron(torch.autograd.Function):
     ) -> Tensor:
         with uncast(x):
             rows, first, second = x.flatten(0, -2).to(kind), w_in.to(kind), w_out.to(kind)
-            h = F.linear(rows, first, b_in.to(kind))
-            a = h.relu_() if relu else _gelu(h)
+            h = (_relu_product if relu else F.linear)(rows, first, b_in.to(kind))
+            a = h if relu else _gelu(h)
             y = F.linear(a, second, b_out.to(kind))
         ctx.save_for_backward(rows, h, first, second)
         ctx.relu, ctx.like = relu, [t.dtype for t in (x, w_in, b_in, w_out, b_out)]
@@ -101,6 +101,13 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ b).to(dtype)
 
 
+def _relu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """relu(x Wᵀ + b), by the product's own last step"""
+    if torch.compiler.is_compiling():
+        return torch.ops.subquad.relu_product(x, weight, bias)
+    return torch._addmm_activation(bias, x, weight.mT)
+
+
 def _gelu(h: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.subquad.gelu(h)
@@ -116,6 +123,16 @@ def _backward(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor
     from subquad.ops import perceptron_triton
 
     return perceptron_triton.backward(h, da, relu, over=da)
+
+
+@torch.library.custom_op("subquad::relu_product", mutates_args=())
+def _relu_operator(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch._addmm_activation(bias, x, weight.mT)
+
+
+@_relu_operator.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("subquad::gelu", mutates_args=())
