@@ -19,7 +19,6 @@ from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.ops.impl import traced
 from subquad.ops.lengths import keep, readable, shape_of
-from subquad.ops.lookup import lookup
 
 
 class Embedding(nn.Module):
@@ -56,7 +55,7 @@ class Embedding(nn.Module):
             ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
             # of many tokens the table is the smaller one to scale; a compiler scales as it looks up
             few = traced() or ids.numel() <= self.weight.shape[0]
-            x = lookup(ids, self.weight) * self.scale if few else lookup(ids, self.weight * self.scale)
+            x = F.embedding(ids, self.weight) * self.scale if few else F.embedding(ids, self.weight * self.scale)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
         batch, size, _ = x.shape

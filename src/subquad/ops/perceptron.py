@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.ops.feed_forward import Activation
-from subquad.ops.impl import Impl, choose, exporting, traced
+from subquad.ops.impl import Impl, choose, traced
 from subquad.ops.precision import autocasts, uncast
 
 
@@ -28,7 +28,7 @@ def perceptron(
 ) -> Tensor:
     """x [..., D], w_in [F, D], w_out [D, F] -> [..., D]"""
     kind = _kind(x)
-    if _plain_only() or choose(impl, "perceptron", x, _unsupported(x, w_in, kind)) == "torch":
+    if traced() or choose(impl, "perceptron", x, _unsupported(x, w_in, kind)) == "torch":
         h = F.linear(x, w_in, b_in)
         return F.linear(F.relu(h) if activation == "relu" else F.gelu(h), w_out, b_out)
     y: Tensor = _Perceptron.apply(x, w_in, b_in, w_out, b_out, activation == "relu", kind)
@@ -37,20 +37,15 @@ def perceptron(
 
 def keeps_less(x: Tensor, *layers: nn.Module) -> bool:
     """Whether `perceptron` with the weights of these layers replaces them: it runs as kernels, and nobody watches."""
-    if x.device.type != "cuda" or not torch.is_grad_enabled() or _plain_only():
+    if x.device.type != "cuda" or not torch.is_grad_enabled() or traced():
         return False
     for layer in layers:
-        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        if type(layer) is not nn.Linear or layer.bias is None or layer._forward_hooks or layer._forward_pre_hooks:
             return False
         if layer._backward_hooks or layer._backward_pre_hooks:
             return False
     weight = layers[0].weight
     return isinstance(weight, Tensor) and choose("auto", "perceptron", x, _unsupported(x, weight, _kind(x))) == "triton"
-
-
-def _plain_only() -> bool:
-    """Exported programs and torch.func take plain expressions; compiled ones take the kernels as operators."""
-    return traced() and (exporting() or not torch.compiler.is_compiling())
 
 
 def _kind(x: Tensor) -> torch.dtype:
@@ -71,10 +66,15 @@ class _Perceptron(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, relu: bool, kind: torch.dtype
     ) -> Tensor:
+        from subquad.ops import perceptron_triton
+
         with uncast(x):
             rows, first, second = x.flatten(0, -2).to(kind), w_in.to(kind), w_out.to(kind)
-            h = (_relu_product if relu else F.linear)(rows, first, b_in.to(kind))
-            a = h if relu else _gelu(h)
+            if relu:
+                a = h = torch._addmm_activation(b_in.to(kind), rows, first.mT)  # relu is the product's last step
+            else:
+                h = F.linear(rows, first, b_in.to(kind))
+                a = perceptron_triton.gelu(h)
             y = F.linear(a, second, b_out.to(kind))
         ctx.save_for_backward(rows, h, first, second)
         ctx.relu, ctx.like = relu, [t.dtype for t in (x, w_in, b_in, w_out, b_out)]
@@ -83,78 +83,22 @@ class _Perceptron(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from subquad.ops import perceptron_triton
+
         rows, h, first, second = ctx.saved_tensors
         dy = grad.flatten(0, -2).to(h.dtype)
         of_x, of_w_in, of_b_in, of_w_out, of_b_out = ctx.like
-        dh, a, db = _backward(h, dy @ second, ctx.relu)
-        a = h if ctx.relu else a
-        dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if ctx.needs_input_grad[0] else None
-        dw_out, dw_in = _product(dy.mT, a, of_w_out), _product(dh.mT, rows, of_w_in)
-        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out), None, None
+        for_x, for_w_in, _, for_w_out, for_b_out, *_ = ctx.needs_input_grad
+        dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu)
+        dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if for_x else None
+        dw_in = _product(dh.mT, rows, of_w_in) if for_w_in else None
+        dw_out = _product(dy.mT, a, of_w_out) if for_w_out else None
+        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out) if for_b_out else None, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == a.dtype:
         return a @ b
-    if a.device.type == "cuda" and dtype == torch.float32 and not torch.compiler.is_compiling():
+    if a.device.type == "cuda" and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
-
-
-def _relu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """relu(x Wᵀ + b), by the product's own last step"""
-    if torch.compiler.is_compiling():
-        return torch.ops.subquad.relu_product(x, weight, bias)
-    return torch._addmm_activation(bias, x, weight.mT)
-
-
-def _gelu(h: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return torch.ops.subquad.gelu(h)
-    from subquad.ops import perceptron_triton
-
-    return perceptron_triton.gelu(h)
-
-
-def _backward(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, act(h) unless it is h, and the sum of dh over rows"""
-    if torch.compiler.is_compiling():
-        return torch.ops.subquad.activation_backward(h, da, relu)
-    from subquad.ops import perceptron_triton
-
-    return perceptron_triton.backward(h, da, relu, over=da)
-
-
-@torch.library.custom_op("subquad::relu_product", mutates_args=())
-def _relu_operator(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch._addmm_activation(bias, x, weight.mT)
-
-
-@_relu_operator.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("subquad::gelu", mutates_args=())
-def _gelu_operator(h: Tensor) -> Tensor:
-    from subquad.ops import perceptron_triton
-
-    return perceptron_triton.gelu(h)
-
-
-@_gelu_operator.register_fake
-def _(h: Tensor) -> Tensor:
-    return torch.empty_like(h)
-
-
-@torch.library.custom_op("subquad::activation_backward", mutates_args=())
-def _backward_operator(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    from subquad.ops import perceptron_triton
-
-    return perceptron_triton.backward(h, da, relu, over=torch.empty_like(da))
-
-
-@_backward_operator.register_fake
-def _(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    a = h.new_empty(0) if relu else torch.empty_like(h)
-    return torch.empty_like(da), a, h.new_empty(h.shape[1], dtype=torch.float32)

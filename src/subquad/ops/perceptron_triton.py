@@ -73,15 +73,15 @@ def gelu(h: Tensor) -> Tensor:
     return a
 
 
-def backward(h: Tensor, da: Tensor, relu: bool, over: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dh [R, D], written over `over`; gelu(h) [R, D], nothing for relu; the sum of dh over rows [D], float32"""
+def backward(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dh [R, D], over da; gelu(h) [R, D], or h for relu; the sum of dh over rows [D], float32"""
     rows, width = h.shape
     columns = min(COLUMNS, triton.next_power_of_2(width))
     tile, blocks = max(1, TILE // columns), blocks_of(width, columns)
     most = 3 if INTERPRETED else PROGRAMS * torch.cuda.get_device_properties(h.device).multi_processor_count
     programs = min(blocks_of(rows, tile), max(1, most // blocks))
-    a = h.new_empty(0) if relu else torch.empty_like(h)
+    a = h if relu else torch.empty_like(h)
     parts = h.new_empty((programs, width), dtype=torch.float32)
     constants = {"BM": tile, "BN": columns, "P": programs, "RELU": relu}
-    launch(gradients, (h, da, over, a, parts), Plan((blocks, programs), (rows, width), constants, WARPS))
-    return over, a, parts.sum(0)
+    launch(gradients, (h, da, da, a, parts), Plan((blocks, programs), (rows, width), constants, WARPS))
+    return da, a, parts.sum(0)
