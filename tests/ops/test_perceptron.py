@@ -22,7 +22,13 @@ def results(parts: list[Tensor], grad: Tensor, **how: Any) -> list[Tensor]:
 @interpreted
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_it_has_no_more_error_than_torch(activation: Activation, autocast: bool) -> None:
+def test_it_has_no_more_error_than_torch(
+    activation: Activation, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from subquad.ops import perceptron_triton as kernels
+
+    for name, size in (("TILE", 64), ("COLUMNS", 16), ("FLAT", 256)):  # several programs, with several tiles each
+        monkeypatch.setattr(kernels, name, size)
     torch.manual_seed(0)
     shapes = (2, 21, 12), (40, 12), (40,), (12, 40), (12,)
     parts = [2 * torch.randn(shape) for shape in shapes]
