@@ -14,6 +14,7 @@ from subquad.ops.feature_maps import FEATURE_MAPS
 from subquad.ops.linear import LinearState, deferred, linear_attention_step
 from subquad.ops.linear.deferred import GROUP, deferred_linear_attention_step, make_queue
 from subquad.ops.linear.spec import Spec
+from subquad.ops.rotary import turned, turns
 from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
@@ -65,10 +66,43 @@ def test_projections_are_read_where_they_lie_and_lanes_are_views() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_heads_are_turned_by_the_positions_of_their_rows(own_rows: bool) -> None:
+    s, z, position = start(3, 2, 12, 16)
+    q, k = torch.randn(2, 3, 2, 12).unbind(0)
+    v = torch.randn(3, 2, 16)
+    by = turns(position[:, None] if own_rows else torch.tensor([7]), 12)
+    wanted_q, wanted_k = (turned(x[:, None], by)[:, 0] for x in (q, k))
+    for queue in (make_queue(s, position, 2, 12, 16), None):  # None: written at once
+        mine = LinearState(s.clone(), z.clone())
+        state = LinearState(s, z)
+        for t in range(2):
+            wanted, state = linear_attention_step(wanted_q, wanted_k, v, state, impl="triton")
+            o = deferred_linear_attention_step(q, k, v, *mine, queue, position + t, Spec(), by)
+            torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-4)
+        if queue is not None:
+            deferred.settle(*mine, queue, 2)
+        torch.testing.assert_close(tuple(mine), tuple(state))
+
+
+@interpreted
+def test_turns_of_a_step_are_those_of_a_sequence() -> None:
+    from subquad.ops import turned_triton
+
+    position = torch.tensor([[0], [5], [4097], [10_000_000]])
+    for width in (2, 12, 64):
+        for got, wanted in zip(turned_triton.turns(position, width, 10000.0), turns(position, width), strict=True):
+            assert got.shape == wanted.shape
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+@interpreted
 def test_the_operator_is_well_formed() -> None:
     s, z, position = start(2, 2, 16, 16)
     q, k, v = torch.randn(3, 2, 2, 16).unbind(0)
-    args = (q, k, v, s, z, *make_queue(s.zero_(), position, 2, 16, 16), position, True, "elu+1", False, True, 1e-6)
+    turned = (torch.rand(2, 1, 1, 8), torch.rand(2, 1, 1, 8))
+    queue = make_queue(s.zero_(), position, 2, 16, 16)
+    args = (q, k, v, s, z, *queue, position, *turned, True, "elu+1", False, True, 1e-6)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.subquad.linear_attention_step_deferred.default, args, test_utils=tests)
 
@@ -134,8 +168,9 @@ def test_compiles_for_hopper(width: int) -> None:
     constants = {
         "K": width, "V": width, "BK": width, "BV": 4096 // width if width > 64 else width, "GROUP": GROUP,
         "MAP": "elu+1", "SIGNED": False, "NORM": True, **dict.fromkeys(deferred_triton.STRIDES, 8 * width),
+        "TURN": True, "EARLY": True,
     }  # fmt: skip
-    kinds = {"eps": "fp32", "s": "*fp32", "z": "*fp32", "start": "*i64", "position": "*i64"}
+    kinds = {"eps": "fp32", "start": "*i64", "position": "*i64", **dict.fromkeys(("s", "z", "cos", "sin"), "*fp32")}
     signature, constexprs = {}, {}
     for i, name in enumerate(fn.arg_names):
         if name in constants:

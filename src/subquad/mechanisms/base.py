@@ -107,6 +107,7 @@ class Mixer(nn.Module):
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
+    reads_products: bool = False  # only products with weights read x, so under autocast x may come in its type
     turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
     rewinds: bool = False  # a state with a lower position is the state before the last tokens: nothing else changed
     splits: ClassVar[bool] = False  # over ranks that share a sequence (subquad.ranks)
@@ -179,6 +180,17 @@ class Mixer(nn.Module):
 
     def share_with(self, first: "Mixer") -> None:
         """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""
+
+    def decodes(self, state: State) -> bool:
+        """Whether `decode` can take a token from this state. A subclass that changes a step does not inherit it."""
+        return False
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        """The part of a step in place that is between the projections of `Heads`: qkv [B, ·] of one token -> [B, D].
+
+        q and k are not turned yet. `position` is not moved: the caller does that, for all layers at once.
+        """
+        raise NotImplementedError
 
     def defer(self, state: State) -> State:
         """A state for a fixed group of steps that may write late, until `settle`; by default the same state."""

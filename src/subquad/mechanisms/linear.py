@@ -32,9 +32,9 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.mechanisms.linear_maps import OWN, Given
-from subquad.ops.feature_maps import feature_map
+from subquad.ops.feature_maps import FUSED, feature_map
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
-from subquad.ops.linear.deferred import GROUP, Queue, can_defer, deferred_linear_attention_step, make_queue, settle
+from subquad.ops.linear.deferred import GROUP, Queue, can_defer, linear_attention_step_in_place, make_queue, settle
 from subquad.ops.linear.spec import Spec
 from subquad.ops.rotary import Turns
 
@@ -142,11 +142,23 @@ class Linear(Kernelised):
         return self._with(turns, self._step_deferred, x, state)
 
     def _step_deferred(self, x: Tensor, state: Deferred) -> tuple[Tensor, Deferred]:
-        q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
-        spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
-        o = deferred_linear_attention_step(q, k, v, state.s, state.z, state.queue, state.position, spec)
+        qkv = self.heads.qkv(x)
+        width = self.heads.all_keys // self.heads.heads
+        turns = self._turns_at(qkv[:, None], state.position, width) if self.options.rotary else None
+        o, state = self.decode(qkv, state, turns)
         state.position.add_(1)
-        return self.heads.merge(o), state
+        return self.heads.out(o), state
+
+    def decodes(self, state: State | Deferred) -> bool:
+        named = isinstance(self.options.feature_map, str) and self.options.feature_map in FUSED
+        return named and type(self) is Linear
+
+    def decode(self, qkv: Tensor, state: Any, turns: Turns | None) -> tuple[Tensor, Any]:
+        both, v = self.heads.cut(qkv)
+        spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
+        queue = state.queue if isinstance(state, Deferred) else None
+        how = (queue, state.position, spec, turns, self.options.impl)
+        return linear_attention_step_in_place(both, v, state.s, state.z, *how).flatten(1), state
 
     def settle(self, state: State | Deferred, steps: int) -> None:
         if isinstance(state, Deferred):

@@ -20,9 +20,10 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention, Heads
 from subquad.mechanisms.base import Traits
-from subquad.ops.cache import append, cached_attention
+from subquad.ops.cache import append, cached_attention, cached_attention_step
 from subquad.ops.dense import counted_attention, dense_attention, hide_future
 from subquad.ops.lengths import visible_keys
+from subquad.ops.rotary import Turns
 from subquad.ops.sparse import Dense, sparse_attention
 
 
@@ -129,6 +130,15 @@ class Softmax(Attention):
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
+
+    def decodes(self, state: State) -> bool:
+        return type(self) is Softmax and not self._dropout()
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        both, v_t = self.heads.cut(qkv)
+        q_t, k_t = both.chunk(2, dim=1)
+        o, k, v = cached_attention_step(q_t, k_t, v_t, state.k, state.v, state.position, turns, scale=self.scale)
+        return o.flatten(1), State(k, v, state.position)
 
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self.heads.keys(context), lengths)

@@ -5,21 +5,22 @@ step reads the whole prefix again, and the state is the tokens so far. The loop 
 
 On a GPU a group of steps is captured once as a CUDA graph and replayed. Within a group a mechanism may delay its
 writes; and the batch is cut into lanes whose kernels overlap, so that the matrix products of one lane run while the
-state of another is read and written.
+state of another is read and written. A loop that has captured its steps is kept for the next call (kept.py): `restart`
+copies the state and the settings of another run to where its graphs read them.
 """
 
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.models import logistic_mixture
-from subquad.models.sampling import Rows, Sampling, Uses, draw, score
-from subquad.models.state import State, leaves, select
+from subquad.models import kept, logistic_mixture
+from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score, take_token
+from subquad.models.state import State, leaves, select, size
 from subquad.models.threads import READ, run_small
 from subquad.ops.cache import append
 
@@ -44,7 +45,11 @@ class Recompute:
         return Prefix(tokens, torch.zeros(batch, dtype=torch.int64, device=tokens.device))
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: Prefix | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        state: Prefix | None = None,
+        head: bool = True,  # noqa: ARG002 (the model computes whole outputs)
     ) -> tuple[Tensor, Prefix]:
         return self._read(tokens, lengths, state or self.init_state(*tokens.shape), inplace=False)
 
@@ -115,19 +120,60 @@ class Loop:
         self.top = Top(*(torch.zeros(batch, most, dtype=kind, device=device) for kind in (torch.float32, torch.int64)))
         self.tops = False  # whether steps fill `top`
         self.one = compiled_step() if compile else step
-        self.capturing = device.type == "cuda" and not isinstance(self.decoder, Recompute)
+        self.capturing = captures(model)
         self.group, self.warm = unroll if self.capturing else 1, WARM
         self.record = torch.zeros(self.group, batch, dtype=torch.int64, device=device)
         self.record_logprob = torch.zeros(self.group, batch, device=device) if logprobs else None
         rows = -(-batch // (16 * lanes)) * 16 if self.capturing else batch  # compiled kernels expect multiples of 16
         self.lanes = [slice(start, start + rows) for start in range(0, batch, rows)]
-        self.graphs: dict[tuple[Uses, bool], torch.cuda.CUDAGraph] = {}  # a step for each set of things it does
+        # steps for each set of things they do, and for each number of them: a group, or the single steps after the last
+        self.graphs: dict[tuple[Uses, bool, int], torch.cuda.CUDAGraph] = {}
         self.work = work_of(model, state, batch)
+        self.pools = 0  # bytes that graphs hold for what they compute
+        self.stamp: Hashable = kept.stamp(model) if self.capturing else None
+        self.parked: torch.cuda.Event | None = None
 
     @property
     def graph(self) -> "torch.cuda.CUDAGraph | None":
         """What was captured for the present settings."""
-        return self.graphs.get((self.rows.uses, self.tops))
+        return self.graphs.get((self.rows.uses, self.tops, self.group))
+
+    def restart(self, model: Any, state: State, token: Tensor, seeds: Tensor, rows: Rows, stop: Sequence[int]) -> None:
+        """Begin another run with the same `loop_key` where this one was."""
+        assert self.parked is not None
+        self.parked.wait()  # for the last run, which may have used another stream
+        self.decoder = decoder_of(model)
+        mine, others = ([tensor for _, tensor in leaves(nest)] for nest in (self.state, state))
+        with torch.no_grad():
+            torch._foreach_copy_([*mine, self.token, self.seeds], [*others, token, seeds])
+            self.done.zero_()
+            self.assign(slice(None), rows)
+            if self.stop is not None:
+                self.stop.copy_(torch.tensor(sorted(stop)))
+
+    @property
+    def bytes(self) -> int:
+        """What this loop holds: its states and what its graphs compute."""
+        tensors = sum(t.numel() * t.element_size() for t in (self.seen, self.rows.exclude) if t is not None)
+        return size(self.state) + tensors + self.pools
+
+    def keepable(self, model: Any) -> bool:
+        """Whether it would be kept: it has captured steps and is not too large."""
+        return self.capturing and bool(self.graphs) and self.bytes <= kept.bound(model)
+
+    def park(self, model: Any, key: Hashable) -> None:
+        """Keep this loop, whose run has ended, for another one with this key."""
+        if self.keepable(model):
+            self.decoder = None
+            self.parked = torch.cuda.Event()
+            self.parked.record()
+            kept.put(model, key, self, self.bytes, self.stamp)
+
+    def refresh(self, model: Any) -> None:
+        """Forget what was captured if the weights are not what and where they were."""
+        if self.capturing and self.graphs and self.stamp != (now := kept.stamp(model)):
+            self.graphs.clear()
+            self.stamp, self.warm = now, max(self.warm, 1)
 
     def configure(self, uses: Uses, tops: bool = False) -> None:
         """What the following steps do for some row: steps for each combination are captured once."""
@@ -138,10 +184,10 @@ class Loop:
         if self.graph is None:
             self.warm = max(self.warm, 1)  # run it once, so that its kernels are loaded before the capture
 
-    def assign(self, at: Tensor, new: Rows) -> None:
+    def assign(self, at: Tensor | slice, new: Rows) -> None:
         """Write the settings of rows [N] of the batch; `configure` says what steps do with them."""
         if new.exclude is not None and self.rows.exclude is None:
-            empty = torch.zeros(len(self.token), self.head.values, dtype=torch.bool, device=at.device)
+            empty = torch.zeros(len(self.token), self.head.values, dtype=torch.bool, device=self.token.device)
             self.rows = self.rows._replace(exclude=empty)
         for old, tensor in zip(self.rows[1:], new[1:], strict=True):
             if isinstance(old, Tensor):
@@ -154,20 +200,28 @@ class Loop:
     @torch.no_grad()
     def advance(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """`count` more tokens of each stream: ([B], their log-probabilities), valid until the next one is requested."""
+        for tokens, logprobs in self.groups(count):
+            for i in range(len(tokens)):
+                yield tokens[i], None if logprobs is None else logprobs[i]
+
+    @torch.no_grad()
+    def groups(self, count: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The same for as many tokens at once as were made at once, [n, B]."""
         while count > 0:
             steps = min(count, self.group)
-            whole = self.capturing and steps == self.group
-            if whole and self.graph is None and self.warm <= 0:
-                self._capture()
-            if whole and self.graph is not None:
-                self.graph.replay()
+            if self.capturing and self.warm <= 0:
+                steps = self.group if steps == self.group else 1  # what is left after the last group: one by one
+                graph = self.graphs.get((self.rows.uses, self.tops, steps)) or self._capture(steps)
+            else:
+                graph = None
+            if graph is not None:
+                graph.replay()
             else:
                 # one thread for these steps only: between tokens the user's number of threads applies
                 run_small(self.work, functools.partial(self._run, steps))
                 self.warm -= steps
             count -= steps
-            for i in range(steps):
-                yield self.record[i], None if self.record_logprob is None else self.record_logprob[i]
+            yield self.record[:steps], None if self.record_logprob is None else self.record_logprob[:steps]
 
     def mark_seen(self, tokens: Tensor, rows: Tensor | slice = slice(None)) -> None:
         """Set the tokens seen so far to those of the prompts, [B, T]."""
@@ -194,27 +248,35 @@ class Loop:
         if not settings.uses.penalty:
             seen = None
         lane = Lane(self.token[rows], self.seeds[rows], self.done[rows], seen, logprob, top)
-        now = defer(self.decoder, state) if self.group > 1 else state
+        now = defer(self.decoder, state) if steps > 1 else state
         for i in range(steps):
             after = self.one(self.decoder, self.head, settings, self.stop, now, lane)
             self.record[i, rows] = lane.token
             if self.record_logprob is not None and logprob is not None:
                 self.record_logprob[i, rows] = logprob
-        if self.group == 1:
+        if steps == 1:
             return after  # a state that has grown is a new object
         settle(self.decoder, now, steps)
         return state
 
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, steps: int) -> "torch.cuda.CUDAGraph | None":
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self.token.device)
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-                self._run(self.group, [torch.cuda.Stream() for _ in self.lanes[1:]])
+                self._run(steps, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)
             self.capturing = False
-        else:
-            self.graphs[self.rows.uses, self.tops] = graph
+            return None
+        self.pools += max(0, torch.cuda.memory_reserved(self.token.device) - before)
+        self.graphs[self.rows.uses, self.tops, steps] = graph
+        return graph
+
+
+def loop_key(state: State, rows: Rows, stops: int, *made: Any) -> Hashable:
+    """What decides which captured steps do a run: shapes, types, and what a step does."""
+    shapes = tuple((name, tuple(t.shape), t.stride(), t.dtype, t.device) for name, t in leaves(state))
+    return shapes, rows.uses, len(rows.plain), rows.exclude is not None, stops, made
 
 
 def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State, lane: Lane) -> State:
@@ -223,17 +285,18 @@ def step(decoder: Any, head: Any, rows: Rows, stop: Tensor | None, state: State,
     if seen is not None:
         seen.scatter_(1, token[:, None], True)
     outputs, state = decoder.step(token, state, inplace=True)
-    new = head.draw(outputs, rows, seeds, position_of(state), None if seen is None else seen[:, : head.values])
+    given = outputs, rows, seeds, position_of(state), None if seen is None else seen[:, : head.values]
+    if top is None and type(head) is Categorical:
+        head.draw_next(*given, token, done, stop, logprob)
+        return state
+    new = head.draw(*given)
     if top is not None:
         best = head.log_probs(outputs).topk(top.tokens.shape[-1])
         top.logprobs.copy_(best.values)
         top.tokens.copy_(best.indices)
     if logprob is not None:
         logprob.copy_(head.log_prob(outputs, new).masked_fill(done, 0))
-    if stop is not None:
-        new = torch.where(done, token, new)
-        done.logical_or_((new[:, None] == stop).any(1))
-    token.copy_(new)
+    take_token(new, token, done, stop)
     return state
 
 
@@ -261,7 +324,7 @@ def settle(decoder: Any, state: State, steps: int) -> None:
 class Categorical:
     """One logit per token."""
 
-    draw, score = staticmethod(draw), staticmethod(score)
+    draw, draw_next, score = staticmethod(draw), staticmethod(draw_next), staticmethod(score)
 
     def __init__(self, values: int):
         self.values = values
@@ -299,6 +362,11 @@ class Mixture:
 def decoder_of(model: Any) -> Any:
     """The model, or `Recompute` of it if a layer has no state."""
     return Recompute(model) if stack_of(model).traits.state is None and hasattr(model, "transformer") else model
+
+
+def captures(model: Any) -> bool:
+    """Whether steps of this model are captured as CUDA graphs: on a GPU, if each layer has a state."""
+    return model.device.type == "cuda" and decoder_of(model) is model
 
 
 def stack_of(model: Any) -> Any:

@@ -1,16 +1,21 @@
 """How much memory streams take, computed before it is allocated."""
 
 import functools
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.checks import check_count
 from subquad.machine import free_bytes
+from subquad.models import kept
 from subquad.models.decoding import decoder_of, defer, stack_of, values_of
 from subquad.models.state import State, leaves, map_state, size
 
+_memories: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]]" = weakref.WeakKeyDictionary()
+MOST = 64  # answers for a model
 FAR = 1 << 20  # positions for which every state that grows is larger than for one
 SHARE = 0.95  # of the free memory that streams may take
 
@@ -29,6 +34,8 @@ def check_fits(model: Any, batch: int, capacity: int) -> None:
     """ValueError if `batch` streams do not fit; it says how many do."""
     check_count("batch", batch)
     most = largest_batch(model, capacity)
+    if batch > most and kept.forget():  # captured steps give way
+        most = largest_batch(model, capacity)
     if batch > most:
         state, room = bytes_per_stream(model, capacity), int(SHARE * free_bytes(model.device))
         raise ValueError(
@@ -39,6 +46,10 @@ def check_fits(model: Any, batch: int, capacity: int) -> None:
 
 def _bytes_at_work(model: Any, capacity: int) -> int:
     """A stream's state, a copy of its largest layer (as not all mechanisms write in place), and a step's vectors."""
+    return _remembered(model, ("bytes at work", capacity), lambda: _count_bytes(model, capacity))
+
+
+def _count_bytes(model: Any, capacity: int) -> int:
     decoder = decoder_of(model)
     state = imagine(decoder, capacity)
     layers = getattr(getattr(state, "decoder", state), "layers", (state,))
@@ -48,11 +59,10 @@ def _bytes_at_work(model: Any, capacity: int) -> int:
 
 
 class Rooms:
-    """Gives states room for a number of positions. It remembers shapes, because imagining one takes milliseconds."""
+    """Gives states room for a number of positions."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        self.shapes: dict[int, State] = {}
 
     @functools.cached_property
     def grows(self) -> bool:
@@ -61,9 +71,7 @@ class Rooms:
         return least != more
 
     def shape(self, capacity: int) -> State:
-        if capacity not in self.shapes:
-            self.shapes[capacity] = imagine(self.decoder, capacity)
-        return self.shapes[capacity]
+        return imagine(self.decoder, capacity)
 
     def fit(self, state: State, capacity: int, trim: bool = False) -> State:
         """The state with as much room as init_state gives; with `trim` not more either, and then nothing else is kept.
@@ -82,6 +90,10 @@ class Rooms:
 
 def imagine(decoder: Any, capacity: int) -> State:
     """One stream's state, of fake tensors: they have shapes but take no memory."""
+    return _remembered(getattr(decoder, "model", decoder), ("state", capacity), lambda: _imagine(decoder, capacity))
+
+
+def _imagine(decoder: Any, capacity: int) -> State:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -89,3 +101,16 @@ def imagine(decoder: Any, capacity: int) -> State:
             weight = next(decoder.decoder.parameters())
             return decoder.init_state(weight.new_empty(1, 1, decoder.config.encoder.dim), capacity=capacity)
         return decoder.init_state(1, capacity)
+
+
+def _remembered(model: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """make(), once for a model of these modules, in this type and on this device: it takes longer than some steps."""
+    if not isinstance(model, nn.Module):
+        return make()
+    known = _memories.setdefault(model, {})
+    whole = key, model.dtype, model.device, tuple(map(id, model.modules()))
+    if whole not in known:
+        if len(known) >= MOST:
+            known.clear()
+        known[whole] = make()
+    return known[whole]

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Unpack
 
@@ -11,10 +11,22 @@ from torch import Tensor, nn
 
 from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_plain, check_strided, checked, refuse
-from subquad.models.decoding import Loop, decoder_of, position_of, stack_of, values_of, vocab_of, work_of
-from subquad.models.footprint import Rooms, check_fits
+from subquad.models import kept
+from subquad.models.decoding import (
+    Loop,
+    captures,
+    decoder_of,
+    limit_of,
+    loop_key,
+    position_of,
+    stack_of,
+    values_of,
+    vocab_of,
+    work_of,
+)
+from subquad.models.footprint import Rooms, check_fits, largest_batch
 from subquad.models.inputs import check_ids
-from subquad.models.sampling import Sampling, SamplingOptions, make_seeds
+from subquad.models.sampling import Rows, Sampling, SamplingOptions, make_seeds
 from subquad.models.saving import Model
 from subquad.models.state import State, batch_of, check_state, leaves, map_state
 from subquad.models.threads import run_small
@@ -29,7 +41,8 @@ COMPILE_PAYS = 16384  # compiling takes a minute, which pays from this many step
 UNROLL = 8  # steps in one graph; within it lanes need not wait for each other
 LANES_PAY = 16384  # rows from which two lanes are faster than one
 CHECK = 16  # steps between checks whether all streams have stopped: each check waits for the GPU
-PIECE = 1 << 26  # numbers in the outputs of a prompt that are held at once
+PIECE = 1 << 26  # numbers in the vectors of a prompt that a CPU holds at once
+PART = 32  # on a GPU: bytes of its memory for each such number
 
 
 class Generated(NamedTuple):
@@ -84,20 +97,27 @@ def generate(
     check_count("lanes", lanes)
     unroll = UNROLL if steps >= 8 * UNROLL else 1
     with evaluating(model, list(model.modules())):
-        loop = _start(model, prompts, steps, *drawing, compile, logprobs=logprobs, lanes=lanes, unroll=unroll)
+        loop, key = _start(model, prompts, steps, *drawing, compile, logprobs=logprobs, lanes=lanes, unroll=unroll)
         out = torch.empty(steps, len(prompts.tokens), dtype=torch.int64, device=model.device)
         scores = torch.empty(out.shape, device=model.device) if logprobs else None
-        for i, (token, score) in enumerate(loop.advance(steps)):
-            out[i] = token
-            if scores is not None and score is not None:
-                scores[i] = score
+        made = 0
+        for tokens, logs in loop.groups(steps):
+            last, made = made, made + len(tokens)
+            out[last:made] = tokens
+            if scores is not None and logs is not None:
+                scores[last:made] = logs
             if told is not None:
-                told(i + 1)
-            if loop.stop is not None and i % CHECK == CHECK - 1 and i + 1 < steps and bool(loop.done.all()):
-                out[i + 1 :] = token
+                for count in range(last + 1, made + 1):
+                    told(count)
+            checks = loop.stop is not None and last // CHECK < made // CHECK and made < steps
+            if checks and bool(loop.done.all()):
+                out[made:] = tokens[-1]
                 if scores is not None:
-                    scores[i + 1 :] = 0
+                    scores[made:] = 0
                 break
+        # the steps of later calls write into the state of a loop that is kept, so the caller gets a copy
+        after = map_state(torch.clone, loop.state) if full and loop.keepable(model) else loop.state
+        loop.park(model, key)
     out = out.T.contiguous()
     if not full:
         return out[0] if prompts.single else out
@@ -105,7 +125,7 @@ def generate(
     if loop.stop is not None:
         hit = (out[..., None] == loop.stop).any(-1)
         ends = torch.where(hit.any(1), hit.int().argmax(1) + 1, ends)
-    return Generated(out, ends, None if scores is None else scores.T.contiguous(), loop.state)
+    return Generated(out, ends, None if scores is None else scores.T.contiguous(), after)
 
 
 @checked
@@ -138,15 +158,20 @@ def stream(
     def run() -> Iterator[Any]:
         modules = list(model.modules())
         with evaluating(model, modules):
-            loop = _start(model, prompts, steps, *drawing, compile, capacity)
+            loop, key = _start(model, prompts, steps, *drawing, compile, capacity)
         made = 0
         while steps is None or made < steps:
             with evaluating(model, modules):  # not between tokens, since the caller may stop iterating
                 ((token, _),) = loop.advance(1)
-            yield int(token[0]) if prompts.single else token.clone()
+            try:
+                yield int(token[0]) if prompts.single else token.clone()
+            except GeneratorExit:  # the caller wants no more
+                loop.park(model, key)
+                raise
             made += 1
             if loop.stop is not None and bool(loop.done.all()):
-                return
+                break
+        loop.park(model, key)
 
     return run()
 
@@ -179,19 +204,43 @@ def _start(
     stop: Sequence[int],
     compile: bool | None,
     capacity: int | None = None,
-    **how: Any,
-) -> Loop:
-    """The loop after reading the prompts. `how`: more arguments of the loop, such as lanes=2."""
+    logprobs: bool = False,
+    lanes: int = 1,
+    unroll: int = 1,
+) -> tuple[Loop, Hashable]:
+    """The loop after reading the prompts, one that was kept if there is one, and the key to keep it by."""
     before = 0 if prompts.state is None else int(position_of(prompts.state).max())
     room = before + prompts.tokens.shape[1] - 1 + (steps if steps is not None else max(64, capacity or 0))
-    check_fits(model, len(prompts.tokens), room)
+    batch = len(prompts.tokens)
+    check_fits(model, batch, room)
+    endless = steps is None and stack_of(model).traits.state == "growing"  # a state that may grow cannot be captured
+    keeps = captures(model) and not endless
+    if keeps and stack_of(model).traits.state == "growing":
+        wider = bucket(room, limit_of(model))
+        room = wider if batch <= largest_batch(model, wider) else room
     state = begin(model, prompts, room)
     compile = (steps or 0) >= COMPILE_PAYS if compile is None else compile
-    loop = Loop(model, state, prompts.last, prompts.seeds, sampling, stop, compile=compile, **how)
-    if steps is None and stack_of(model).traits.state == "growing":
-        loop.capturing = False  # a state that may grow cannot be captured
+    rows = Rows.of([sampling], values_of(model), model.device)
+    key = loop_key(state, rows, len(stop), compile, logprobs, lanes, unroll)
+    loop: Loop | None = kept.take(model, key, kept.stamp(model)) if keeps else None
+    start = state, prompts.last, prompts.seeds
+    if loop is None:
+        loop = Loop(model, *start, rows, stop, logprobs, compile=compile, lanes=lanes, unroll=unroll)
+        loop.capturing = loop.capturing and not endless
+    else:
+        loop.restart(model, *start, rows, stop)
     loop.mark_seen(prompts.tokens)
-    return loop
+    return loop, key
+
+
+def bucket(room: int, limit: int | None) -> int:
+    """Positions to hold for a run of `room`: at most a quarter or 64 more, so that about equal runs are of one kind.
+
+    `limit`: the most that the model has.
+    """
+    step = max(64, 1 << max(0, room.bit_length() - 3))
+    wider = -(-room // step) * step
+    return wider if limit is None else max(room, min(wider, limit))
 
 
 def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
@@ -281,16 +330,27 @@ def begin(model: Any, prompts: Prompts, capacity: int, rooms: Rooms | None = Non
         state = rooms.fit(map_state(torch.clone, state), capacity)
     elif count == 0:
         state = decoder.init_state(batch, capacity)
-    piece = max(1, PIECE // (batch * values_of(model)))
+    piece = max(1, _numbers(model) // batch)
     with torch.no_grad():
         for start in range(0, count, piece):
             part = prompts.tokens[:, start : min(start + piece, count)]
             left = None if prompts.lengths is None else (prompts.lengths - 1 - start).clamp(0, part.shape[1])
             # from None, not from an empty state: it tells a mechanism that nothing came before
             work = work_of(model, () if state is None else state, part.numel())
-            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state))
+            _, after = run_small(work, functools.partial(decoder.prefill, part, lengths=left, state=state, head=False))
             state = after if state is not None else rooms.fit(after, capacity)
     return map_state(lambda tensor: tensor.contiguous(), state)
+
+
+def _numbers(model: Any) -> int:
+    """Tokens of a prompt to read at once. It does not depend on what is free, so that a prompt is read as before."""
+    config = stack_of(model).config
+    widest = 4 * max(config.dim, getattr(config, "ff_width", 0))
+    if decoder_of(model) is not model:
+        widest += values_of(model)  # whole outputs
+    if model.device.type != "cuda":
+        return PIECE // widest
+    return torch.cuda.get_device_properties(model.device).total_memory // PART // widest
 
 
 class _Modes(NamedTuple):

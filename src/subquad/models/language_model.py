@@ -14,6 +14,7 @@ from subquad.models.inputs import batch_size, length_of
 from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, mean_over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
+from subquad.ops.row_linear import norm_of, row_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class LanguageModel(Model):
             tokens, targets, lengths = shift_part(tokens, lengths, ignore_index) if part else shift(tokens, lengths)
         over_all = ranks.active() is not None and reduction == "mean"
         own: Reduction = "sum" if over_all else reduction
-        layer = self._plain_head()
+        layer = None if self.config.mixture is not None else self._plain_head()
         if layer is not None:
             loss = head_cross_entropy(
                 self(tokens, lengths, head=False), *layer, targets, lengths, ignore_index, own, pieces
@@ -111,24 +112,28 @@ class LanguageModel(Model):
         return self.transformer.init_state(batch, capacity)
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
+        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None, head: bool = True
     ) -> tuple[Tensor, State]:
-        """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it)."""
+        """Read a prompt [B, T] in parallel, after `state` if given: (logits [B, T, vocab], the state after it).
+
+        head=False: what the head reads, [B, T, D], in place of the logits.
+        """
         position = None if state is None else self.transformer.check_state(state, batch_size(tokens))[0]
         with ranks.laid_out(length_of(tokens)):
             y, state = self.transformer.prefill(self.embedding(tokens, lengths, position), lengths, state)
-        return self._logits(y), state
+        return (self._logits(y) if head else y), state
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""
         position, _ = self.transformer.check_state(state, batch_size(tokens))
-        y, state = self.transformer.step(self.embedding.step(tokens, position), state, inplace=inplace)
-        return self._logits(y), state
+        x = self.embedding.step(tokens, position)
+        norm, layer = norm_of(self.transformer.norm, x.dtype), self._plain_head()
+        fuses = inplace and norm is not None and layer is not None
+        y, state = self.transformer.step(x, state, inplace=inplace, norm=not fuses)
+        return (row_linear(y, *layer, norm=norm) if fuses and layer is not None else self._logits(y)), state
 
     def _plain_head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the output layer; None for a mixture, or if the layer was replaced or has hooks."""
-        if self.config.mixture is not None:
-            return None
+        """Weight and bias of the output layer; None if it was replaced or has hooks."""
         if self.head is None:
             return self.embedding.weight, None
         hooks = self.head._forward_hooks or self.head._forward_pre_hooks or self.head._backward_hooks

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.models.loss import Reduction, over_targets
-from subquad.models.sampling import gumbel, uniform
+from subquad.models.sampling import gumbel_of, uniform
+from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import wide
 
 VALUES = 256
@@ -51,14 +52,32 @@ def log_probs(outputs: Tensor) -> Tensor:
     return torch.logsumexp(weights + _cells(values, means, scales), -1)
 
 
-def draw(outputs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
+def draw(outputs: Tensor, seeds: Tensor, position: Tensor, impl: Impl = "auto") -> Tensor:
     """One value per row, [B, 3·components] -> [B]: draw a component, then a logistic number, and take its cell."""
+    reason = "float64" if outputs.dtype == torch.float64 else None
+    if choose(impl, "logistic_mixture.draw", outputs, reason) == "triton":
+        return torch.ops.subquad.draw_from_mixture(outputs.contiguous(), seeds, position)
     weights, means, scales = _parameters(outputs)
-    components = weights.shape[-1]
-    chosen = (weights + gumbel(seeds, position, components)).argmax(-1, keepdim=True)
-    u = uniform(seeds, position, components + 1)[:, -1:].to(weights.dtype)  # one more than for the components
+    noise = uniform(seeds, position, weights.shape[-1] + 1)  # one for each component, and one for the number
+    chosen = (weights + gumbel_of(noise[:, :-1])).argmax(-1, keepdim=True)
+    u = noise[:, -1:].to(weights.dtype)
     x = means.gather(-1, chosen) + scales.gather(-1, chosen).exp() * (u.log() - torch.log1p(-u))
     return ((x[:, 0] + 1) * (LAST / 2)).round().clamp(0, LAST).long()
+
+
+torch.library.define("subquad::draw_from_mixture", "(Tensor outputs, Tensor seeds, Tensor position) -> Tensor")
+
+
+@torch.library.impl("subquad::draw_from_mixture", "CompositeExplicitAutograd")
+def _(outputs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:
+    from subquad.models import sampling_triton
+
+    return sampling_triton.draw_from_mixture(outputs, seeds, position, VALUES, LEAST_LOG_SCALE)
+
+
+@torch.library.register_fake("subquad::draw_from_mixture")
+def _(outputs: Tensor, seeds: Tensor, position: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(seeds)
 
 
 def _parameters(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,9 +131,12 @@ class LSTM(Model):
         return State(zeros, zeros.clone(), torch.zeros(batch, dtype=torch.int64, device=weight.device))
 
     def prefill(
-        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None
+        self, tokens: Tensor, lengths: Tensor | None = None, state: State | None = None, head: bool = True
     ) -> tuple[Tensor, State]:
-        """Read a prompt [B, T], after `state` if given: (logits [B, T, vocab], the state after it)."""
+        """Read a prompt [B, T], after `state` if given: (logits [B, T, vocab], the state after it).
+
+        head=False: what the head reads, [B, T, D], in place of the logits.
+        """
         batch = batch_size(tokens)
         state = self._check_state(self.init_state(batch) if state is None else state, batch)
         x = self.embedding(tokens, lengths)
@@ -143,7 +146,7 @@ class LSTM(Model):
             empty = (used == 0)[:, None, None]
             hidden, cell = torch.where(empty, state.hidden, hidden), torch.where(empty, state.cell, cell)
         seen = state.position + (x.shape[1] if used is None else used)
-        return self.head(y), State(hidden.to(state.hidden.dtype), cell.to(state.cell.dtype), seen)
+        return (self.head(y) if head else y), State(hidden.to(state.hidden.dtype), cell.to(state.cell.dtype), seen)
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import INTEGERS, LARGEST, at_least, check_count, check_methods, check_plain, refuse, shown
+from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import wide
 
 MASK = (1 << 32) - 1
@@ -190,6 +191,77 @@ def draw(
     return score(logits, sampling, seeds, position, seen).argmax(-1)
 
 
+def draw_next(
+    logits: Tensor,
+    rows: Rows,
+    seeds: Tensor,
+    position: Tensor,
+    seen: Tensor | None,
+    token: Tensor,
+    done: Tensor,
+    stop: Tensor | None,
+    logprob: Tensor | None,
+    impl: Impl = "auto",
+) -> None:
+    """`draw` for the step of a loop, in place: `token` [B] becomes the drawn one, unless its row is `done` [B].
+
+    A row is done from a token of `stop` on. `logprob` [B] of the token is by the logits as they are; 0 for a done row.
+    """
+    if choose(impl, "draw_next", logits, _unsupported(logits, stop, logprob)) == "torch":
+        new = draw(logits, rows, seeds, position, seen)
+        if logprob is not None:
+            logprob.copy_(logits.float().log_softmax(-1).gather(-1, new[:, None])[:, 0].masked_fill(done, 0))
+        take_token(new, token, done, stop)
+        return
+    # top-k and top-p sort the tokens, which torch does; the kernel then draws from what they leave
+    sorts = rows.uses.ranks
+    scores = adjust(logits, rows, seen) if sorts else logits
+    settings = (*rows[1:5], *rows[7:])
+    torch.ops.subquad.draw_next(
+        scores, logits, [int(use) for use in rows.uses], *settings, not sorts and rows.uses.adjust, seeds, position,
+        seen, token, done, stop, logprob,
+    )  # fmt: skip
+
+
+def take_token(new: Tensor, token: Tensor, done: Tensor, stop: Tensor | None) -> None:
+    """`token` becomes the new one in rows that are not done; rows are done from a token of `stop` on."""
+    if stop is not None:
+        new = torch.where(done, token, new)
+        done.logical_or_((new[:, None] == stop).any(1))
+    token.copy_(new)
+
+
+def _unsupported(logits: Tensor, stop: Tensor | None, logprob: Tensor | None) -> str | None:
+    if logits.dtype == torch.float64 or logits.shape[-1] > 1 << 20 or logits.stride(-1) != 1:
+        return f"it reads 16 and 32 bits, of at most {1 << 20} tokens side by side"
+    if stop is not None and len(stop) > 64:
+        return f"{len(stop)} stop tokens, where at most 64 are compared"
+    return "it writes log-probabilities as float32" if logprob is not None and logprob.dtype != torch.float32 else None
+
+
+torch.library.define(
+    "subquad::draw_next",
+    "(Tensor scores, Tensor logits, int[] uses, Tensor plain, Tensor greedy, Tensor penalty, Tensor temperature,"
+    " Tensor min_p, Tensor? exclude, bool adjusts, Tensor seeds, Tensor position, Tensor? seen, Tensor(a!) token,"
+    " Tensor(b!) done, Tensor? stop, Tensor(c!)? logprob) -> ()",
+)
+
+
+@torch.library.impl("subquad::draw_next", "CompositeExplicitAutograd")
+def _(scores: Tensor, logits: Tensor, uses: list[int], *args: Any) -> None:
+    from subquad.models import sampling_triton
+
+    plain, greedy, penalty, temperature, min_p, exclude, adjusts, *others = args
+    none = penalty  # top_k and top_p were applied before
+    rows = Rows(Uses(*map(bool, uses)), plain, greedy, penalty, temperature, none, none, min_p, exclude)
+    sampling_triton.draw_next(scores, logits, rows, adjusts, *others)
+
+
+@torch.library.register_fake("subquad::draw_next")
+def _(*_: object) -> None:
+    return
+
+
 def score(
     logits: Tensor, sampling: Sampling | Rows, seeds: Tensor, position: Tensor, seen: Tensor | None = None
 ) -> Tensor:
@@ -237,7 +309,12 @@ def adjust(logits: Tensor, sampling: Sampling | Rows, seen: Tensor | None = None
 
 def gumbel(seeds: Tensor, position: Tensor, count: int) -> Tensor:
     """Independent Gumbel noise, float32 [B, count]."""
-    return -torch.log(-torch.log1p(-uniform(seeds, position, count)))
+    return gumbel_of(uniform(seeds, position, count))
+
+
+def gumbel_of(u: Tensor) -> Tensor:
+    """Gumbel noise of uniform numbers."""
+    return -torch.log(-torch.log1p(-u))
 
 
 def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:

@@ -123,11 +123,16 @@ class Seq2Seq(Model):
         remembered = self.decoder.remember(memory, memory_lengths)
         return State(self.decoder.init_state(len(memory), capacity), remembered)
 
-    def prefill(self, target: Tensor, state: State, lengths: Tensor | None = None) -> tuple[Tensor, State]:
-        """Read target tokens [B, T] in parallel, after `state`: (logits [B, T, vocab], the state after them)."""
+    def prefill(
+        self, target: Tensor, state: State, lengths: Tensor | None = None, head: bool = True
+    ) -> tuple[Tensor, State]:
+        """Read target tokens [B, T] in parallel, after `state`: (logits [B, T, vocab], the state after them).
+
+        head=False: what the head reads, [B, T, D], in place of the logits.
+        """
         x = self.target(target, lengths, self._positions(state, target), name="target")
         y, decoder = self.decoder.prefill(x, lengths, state.decoder, state.memory)
-        return self._logits(y), state._replace(decoder=decoder)
+        return (self._logits(y) if head else y), state._replace(decoder=decoder)
 
     def step(self, tokens: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         """One target token per row, [B] -> (logits [B, vocab], the new state); `inplace` overwrites the old one."""

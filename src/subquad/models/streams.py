@@ -2,8 +2,9 @@
 
 import itertools
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Unpack
 
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from subquad.checks import at_least, check_count, check_methods, refuse, shown
-from subquad.models.decoding import Loop, decoder_of, head_of, position_of, values_of, vocab_of, work_of
+from subquad.models import kept
+from subquad.models.decoding import Loop, captures, decoder_of, head_of, position_of, values_of, vocab_of, work_of
 from subquad.models.footprint import Rooms, bytes_per_stream, check_fits
 from subquad.models.generation import Prompt, Prompts, Seed, begin, check_drawing, evaluating, read_prompts
 from subquad.models.sampling import Rows, Sampling, SamplingOptions, Uses
-from subquad.models.state import State, overwrite, positions, select
+from subquad.models.state import State, leaves, map_state, overwrite, positions, select
 from subquad.models.threads import run_small
 
 # By how much the largest score must exceed the next one, relative to its size, so that rounding does not change which
@@ -33,6 +35,12 @@ class Checked(NamedTuple):
     accepted: int  # how many of them were drafted
     logprobs: list[float]  # of the tokens
     top: list[Top]
+
+
+def _park(loop: Loop, model: "weakref.ref[Any]", key: Hashable) -> None:
+    """Keep the loop of streams that are gone."""
+    if (alive := model()) is not None:
+        loop.park(alive, key)
 
 
 class _Stream:
@@ -93,10 +101,7 @@ class Streams:
         self.model, self.modules = model, list(model.modules())
         self.bytes_per_stream = bytes_per_stream(model, capacity)
         self.decoder, self.head, self.rooms = decoder_of(model), head_of(model), Rooms(decoder_of(model))
-        state = self.decoder.init_state(slots, capacity)
-        zeros = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        rows = Rows.of([self.sampling] * slots, values_of(model), model.device)
-        self.loop = Loop(model, state, zeros, zeros.clone(), rows, logprobs=True, compile=compile, top=top)
+        self.loop = self._make_loop(compile, top)
         self.active: Tensor | None = None  # [slots], 1 for running streams; None: compute it from the streams
         self.stop = frozenset(stop)
         self.streams: dict[int, _Stream] = {}
@@ -107,6 +112,26 @@ class Streams:
         self.next_id = 0
         self.whole = True  # False during a step, while states are half written
         self.lock = threading.RLock()  # a server may admit from one thread and step in another
+
+    def _make_loop(self, compile: bool, top: int) -> Loop:
+        """A loop with empty rows; one of earlier streams of this kind, whose steps are captured, if it was kept."""
+        model, slots = self.model, self.slots
+        zeros = torch.zeros(slots, dtype=torch.int64, device=model.device)
+        rows = Rows.of([self.sampling] * slots, values_of(model), model.device)
+        shapes = tuple((name, tuple(t.shape), t.dtype) for name, t in leaves(self.rooms.shape(self.capacity)))
+        key = ("streams", slots, self.capacity, shapes, str(model.device), compile, top)
+        loop: Loop | None = kept.take(model, key, kept.stamp(model)) if captures(model) else None
+        if loop is None:
+            state = self.decoder.init_state(slots, self.capacity)
+            loop = Loop(model, state, zeros, zeros.clone(), rows, logprobs=True, compile=compile, top=top)
+        else:
+            one = self.decoder.init_state(1, self.capacity)
+            state = map_state(lambda tensor: tensor.expand(slots, *tensor.shape[1:]), one)
+            loop.restart(model, state, zeros, zeros, rows, ())
+            loop.configure(rows.uses)
+        if loop.capturing:
+            weakref.finalize(self, _park, loop, weakref.ref(model), key).atexit = False
+        return loop
 
     @property
     def running(self) -> list[int]:
@@ -171,6 +196,7 @@ class Streams:
             raise ValueError(f"prompts reach position {last}: accepted is at most capacity={self.capacity}")
         state = begin(self.model, prompts, self.capacity, self.rooms)
         loop = self.loop
+        loop.refresh(self.model)
         slots = list(itertools.islice((slot for slot in range(self.slots) if slot not in taken), count))
         rows = torch.tensor(slots, device=self.model.device)
         overwrite(loop.state, rows, state)
@@ -206,8 +232,8 @@ class Streams:
             if self.active is None:
                 runs = {stream.slot for stream in self.streams.values()}
                 self.active = torch.tensor([int(slot in runs) for slot in range(self.slots)], device=self.model.device)
-            for counter in positions(self.loop.state):
-                counter.mul_(self.active)
+            counters = positions(self.loop.state)
+            torch._foreach_mul_(counters, [self.active] * len(counters))
         (token, logprob), *_ = self.loop.advance(1)
         assert logprob is not None
         parts = [token[None], logprob[None], *(tensor.T for tensor in self.loop.top if self.loop.tops)]

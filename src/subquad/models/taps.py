@@ -51,8 +51,13 @@ class Taps(ShortConv):
 
     def step(self, x: Tensor, state: Recent, inplace: bool = False) -> tuple[Tensor, Recent]:
         """One token, x [B, D] -> (y [B, D], the new state)."""
+        y, state = self.decode(x, state, inplace)
+        return y, Recent(state.ring, state.position.add_(1) if inplace else state.position + 1)
+
+    def decode(self, x: Tensor, state: Recent, inplace: bool = True) -> tuple[Tensor, Recent]:
+        """`step` without moving `position`, which the caller does for all layers at once."""
         y, ring = self.advance_one(x, state.ring, state.position, inplace)
-        return y, Recent(ring, state.position.add_(1) if inplace else state.position + 1)
+        return y, Recent(ring, state.position)
 
     def extra_repr(self) -> str:
         return f"taps={self.taps}"

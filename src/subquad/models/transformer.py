@@ -13,10 +13,11 @@ from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
-from subquad.models.blocks import Block, Stream, make_norm, shorten
+from subquad.models.blocks import Block, Stream, Waiting, make_norm, parts_of, settled, shorten
 from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import check_position, check_type, clean_frames
 from subquad.models.saving import Model
+from subquad.ops.layer_norm import add_norm, fuses
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.rotary import Turns
@@ -167,8 +168,12 @@ class Transformer(Model):
         memory: Tensor | tuple[Any, ...] | None = None,
         memory_lengths: Tensor | None = None,
         inplace: bool = False,
+        norm: bool = True,
     ) -> tuple[Tensor, State]:
-        """One token, x [B, D] -> (y [B, D], the new state); `inplace` overwrites the old one."""
+        """One token, x [B, D] -> (y [B, D], the new state); `inplace` overwrites the old one.
+
+        norm=False: y before the final norm, for a caller that applies it together with what follows.
+        """
         self._check_stateful("step")
         if x.ndim != 2:
             raise ValueError(f"x has shape {shape_of(x)}: step takes one token, [batch, {self.config.dim}]")
@@ -178,11 +183,17 @@ class Transformer(Model):
         memories, memory_lengths = self._memories(memory, memory_lengths, x.shape[0])
         stream, layers = self._open(x), []
         turns = self._turns(x[:, None], position)
+        late: list[Tensor] = []  # positions that layers leave to be moved here, by one operation for all
         for block, before, read in zip(self._blocks(), states, memories, strict=True):
             given = turns.get(block.mixer.turn_width)
-            stream, after = block.step(stream, before, read, memory_lengths, inplace, given)
+            stream, after = block.step(stream, before, read, memory_lengths, inplace, given, late)
             layers.append(after)
-        return self._close(stream, None), State(tuple(layers), position.add_(1) if inplace else position + 1)
+        if inplace:
+            torch._foreach_add_([position, *late], 1)
+        else:
+            position = position + 1
+        y = self._close(stream, None) if norm else self._join(stream)
+        return y, State(tuple(layers), position)
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:
         """(positions, the layers' states) of a state that fits this model and the batch."""
@@ -213,8 +224,11 @@ class Transformer(Model):
         again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
         if not widths or (again and torch.compiler.is_compiling()):
             return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
-        at = ranks.positions(x.shape[1], x.device)
-        at = at if position is None else position[:, None] + at
+        if position is not None and x.shape[1] == 1:
+            at = position[:, None]
+        else:
+            at = ranks.positions(x.shape[1], x.device)
+            at = at if position is None else position[:, None] + at
         return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
 
     def _open(self, x: Tensor) -> Stream:
@@ -223,9 +237,15 @@ class Transformer(Model):
         x = wide(x)  # backward must subtract exactly what was added
         return x, x
 
+    def _join(self, stream: Stream) -> Tensor:
+        return ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
+
     def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
-        x = ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
-        return zero_padding(self.norm(x), lengths)
+        norm = self.norm
+        if isinstance(stream, Waiting) and not isinstance(norm, nn.Identity) and fuses(stream.x, norm):
+            weight, bias, eps, kind = parts_of(norm, stream.x.dtype)
+            return zero_padding(add_norm(*stream, weight, bias, eps, norm=kind)[1], lengths)
+        return zero_padding(norm(self._join(settled(stream))), lengths)
 
     def _shrink_outputs(self) -> None:
         """Start with small branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).

@@ -6,6 +6,7 @@ call on passes the pointers to Triton's private launcher. Only the versions in K
 with other versions every call is `kernel[grid](...)`.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from triton.runtime import interpreter
 
 INTERPRETED = triton.knobs.runtime.interpret
 KNOWN = ("3.6",)
+# whether kernels of a decoding step start while the one before still runs, and wait for it themselves
+EARLY = not INTERPRETED and os.environ.get("SUBQUAD_EARLY", "1") == "1"
 _is_known = ".".join(triton.__version__.split(".")[:2]) in KNOWN
 
 if INTERPRETED and _is_known:
@@ -38,6 +41,7 @@ class Plan(NamedTuple):
     warps: int = 4
     stages: int = 1
     registers: int = 255  # the most per thread; without a limit ptxas fails on large tiles
+    early: bool = False  # start while the kernel before still runs: this one waits for it itself, by gdc_wait
 
 
 _READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -85,6 +89,8 @@ def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...]
 
 def _launch_plainly(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> Any:
     options = {"num_warps": plan.warps, "num_stages": plan.stages, "maxnreg": plan.registers}
+    if plan.early:
+        options["launch_pdl"] = True
     return kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **({} if INTERPRETED else options))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad import ranks
+from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import zero_padding
 
 
@@ -71,11 +72,14 @@ def short_conv_step(
     position: Tensor,
     bias: Tensor | None = None,
     inplace: bool = False,
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """One token, x [B, D], behind a ring and a position: (y [B, D], the new ring).
 
-    The offsets are 0 and then `back`, a tensor, because a captured step cannot copy a list.
+    The offsets are 0 and then `back`, a tensor, because a captured step cannot copy a list. The kernel writes in place.
     """
+    if choose(impl, "short_conv_step", x, _unsupported(x, weight, ring, bias, inplace)) == "triton":
+        return torch.ops.subquad.short_conv_step(x, weight, back, ring, position, bias), ring
     reach = ring.shape[1]
     places = (position[:, None] - back) % reach
     before = ring.gather(1, _widen(places, ring)).to(x.dtype)  # [B, J - 1, D]
@@ -84,6 +88,36 @@ def short_conv_step(
     y = y if bias is None else y + bias.to(x.dtype)
     place, new = _widen((position % reach)[:, None], ring), x[:, None].to(ring.dtype)
     return y, ring.scatter_(1, place, new) if inplace else ring.scatter(1, place, new)
+
+
+def _unsupported(x: Tensor, weight: Tensor, ring: Tensor, bias: Tensor | None, inplace: bool) -> str | None:
+    if not inplace:
+        return "it writes in place"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, ring, bias)):
+        return "it has no gradients"
+    if x.dtype == torch.float64 or ring.stride(-1) != 1 or x.stride(-1) != 1 or not weight.is_contiguous():
+        return "it takes types other than float64, with channels side by side"
+    return None
+
+
+torch.library.define(
+    "subquad::short_conv_step",
+    "(Tensor x, Tensor weight, Tensor back, Tensor(a!) ring, Tensor position, Tensor? bias) -> Tensor",
+)
+
+
+@torch.library.impl("subquad::short_conv_step", "CompositeExplicitAutograd")
+def _(
+    x: Tensor, weight: Tensor, back: Tensor, ring: Tensor, position: Tensor, bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    from subquad.ops import short_conv_triton
+
+    return short_conv_triton.step(x, weight, back, ring, position, bias)
+
+
+@torch.library.register_fake("subquad::short_conv_step")
+def _(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 class ShortConv(nn.Module):

@@ -3,6 +3,8 @@
 Decoding waits for memory: a step reads and writes S, [K, V] a head, for a handful of products. Here the newest keys and
 values wait beside S, o = φ(q)(S + Σ φ(kⱼ)vⱼᵀ) / (φ(q)z + Σ φ(q)φ(kⱼ)) counts them in, and the fourth token adds all of
 them to S and z, one by one: both are then, bit for bit, what four single steps would have left.
+
+Without a queue the same kernel writes at every token. It also turns q and k by their rotary positions.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,10 @@ from torch import Tensor
 
 from subquad.ops.feature_maps import FEATURE_MAPS, FUSED
 from subquad.ops.impl import Impl, choose
+from subquad.ops.linear import chunked
 from subquad.ops.linear.spec import Spec
+from subquad.ops.precision import uncast
+from subquad.ops.rotary import Turns, turned
 
 GROUP = 4  # tokens between two writes, a power of two; 8 saves 4% more traffic and costs more instructions than that
 
@@ -37,12 +42,57 @@ def can_defer(like: Tensor, feature_map: object, impl: Impl) -> bool:
     return known and choose(impl, "linear_attention_step", like) == "triton"
 
 
-def deferred_linear_attention_step(
-    q_t: Tensor, k_t: Tensor, v_t: Tensor, s: Tensor, z: Tensor, queue: Queue, position: Tensor, spec: Spec
+def linear_attention_step_in_place(
+    both: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    queue: Queue | None,
+    position: Tensor,
+    spec: Spec,
+    turns: Turns | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
-    """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed."""
+    """One token at `position` [B]: q and k, both [B, 2·H, K], v_t [B, H, V] -> o [B, H, V]; s and z are changed.
+
+    With a queue, which the fused step alone serves, s and z are changed later. `turns` of the positions turn q and k.
+    """
+    fused = can_defer(both, spec.feature_map, impl)
+    if fused or queue is not None:
+        q_t, k_t = both.chunk(2, dim=1)
+        return deferred_linear_attention_step(q_t, k_t, v_t, s, z, queue, position, spec, turns)
+    both = both if turns is None else turned(both[:, None], turns)[:, 0]
+    q, k = FEATURE_MAPS[spec.feature_map].apply(both.to(s.dtype)).chunk(2, dim=1)  # [B, H, K]
+    s.addcmul_(k[..., None], v_t[..., None, :].to(s.dtype))
+    z.add_(k)
+    with uncast(q):
+        o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
+    if spec.normalize:
+        o = o / chunked.divisor_of((q * z).sum(-1, keepdim=True), spec.signed, spec.eps)
+    return chunked.saturate(o, v_t.dtype).to(v_t.dtype)
+
+
+def deferred_linear_attention_step(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    s: Tensor,
+    z: Tensor,
+    queue: Queue | None,
+    position: Tensor,
+    spec: Spec,
+    turns: Turns | None = None,
+) -> Tensor:
+    """One token at `position` [B]: q_t, k_t [B, H, K], v_t [B, H, V] -> o [B, H, V]; s, z and the queue are changed.
+
+    `turns` of the positions, for one token a row: q_t and k_t are turned first.
+    """
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
-    return torch.ops.subquad.linear_attention_step_deferred(q_t, k_t, v_t, s, z, *queue, position, *spec)
+    keys, values, start = queue or (None, None, position)
+    cos, sin = (None, None) if turns is None else turns
+    return torch.ops.subquad.linear_attention_step_deferred(
+        q_t, k_t, v_t, s, z, keys, values, start, position, cos, sin, *spec
+    )
 
 
 def settle(s: Tensor, z: Tensor, queue: Queue, count: int, feature_map: str = "elu+1") -> None:

@@ -175,7 +175,8 @@ def _step_inplace(
 def _step_deferred(*args: Any) -> Tensor:
     from subquad.ops.linear import deferred_triton
 
-    return deferred_triton.step(args[:-_M], Spec(*args[-_M:]))
+    tensors, spec = args[:-_M], Spec(*args[-_M:])
+    return deferred_triton.step(tensors, spec)
 
 
 def _step_shapes(q: Tensor, _k: Tensor, v: Tensor, _g: Any, _beta: Any, s: Tensor, z: Tensor, *_spec: Any) -> Any:
@@ -190,6 +191,6 @@ _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? beta, Tensor s,
 operator("linear_attention_step", f"{_STEP}, {SPEC}", 3, _step, _step_shapes)
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_gate, Tensor? beta, Tensor(a!) s, Tensor(b!) z"
 operator("linear_attention_step_", f"{_STEP}, {SPEC}", 1, _step_inplace, _output_shape)
-_QUEUE = "Tensor(c!) keys, Tensor(d!) values, Tensor start, Tensor position"
+_QUEUE = "Tensor(c!)? keys, Tensor(d!)? values, Tensor start, Tensor position, Tensor? cos, Tensor? sin"
 _STEP = f"Tensor q, Tensor k, Tensor v, Tensor(a!) s, Tensor(b!) z, {_QUEUE}"
 operator("linear_attention_step_deferred", f"{_STEP}, {SPEC}", 1, _step_deferred, _output_shape)

@@ -1,0 +1,65 @@
+"""A decoding step of a block in few operations, in place.
+
+Between the products with the weights stands what a mechanism does with q, k and v of one token (`Mixer.decode`). What
+surrounds them, such as norms, residual and activation, becomes a part of the products (ops/row_linear.py). Positions
+move for all layers at once, at the end of the step. Blocks that are built otherwise take their usual step.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from subquad.mechanisms.attention import Attention, Heads
+from subquad.mechanisms.checking import check_state
+from subquad.ops.rotary import Turns
+from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
+
+
+def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any] | None:
+    """The stream x [B, D] after the mixer on its residual, and the state; None if this block cannot.
+
+    `late`: the positions that the caller still has to move are added to it.
+    """
+    mixer, residual, taps = block.mixer, block.mixer_residual, block.taps
+    if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
+        return None  # the last: somebody replaced its step
+    heads: Any = getattr(mixer, "heads", None)
+    norm = norm_of(residual.norm, x.dtype)
+    if norm is None or type(heads) is not Heads or not (plain(heads.qkv) and plain(heads.out)) or watched(heads):
+        return None
+    if (turns is None) != (mixer.turn_width is None):
+        return None
+    mixed, recent = block._parts(state, x)
+    if not mixer.decodes(mixed):
+        return None
+    if isinstance(mixed, mixer.state_type or object):
+        check_state(mixer, mixed, x.shape[0])
+    before = None if residual.post else norm
+    h = x
+    if taps is not None:
+        h = h if before is None else normalise(h, before)
+        h, recent = taps.decode(h, recent)
+        before = None
+        late.append(recent.position)
+    qkv = row_linear(h, heads.qkv.weight, heads.qkv.bias, norm=before)
+    o, mixed = mixer.decode(qkv, mixed, turns)
+    late.append(mixed.position)
+    x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
+    if recent is not None:
+        mixed = type(state)(mixed, recent)
+    return (normalise(x, norm) if residual.post else x), mixed
+
+
+def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:
+    """The stream x [B, D] after the feed-forward on its residual; None if it is built otherwise."""
+    norm = norm_of(residual.norm, x.dtype)
+    if norm is None or ff.training or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
+        return None
+    before: Norm | None = None if residual.post else norm
+    activation: Activation = "none" if ff.gated else ff.activation
+    h = row_linear(x, ff.inner.weight, ff.inner.bias, norm=before, activation=activation)
+    if ff.gated:
+        gate, value = h.chunk(2, dim=-1)
+        h = nn.functional.silu(gate) * value
+    x = row_linear(h, ff.out.weight, ff.out.bias, residual=x)
+    return normalise(x, norm) if residual.post else x
