@@ -137,7 +137,7 @@ def test_interpreted_values_of_another_type(name: str) -> None:
     q, k, v = (torch.randn(B, T, H, D).to(dtype).requires_grad_() for dtype in (torch.float32,) * 2 + (torch.float16,))
     ours, plain = (
         ordered_attention(q, None if shared else k, v, order, rule, impl=impl) for impl in ("triton", "torch")
-    )  # type: ignore[arg-type]
+    )
     assert ours.dtype == plain.dtype == torch.float16
     torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
     inputs = [q, v] if shared else [q, k, v]
