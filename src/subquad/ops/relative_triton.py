@@ -9,8 +9,8 @@ does not grow with the length. The gradients of scores go the same way back.
 Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), SPAN the last entry, B rows of
 a tile.
 """
-# Triton's comparisons and masks read better on one line
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,20 +33,22 @@ class Config(NamedTuple):
     warps: int
     stages: int
     resident: int  # programs that a multiprocessor holds at once
+    shared: int  # bytes of shared memory that a program takes
 
 
 # by kernel and the bytes of a row of one head, at least 128
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(64, 4, 2, 3),
-    ("forward", 256): Config(64, 4, 2, 2),
-    ("forward", 512): Config(32, 4, 1, 2),
-    ("queries", 128): Config(64, 4, 2, 2),
-    ("queries", 256): Config(64, 8, 1, 1),
-    ("queries", 512): Config(32, 4, 1, 1),
-    ("keys", 128): Config(64, 4, 2, 2),
-    ("keys", 256): Config(64, 8, 1, 1),
-    ("keys", 512): Config(32, 4, 1, 1),
+    ("forward", 128): Config(64, 4, 2, 3, 49152),
+    ("forward", 256): Config(64, 4, 2, 2, 114688),
+    ("forward", 512): Config(32, 4, 1, 2, 49152),
+    ("queries", 128): Config(64, 4, 2, 2, 65536),
+    ("queries", 256): Config(64, 8, 1, 1, 98304),
+    ("queries", 512): Config(32, 4, 1, 1, 81920),
+    ("keys", 128): Config(64, 4, 2, 2, 57856),
+    ("keys", 256): Config(64, 8, 1, 1, 131072),
+    ("keys", 512): Config(32, 4, 1, 1, 98304),
 }
+SMALL = 32, 16  # tiles for GPUs with less shared memory, of which a program then takes about a half and a quarter
 
 
 @triton.jit
@@ -329,7 +331,8 @@ class Call(NamedTuple):
         return len(self.r) - 1
 
     def config(self, kernel: str) -> Config:
-        return CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
+        best = CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
+        return fitting(best, shared_memory(self.q.device))
 
     def scratch(self, kernel: str) -> Tensor:
         """The scratch of every program of a kernel, [programs, tile·W]."""
@@ -354,6 +357,22 @@ class Call(NamedTuple):
         return Plan((programs,), numbers, constants, config.warps, config.stages)
 
 
+def fitting(best: Config, shared: int) -> Config:
+    """The configuration, or the largest one after it that takes at most this many bytes of shared memory."""
+    for tile in SMALL:
+        if best.shared <= shared:
+            break
+        if tile < best.tile:
+            best = Config(tile, 4, 1, 1, best.shared // 2)
+    return best
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    return 2**20 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
