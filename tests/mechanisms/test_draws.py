@@ -206,6 +206,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.random_features.SHORT": "stands for zero",
     "ops.sparse.split.PIECE": "mechanisms/test_split.py",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
+    "ops.triangular.ROWS": "ops/test_triangular.py",
 }
 
 
