@@ -201,6 +201,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.linear.rule_fused.CHUNK": "ops/test_rules_triton.py",
     "ops.linear.rule_launches_triton.WIDTH": "ops/test_rules_triton.py",
     "ops.relative_triton.SCRATCH": "ops/test_relative.py",
+    "ops.relative_triton.SMALL": "ops/test_relative.py",
     "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
     "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
