@@ -84,7 +84,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     for how, message in (({"dropout": 0.1}, "dropout=0.1"), ({}, "float64")):
         parts = [part if how else part.double() for part in (x, x, x)]
         with pytest.raises(ValueError, match=message):
-            additive_attention(parts[0], parts[1], parts[2], counts, x[0, 0], impl="triton", **how)  # type: ignore[arg-type]
+            additive_attention(parts[0], parts[1], parts[2], counts, x[0, 0], impl="triton", **how)
 
 
 @outside
@@ -107,7 +107,8 @@ KINDS = {
 @compiled
 @pytest.mark.parametrize(("name", "warps"), [("_forward", 4), ("_pairs", 4), ("_units", 8)])
 def test_compiles_for_hopper_and_two_units_share_a_reciprocal(name: str, warps: int) -> None:
-    kernel, constants = getattr(additive_triton, name), {"KEYS": True, "BX": 128, "BY": 32, "BU": 64, "BP": 32}
+    kernel = getattr(additive_triton, name)
+    constants: dict[str, Any] = {"KEYS": True, "BX": 128, "BY": 32, "BU": 64, "BP": 32}
     constants |= {"H": 8, "V": 64, "BV": 64, "BM": 64, "BN": 64, "FAST": True, "PRECISION": "tf32"}
     names = [p.name for p in kernel.params]
     constants = {n: value for n, value in constants.items() if n in names}

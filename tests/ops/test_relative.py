@@ -92,8 +92,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 @outside
 def test_scratch_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relative_triton, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(relative_triton, "shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(relative_triton, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(relative_triton, "shared_memory", lambda _: 227 * 1024)
     sizes = []
     for T in (2**14, 2**20):
         q = torch.empty(1, T, 8, 64, dtype=torch.bfloat16, device="meta")

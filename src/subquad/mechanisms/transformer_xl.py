@@ -14,6 +14,7 @@ Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -92,9 +93,9 @@ class TransformerXL(Attention):
 
     def _attend_band(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, ends: Ends | None = None) -> Tensor:
         """Attention of queries to keys that start `offset` before the first query."""
-        how = {"ends": ends, "dropout": self._dropout(), "impl": self.options.impl}
         r, before = self._relative(q), self.options.memory
-        return relative_attention(q, k, v, r, self.u, self.w, before=before, offset=offset, **how)
+        relative = partial(relative_attention, dropout=self._dropout(), impl=self.options.impl)
+        return relative(q, k, v, r, self.u, self.w, before=before, offset=offset, ends=ends)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         s, dim = torch.arange(q.shape[1], device=q.device), self.options.dim

@@ -15,6 +15,7 @@ Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -110,7 +111,8 @@ def _rows(x, at, ok, stride, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
     q, k, v, counts, score, eq, ek, large_q, large_k, o, lse,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, T, S, U, tiles, wide_q, wide_k, zero,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
+    T, S, U, tiles, wide_q, wide_k, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -226,8 +228,8 @@ def _units(
 ):  # fmt: skip
     """Σ ds·(1 - tanh²) over positions y, for a tile of units and positions x.
 
-    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1; adds to dx [N, units, wide_k]. Otherwise x are these
-    queries and y a piece of the keys; writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
+    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1: adds to dx [N, units, wide_k]. Otherwise x are
+    these queries and y a piece of the keys: writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
     [pieces, slices, tiles, units].
     """
     groups = tl.cdiv(U, BU)
@@ -331,6 +333,15 @@ def _delta(
     tl.store(delta + n.to(tl.int64) * T + i, tl.sum(x * y, 1), mask=i < T)
 
 
+class Powers(NamedTuple):
+    """What the units read of q or k."""
+
+    x: Tensor  # [B, T, H, U], q or k itself, for exponents that are too large
+    powers: Tensor  # [N, units, wide], exp(2x)
+    largest: Tensor  # [N, wide / OTHERS], the largest exponent of some positions
+    wide: int  # a multiple of the rows of every tile
+
+
 class Call(NamedTuple):
     """One call of the operator."""
 
@@ -347,21 +358,23 @@ class Call(NamedTuple):
         tiles = {"BU": UNITS, "BM": QUERIES, "BN": KEYS, "BP": OTHERS}
         return {"H": self.q.shape[2], "V": V, "BV": tile_of(V), **tiles, "FAST": FAST, "PRECISION": precision}
 
-    def powers(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Powers [N, U, wide] of q or k, the largest exponents [N, tiles], and `wide`, a multiple of all tiles."""
-        B, size, H, U = x.shape
-        wide = blocks_of(size, ROWS) * ROWS
-        powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
-        largest = torch.empty(B * H, wide // OTHERS, device=x.device)
-        plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
-        launch(_powers, (x, powers, largest), plan)
-        return powers, largest, wide
+    def powers(self) -> tuple[Powers, Powers]:
+        return _power(self.q), _power(self.k)
 
     def weights(self) -> Tensor:
         """What the kernels multiply 1/(1 + E) by, [H, units]: in base 2, and 0 for units that do not exist."""
-        room = blocks_of(self.score.shape[1], UNITS) * UNITS
         score = self.score.float() * -TWICE.value
-        return torch.nn.functional.pad(score, (0, room - score.shape[1])).contiguous()
+        return F.pad(score, (0, blocks_of(score.shape[1], UNITS) * UNITS - score.shape[1])).contiguous()
+
+
+def _power(x: Tensor) -> Powers:
+    B, size, H, U = x.shape
+    wide = blocks_of(size, ROWS) * ROWS
+    powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
+    largest = torch.empty(B * H, wide // OTHERS, device=x.device)
+    plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
+    launch(_powers, (x, powers, largest), plan)
+    return Powers(x, powers, largest, wide)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -374,59 +387,93 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     (B, T, H, U), S = q.shape, k.shape[1]
     o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
     lse = torch.empty(B * H, T, device=q.device)
-    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
+    (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = x.powers()
     tiles = blocks_of(T, QUERIES)
-    plan = Plan((tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, *LAUNCHES["forward"])
+    numbers = (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0)
+    plan = Plan((tiles * B * H,), numbers, x.constants, *LAUNCHES["forward"])
     launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
     return o, lse
 
 
 def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the score."""
-    q, k, v, counts, score = x
-    (B, T, H, U), (S, V), device = q.shape, (k.shape[1], v.shape[3]), q.device
-    N, constants, weights = B * H, x.constants, x.weights()
-    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
+    (B, T, H, U), (S, V), device = x.q.shape, (x.k.shape[1], x.v.shape[3]), x.q.device
+    N, constants = B * H, x.constants
     delta = torch.empty_like(lse)
-    numbers = (*_strides(do), T)
-    small = {name: constants[name] for name in ("H", "V", "BV", "BM")}
-    launch(_delta, (o, do, delta), Plan((blocks_of(T, QUERIES), N), numbers, small))
-    dq, dk = torch.empty_like(eq), torch.zeros_like(ek)
+    few = {name: constants[name] for name in ("H", "V", "BV", "BM")}
+    launch(_delta, (o, do, delta), Plan((blocks_of(T, QUERIES), N), (*_strides(do), T), few))
+    queries, keys = x.powers()
+    piece = Piece(x, queries, keys, do, lse, delta, x.weights())
+    dq, dk = torch.empty_like(queries.powers), torch.zeros_like(keys.powers)
     dv = torch.zeros(N, S, V, device=device)
-    rows = ROWS
-    slices = max(1, min(N, HELD // (rows * wide_k)))
-    by_query, by_key = (torch.empty(slices * rows * wide_k, device=device, dtype=v.dtype) for _ in range(2))
-    groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // POSITIONS
-    part = torch.empty(pieces, slices, groups * UNITS, rows, device=device)
-    dscore = torch.zeros(N, groups * UNITS, device=device)
-    share = torch.empty(pieces, slices, across, groups * UNITS, device=device)
-    units = {"H": H, "BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
+    dscore = torch.zeros(dq.shape[:2], device=device)
+    slices = max(1, min(N, HELD // (ROWS * keys.wide)))
+    held = [torch.empty(slices * ROWS * keys.wide, device=device, dtype=x.v.dtype) for _ in range(2)]
     for slice0 in range(0, N, slices):
-        here = min(slices, N - slice0)
-        for row0 in range(0, T, rows):
-            tiles = blocks_of(S, KEYS)
-            numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, 0.0)
-            tensors = (q, k, v, do, counts, weights, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key)
-            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants, *LAUNCHES["pairs"]))
-            tiles = blocks_of(S, POSITIONS)
-            numbers = (*_strides(k, q), T, S, S, T, U, tiles, wide_q, wide_k, row0, rows, slice0, PIECE)
-            tensors = (k, q, counts, ek, eq, large_k, large_q, by_query, dk, share)
-            launch(_units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *LAUNCHES["units"]))
-            numbers = (*_strides(q, k), T, S, T, S, U, across, wide_q, wide_k, row0, rows, slice0, PIECE)
-            tensors = (q, k, counts, eq, ek, large_q, large_k, by_key, part, share)
-            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *LAUNCHES["units"])
-            launch(_units, tensors, plan)
-            size = pieces * here
-            done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
-            dq[slice0 : slice0 + here, :, row0 : row0 + rows] = done.sum(0)
-            done = share.flatten()[: size * across * groups * UNITS].view(pieces, here, across, -1).sum((0, 2))
-            dscore[slice0 : slice0 + here] += done
-    score = score.float()[:, :, None]
+        own = slice(slice0, min(slice0 + slices, N))
+        for row0 in range(0, T, ROWS):
+            by_query, by_key = piece.pairs(own, row0, held, dv)
+            piece.of_keys(own, row0, by_query, dk)
+            dq[own, :, row0 : row0 + ROWS], share = piece.of_queries(own, row0, by_key)
+            dscore[own] += share
+    score = x.score.float()[:, :, None]
 
     def of_tokens(grad: Tensor, size: int) -> Tensor:
         """[N, units, wide] -> [B, size, H, U]"""
         grad = grad.unflatten(0, (B, H))[:, :, :U, :size] * score
-        return grad.permute(0, 3, 1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+        return grad.permute(0, 3, 1, 2).to(x.q.dtype, memory_format=torch.contiguous_format)
 
-    dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format)
+    dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(x.v.dtype, memory_format=torch.contiguous_format)
     return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)
+
+
+class Piece(NamedTuple):
+    """The backward of ROWS queries of some sequences: what its kernels read."""
+
+    x: Call
+    queries: Powers
+    keys: Powers
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+    weights: Tensor
+
+    def pairs(self, own: slice, row0: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
+        """The gradients of the scores, by queries and by keys; adds to dv."""
+        (q, k, v, counts, _), count = self.x, own.stop - own.start
+        T, S, U, tiles = q.shape[1], k.shape[1], q.shape[3], blocks_of(k.shape[1], KEYS)
+        (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
+        numbers = (*_strides(q, k, v, self.do), T, S, U, tiles, wide_q, wide_k, row0, ROWS, own.start, 0.0)
+        read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
+        plan = Plan((tiles * count,), numbers, self.x.constants, *LAUNCHES["pairs"])
+        launch(_pairs, (*read, dv, *held), plan)
+        return held
+
+    def of_keys(self, own: slice, row0: int, by_query: Tensor, dk: Tensor) -> None:
+        """Adds the gradients of the keys, not yet times the score, to dk [N, units, wide]."""
+        tiles = blocks_of(self.x.k.shape[1], POSITIONS)
+        self._units(own, row0, (self.keys, self.queries), tiles, 1, (by_query, dk, dk))
+
+    def of_queries(self, own: slice, row0: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the queries [slices, units, ROWS], not yet times the score, and what they give to the
+        gradient of the score, [slices, units]."""
+        pieces, tiles, count = blocks_of(self.x.k.shape[1], PIECE), ROWS // POSITIONS, own.stop - own.start
+        units = self.queries.powers.shape[1]
+        parts = self.weights.new_empty(pieces, count, units, ROWS)
+        shares = self.weights.new_empty(pieces, count, tiles, units)
+        self._units(own, row0, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
+        return parts.sum(0), shares.sum((0, 2))
+
+    def _units(
+        self, own: slice, row0: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
+    ) -> None:
+        (x, ex, large_x, _), (y, ey, large_y, _) = sides
+        _, T, H, U = self.x.q.shape
+        wides = self.queries.wide, self.keys.wide
+        sizes = (T, self.x.k.shape[1], x.shape[1], y.shape[1], U, tiles)
+        numbers = (*_strides(x, y), *sizes, *wides, row0, ROWS, own.start, PIECE)
+        tile = {"BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS}
+        constants = {"KEYS": sides[0] is self.keys, "H": H, **tile, "FAST": FAST}
+        grid = (blocks_of(U, UNITS) * tiles * (own.stop - own.start), pieces)
+        plan = Plan(grid, numbers, constants, *LAUNCHES["units"])
+        launch(_units, (x, y, self.x.counts, ex, ey, large_x, large_y, *rest), plan)

@@ -6,8 +6,8 @@ through memory: each program writes the products to its own scratch with rows of
 There are only as many programs as the GPU holds at once, each with many tiles, so the scratch stays in the cache and
 does not grow with the length. The gradients of scores go the same way back.
 
-Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), SPAN the last entry, B rows of
-a tile.
+Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), span the last entry, B rows
+of a tile.
 """
 
 from functools import lru_cache
@@ -369,7 +369,10 @@ def fitting(best: Config, shared: int) -> Config:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    return 2**20 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if INTERPRETED:
+        return 2**20
+    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return size
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""The product with a lower triangular matrix over positions, without a copy of the matrix and without its upper half."""
+"""The product with a lower triangular matrix over positions, without a copy of it and without its upper half."""
 
 from typing import Any
 
