@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in list(CONFIGS):
-        monkeypatch.setitem(CONFIGS, key, Config(16, 4, 1, 1, 0))
+        monkeypatch.setitem(CONFIGS, key, Config(16, 4, 1, 1, 255, 0))
 
 
 def draw(B: int, T: int, S: int, H: int, D: int, span: int) -> list[Tensor]:
@@ -135,7 +135,7 @@ def test_compiles_for_hopper_on_tensor_cores(name: str) -> None:
         if n in KINDS or n == "W" or n.endswith(("_batch", "_stride", "_head"))
     }
     source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
     binary = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "wgmma.mma_async" in binary.asm["ptx"]
     assert binary.metadata.shared <= config.shared

@@ -33,20 +33,21 @@ class Config(NamedTuple):
     warps: int
     stages: int
     resident: int  # programs that a multiprocessor holds at once
+    registers: int  # the most per thread, so that this many programs fit
     shared: int  # bytes of shared memory that a program takes
 
 
 # by kernel and the bytes of a row of one head, at least 128
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(64, 4, 2, 3, 49152),
-    ("forward", 256): Config(64, 4, 2, 2, 114688),
-    ("forward", 512): Config(32, 4, 1, 2, 49152),
-    ("queries", 128): Config(64, 4, 2, 2, 65536),
-    ("queries", 256): Config(64, 8, 1, 1, 98304),
-    ("queries", 512): Config(32, 4, 1, 1, 81920),
-    ("keys", 128): Config(64, 4, 2, 2, 57856),
-    ("keys", 256): Config(64, 8, 1, 1, 131072),
-    ("keys", 512): Config(32, 4, 1, 1, 98304),
+    ("forward", 128): Config(64, 4, 2, 3, 168, 49152),
+    ("forward", 256): Config(64, 4, 2, 1, 255, 114688),
+    ("forward", 512): Config(32, 4, 1, 2, 255, 49152),
+    ("queries", 128): Config(64, 4, 2, 2, 255, 65536),
+    ("queries", 256): Config(64, 8, 1, 1, 255, 98304),
+    ("queries", 512): Config(32, 4, 1, 2, 255, 81920),
+    ("keys", 128): Config(64, 4, 2, 2, 255, 57856),
+    ("keys", 256): Config(64, 8, 1, 1, 255, 131072),
+    ("keys", 512): Config(32, 4, 1, 2, 255, 98304),
 }
 SMALL = 32, 16  # tiles for GPUs with less shared memory, of which a program then takes about a half and a quarter
 
@@ -354,7 +355,7 @@ class Call(NamedTuple):
             # three tensor core products make a full float32 product
             "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
-        return Plan((programs,), numbers, constants, config.warps, config.stages)
+        return Plan((programs,), numbers, constants, config.warps, config.stages, config.registers)
 
 
 def fitting(best: Config, shared: int) -> Config:
@@ -363,7 +364,7 @@ def fitting(best: Config, shared: int) -> Config:
         if best.shared <= shared:
             break
         if tile < best.tile:
-            best = Config(tile, 4, 1, 1, best.shared // 2)
+            best = Config(tile, 4, 1, 1, 255, best.shared // 2)
     return best
 
 
