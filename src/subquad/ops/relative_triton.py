@@ -40,7 +40,7 @@ class Config(NamedTuple):
 # by kernel and the bytes of a row of one head, at least 128
 CONFIGS: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(64, 4, 2, 3, 168, 49152),
-    ("forward", 256): Config(64, 4, 2, 1, 255, 114688),
+    ("forward", 256): Config(64, 4, 2, 2, 255, 114688),
     ("forward", 512): Config(32, 4, 1, 2, 255, 49152),
     ("queries", 128): Config(64, 4, 2, 2, 255, 65536),
     ("queries", 256): Config(64, 8, 1, 1, 255, 98304),
