@@ -25,15 +25,16 @@ from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
+UNROLL = tl.constexpr(2)  # pairs of positions in one round of a loop
 ROOM = tl.constexpr(62.0)  # (1 + 2**62)² is finite in float32
 FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
-UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
+UNITS, POSITIONS, OTHERS = 64, 64, 32  # of a tile of units; the others are taken OTHERS at a time
 ROWS = 256  # queries of one piece of the backward
 PIECE = 256  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
+LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (4, 1, 168)}
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
 # others, such as row0, are always multiples.
@@ -186,10 +187,15 @@ def _pairs(
     top_k = _largest(large_k, n, wide_k, j0, BN, BP)
     vt = _rows(v + b * v_batch + h * v_head, j, j < S, v_stride, V, BV)
     grad = tl.zeros([BN, BV], tl.float32)
-    for i0 in tl.range(row0, tl.minimum(row0 + rows, T), BM):
+    for i0 in tl.range(row0, row0 + rows, BM):
         i = i0 + tl.arange(0, BM)
         count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
-        if tl.max(count, 0) > j0:
+        by_query_tile = by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :]
+        by_key_tile = by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :]
+        if tl.max(count, 0) <= j0:  # `_units` reads larger tiles, of which others may be seen
+            tl.store(by_query_tile, tl.zeros([BM, BN], by_query.dtype.element_ty))
+            tl.store(by_key_tile, tl.zeros([BN, BM], by_key.dtype.element_ty))
+        else:
             big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
             s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
             norm = tl.load(lse + n.to(tl.int64) * T + i, mask=i < T, other=float("inf"))
@@ -199,23 +205,12 @@ def _pairs(
             dp = tl.dot(dot, vt.T, input_precision=PRECISION)
             ds = p * (dp - tl.load(delta + n.to(tl.int64) * T + i, mask=i < T, other=0.0)[:, None])
             ds = ds.to(by_query.dtype.element_ty)
-            tl.store(by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :], ds)
-            tl.store(by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :], tl.trans(ds))
+            tl.store(by_query_tile, ds)
+            tl.store(by_key_tile, tl.trans(ds))
     d = tl.arange(0, BV)
     place = dv + (n.to(tl.int64) * S + j)[:, None] * V + d[None, :]
     ok = (j < S)[:, None] & (d < V)[None, :]
     tl.store(place, tl.load(place, mask=ok, other=0.0) + grad, mask=ok)
-
-
-@triton.jit
-def _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS: tl.constexpr):
-    """Gradients of the scores of positions p with the position `at` of the other side."""
-    if KEYS:
-        d = tl.load(ds + (at - row0) * wide_k + p).to(tl.float32)
-        return tl.where(p < tl.load(counts + at, mask=at < T, other=0), d, 0.0)
-    else:  # noqa: RET505
-        d = tl.load(ds + at * rows + p - row0).to(tl.float32)
-        return tl.where(at < count, d, 0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -241,7 +236,6 @@ def _units(
     h = n % H
     x += b * x_batch + h * x_head
     y += b * y_batch + h * y_head
-    ds += own.to(tl.int64) * rows * wide_k
     counts += b * T
     line = tl.arange(0, BU)
     u = u0 + line
@@ -260,6 +254,13 @@ def _units(
     count = tl.load(counts + p, mask=p < T, other=0).to(tl.int32)  # of x, if these are queries
     ex += (n.to(tl.int64) * groups * BU + u0) * wide_x
     ey += (n.to(tl.int64) * groups * BU + u0) * wide_y
+    ds += own.to(tl.int64) * rows * wide_k + p
+    step = wide_k
+    if KEYS:
+        ds -= row0 * wide_k
+    else:
+        ds -= row0
+        step = rows
     a = tl.load(ex + line[:, None] * wide_x + p[None, :])
     top_x = _largest(large_x, n, wide_x, p0, BX, BP)
     acc = tl.zeros([BU, BX], tl.float32)
@@ -281,7 +282,7 @@ def _units(
                     row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
                     raw = tl.where((u == unit)[:, None], row[None, :], raw)
                 for at in tl.range(y0, y0 + BY):
-                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    d1 = tl.load(ds + at * step).to(tl.float32)
                     other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
                     x1 = 1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, ROOM))
                     t1 = 1.0 / x1 - 0.5
@@ -291,23 +292,25 @@ def _units(
                     if not KEYS:
                         first += w1
             else:
-                for at in tl.range(y0, y0 + BY, 2):
-                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
-                    d2 = _coefficients(ds, counts, count, at + 1, p, row0, rows, wide_k, T, KEYS)
-                    two = tl.load(ey + (line * wide_y + tl.multiple_of(at, 2))[:, None] + tl.arange(0, 2)[None, :])
-                    b1, b2 = tl.split(two)
-                    x1 = a * b1[:, None] + 1.0
-                    x2 = a * b2[:, None] + 1.0
-                    r = _inverse(x1 * x2, FAST)
-                    t1 = x2 * r - 0.5  # -tanh/2
-                    t2 = x1 * r - 0.5
-                    w1 = d1[None, :] * t1
-                    w2 = d2[None, :] * t2
-                    acc += w1 * t1
-                    acc += w2 * t2
-                    total += d1 + d2
-                    if not KEYS:
-                        first += w1 + w2
+                for begin in tl.range(y0, y0 + BY, 2 * UNROLL):
+                    for more in tl.static_range(UNROLL):
+                        at = tl.multiple_of(begin, 2) + 2 * more
+                        d1 = tl.load(ds + at * step).to(tl.float32)
+                        d2 = tl.load(ds + (at + 1) * step).to(tl.float32)
+                        two = tl.load(ey + (line * wide_y + at)[:, None] + tl.arange(0, 2)[None, :])
+                        b1, b2 = tl.split(two)
+                        x1 = a * b1[:, None] + 1.0
+                        x2 = a * b2[:, None] + 1.0
+                        r = _inverse(x1 * x2, FAST)
+                        t1 = x2 * r - 0.5  # -tanh/2
+                        t2 = x1 * r - 0.5
+                        w1 = d1[None, :] * t1
+                        w2 = d2[None, :] * t2
+                        acc += w1 * t1
+                        acc += w2 * t2
+                        total += d1 + d2
+                        if not KEYS:
+                            first += w1 + w2
     grad = total[None, :] - 4.0 * acc
     if KEYS:
         place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
