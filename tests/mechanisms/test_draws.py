@@ -178,6 +178,8 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "mechanisms.sinkhorn.ABSENT": "stands for zero",
     "ops.additive.GPU_PAIRS": "PAIRS on a GPU",
     "ops.additive_triton.HELD": "ops/test_additive.py",
+    "ops.additive_triton.NARROW": "of registers",
+    "ops.additive_triton.SHARED": "ops/test_additive.py",
     "ops.additive_triton.PIECE": "ops/test_additive.py",
     "ops.additive_triton.QUERIES": "ops/test_additive.py",
     "ops.additive_triton.ROWS": "ops/test_additive.py",

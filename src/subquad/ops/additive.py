@@ -46,8 +46,8 @@ def _unsupported(q: Tensor, v: Tensor, dropout: float) -> str | None:
         return f"it never holds the weights, so it cannot drop them, got dropout={dropout}"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it computes float32, bfloat16 and float16, not {q.dtype}"
-    if v.shape[3] > 256:
-        return f"it holds values of at most 256, got V={v.shape[3]}"
+    if v.shape[3] * q.dtype.itemsize > 512:
+        return f"it holds values of at most 256, or 128 in float32, got V={v.shape[3]} in {q.dtype}"
     return None
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, shared_memory, tile_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,6 +35,8 @@ PIECE = 256  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
 LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (4, 1, 168)}
+NARROW = 64  # wider values leave no registers to save
+SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
 # others, such as row0, are always multiples.
@@ -358,8 +360,20 @@ class Call(NamedTuple):
     def constants(self) -> dict[str, object]:
         V = self.v.shape[3]
         precision = "tf32x3" if self.q.dtype == torch.float32 else "tf32"
-        tiles = {"BU": UNITS, "BM": QUERIES, "BN": KEYS, "BP": OTHERS}
+        tiles = {"BU": UNITS, **self.tile, "BP": OTHERS}
         return {"H": self.q.shape[2], "V": V, "BV": tile_of(V), **tiles, "FAST": FAST, "PRECISION": precision}
+
+    @property
+    def tile(self) -> dict[str, int]:
+        """Rows of a tile of scores; fewer on a GPU with little shared memory."""
+        wide = tile_of(self.v.shape[3]) * self.v.element_size() > 4 * NARROW
+        half = 2 if wide and shared_memory(self.v.device) < SHARED else 1
+        return {"BM": QUERIES // half, "BN": KEYS // half}
+
+    def launches(self, kernel: str) -> tuple[int, int, int]:
+        """Warps, stages, registers."""
+        warps, stages, registers = LAUNCHES[kernel]
+        return warps, stages, registers if self.v.shape[3] <= NARROW else 255
 
     def powers(self) -> tuple[Powers, Powers]:
         return _power(self.q), _power(self.k)
@@ -391,9 +405,9 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
     lse = torch.empty(B * H, T, device=q.device)
     (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = x.powers()
-    tiles = blocks_of(T, QUERIES)
+    tiles = blocks_of(T, x.tile["BM"])
     numbers = (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0)
-    plan = Plan((tiles * B * H,), numbers, x.constants, *LAUNCHES["forward"])
+    plan = Plan((tiles * B * H,), numbers, x.constants, *x.launches("forward"))
     launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
     return o, lse
 
@@ -404,7 +418,7 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     N, constants = B * H, x.constants
     delta = torch.empty_like(lse)
     few = {name: constants[name] for name in ("H", "V", "BV", "BM")}
-    launch(_delta, (o, do, delta), Plan((blocks_of(T, QUERIES), N), (*_strides(do), T), few))
+    launch(_delta, (o, do, delta), Plan((blocks_of(T, x.tile["BM"]), N), (*_strides(do), T), few))
     queries, keys = x.powers()
     piece = Piece(x, queries, keys, do, lse, delta, x.weights())
     dq, dk = torch.empty_like(queries.powers), torch.zeros_like(keys.powers)
@@ -444,11 +458,12 @@ class Piece(NamedTuple):
     def pairs(self, own: slice, row0: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
         """The gradients of the scores, by queries and by keys; adds to dv."""
         (q, k, v, counts, _), count = self.x, own.stop - own.start
-        T, S, U, tiles = q.shape[1], k.shape[1], q.shape[3], blocks_of(k.shape[1], KEYS)
+        T, S, U = q.shape[1], k.shape[1], q.shape[3]
+        tiles = blocks_of(S, POSITIONS) * POSITIONS // self.x.tile["BN"]  # what `_units` reads must have been written
         (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
         numbers = (*_strides(q, k, v, self.do), T, S, U, tiles, wide_q, wide_k, row0, ROWS, own.start, 0.0)
         read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
-        plan = Plan((tiles * count,), numbers, self.x.constants, *LAUNCHES["pairs"])
+        plan = Plan((tiles * count,), numbers, self.x.constants, *self.x.launches("pairs"))
         launch(_pairs, (*read, dv, *held), plan)
         return held
 

@@ -10,7 +10,6 @@ Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pa
 of a tile.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import Plan, blocks_of, launch, multiprocessors, shared_memory, tile_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -366,19 +365,6 @@ def fitting(best: Config, shared: int) -> Config:
         if tile < best.tile:
             best = Config(tile, 4, 1, 1, 255, best.shared // 2)
     return best
-
-
-@lru_cache
-def shared_memory(device: torch.device) -> int:
-    if INTERPRETED:
-        return 2**20
-    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return size
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
