@@ -64,8 +64,7 @@ def test_compiles_for_hopper(splits: int) -> None:
     from subquad.ops.cache_triton import BLOCK, decode
 
     constants = {"K": 32, "V": 32, "BK": 32, "BV": 32, "BC": BLOCK // 32, "SPLITS": splits, "ADDITIVE": splits > 1}
-    types = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "n": "*i64", "high": "*fp32", "mass": "*fp32", "scale": "fp32"}
-    types["weight"] = "*bf16"
+    types = {"weight": "*bf16", "q": "*bf16", "k": "*bf16", "v": "*bf16", "n": "*i64", "high": "*fp32", "mass": "*fp32", "scale": "fp32"}
     types["o"] = "*bf16" if splits == 1 else "*fp32"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in decode.arg_names}
     constexprs = {(decode.arg_names.index(name),): value for name, value in constants.items()}

@@ -1,7 +1,5 @@
 """Caches [B, C, ...] in which row b uses the first `position[b]` entries."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,8 +76,7 @@ def cached_attention(
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
     wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
     fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
-    inputs = (q_t, k, v) if score is None else (q_t, k, v, score)
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)  # rare in decoding: plain torch
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q_t, k, v, score))  # rare in decoding: plain torch
     if gradients or (not fused and q_t.device.type != "cpu"):
         return _masked(q_t, k, v, count, scale, score)
     run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
@@ -115,5 +112,7 @@ _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutate
 
 
 @_operator.register_fake
-def _(q_t: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:  # noqa: ARG001
+def _(
+    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score: Tensor | None, fused: bool  # noqa: ARG001
+) -> Tensor:
     return q_t.new_empty(*q_t.shape[:2], v.shape[-1])

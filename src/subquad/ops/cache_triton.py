@@ -87,8 +87,7 @@ def attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score
     o = torch.empty(b, h, splits, width_v, device=q_t.device, dtype=torch.float32 if partial else q_t.dtype)
     high, mass = (torch.empty(b, h, splits, device=q_t.device) if partial else o for _ in range(2))
     numbers = (scale * LOG2E, h, *q_t.stride()[:2], *k.stride()[:3], *v.stride()[:3])
-    widths = {"K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block}
-    constants = {**widths, "SPLITS": splits, "ADDITIVE": score is not None}
+    constants = {"K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block, "SPLITS": splits, "ADDITIVE": score is not None}
     weight = q_t if score is None else score.contiguous()
     launch(decode, (q_t, k, v, count, o, high, mass, weight), Plan((b * h, splits), numbers, constants, stages=3))
     if not partial:
