@@ -15,7 +15,6 @@ Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,8 +94,9 @@ class TransformerXL(Attention):
     def _attend_band(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, ends: Ends | None = None) -> Tensor:
         """Attention of queries to keys that start `offset` before the first query."""
         r, before = self._relative(q), self.options.memory
-        relative = partial(relative_attention, dropout=self._dropout(), impl=self.options.impl)
-        return relative(q, k, v, r, self.u, self.w, before=before, offset=offset, ends=ends)
+        band = q, k, v, r, self.u, self.w
+        dropout, impl = self._dropout(), self.options.impl
+        return relative_attention(*band, before=before, offset=offset, ends=ends, dropout=dropout, impl=impl)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         s, dim = torch.arange(q.shape[1], device=q.device), self.options.dim
