@@ -178,6 +178,8 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "mechanisms.sinkhorn.ABSENT": "stands for zero",
     "ops.additive.GPU_PAIRS": "PAIRS on a GPU",
     "ops.additive_triton.HELD": "ops/test_additive.py",
+    "ops.additive_triton.NARROW": "of registers",
+    "ops.additive_triton.SHARED": "ops/test_additive.py",
     "ops.additive_triton.PIECE": "ops/test_additive.py",
     "ops.additive_triton.QUERIES": "ops/test_additive.py",
     "ops.additive_triton.ROWS": "ops/test_additive.py",
@@ -214,11 +216,13 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.perceptron_triton.WARPS": "changes no number",
     "ops.rotary_triton.TILE": "ops/test_rotary_triton.py",
     "ops.rotary_triton.WARPS": "changes no number",
+    "ops.relative_triton.SMALL": "ops/test_relative.py",
     "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
     "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",
     "ops.sparse.split.PIECE": "mechanisms/test_split.py",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
+    "ops.triangular.ROWS": "ops/test_triangular.py",
 }
 
 
