@@ -17,7 +17,8 @@ MODE says what φ is of a score s = ω·x:
     "fourier"  sin and cos of s·scale, over √M; with UNIT of the directions σ∘ω and x/|x|
 
 GATED: a pair of tokens has one more factor exp(kappa[s] - reach[t]), where reach[t] is at least every kappa[s] so far.
-This is how keys with large exponents, or padding, are weighed: no number grows, and nothing looks ahead.
+This is how keys with large exponents, or padding, are weighed: no number grows, and nothing looks ahead. FORGETS: both
+count from the start of each chunk, and fall with the sum of the log gates since then.
 
 Legend: C chunk, N chunks, FIRST the first of PER chunks, F features of a block, NB blocks, M directions, PARTS features
 of a direction.
@@ -127,9 +128,11 @@ def _sigma(sigma, h, K: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ACC:
 
 
 @triton.jit
-def _reached(reach, start, b, h, H, t, ACC: tl.constexpr):
+def _reached(reach, start, b, h, H, t, FORGETS: tl.constexpr, ACC: tl.constexpr):
     """The unit of the sums before token t."""
-    if t > 0:
+    if FORGETS:
+        m = tl.cast(0.0, ACC)
+    elif t > 0:
         m = tl.load(reach + (tl.cast(t, tl.int64) - 1) * H).to(ACC)
     else:
         m = tl.load(start + b * H + h).to(ACC)
@@ -201,16 +204,19 @@ def peaks(
 @triton.jit(do_not_specialize=SIZES)
 def walk(
     x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows, init, zinit, carry, zcarry, fin, zfin,
+    before, zbefore, ends, zends, crossing,
     scale, eps, root, T, N, FIRST, PER, SEGMENTS, xb, xh, yb, yh,
     XT: tl.constexpr, YT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
-    CAUSAL: tl.constexpr, KEYS: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+    FORGETS: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Sums of features times values before each of PER chunks (causal), or over a segment of PER chunks.
 
-    INIT: 0 from nothing, 1 from a state, 2 from `carry`, which has the sums after the chunks before.
+    INIT: 0 from nothing, 1 from a state, 2 from `carry`, which has the sums after the chunks before. Backwards with
+    FORGETS, also what crosses the end of each chunk: the product of R with S there, which is in `before` or, for the
+    last chunk, in `ends`.
     KEYS: of keys, forwards. Otherwise of queries, backwards: the values are do, and z adds up p, both over d.
     Sums are in units of exp(reach) of the token before the chunk, which a later unit rescales.
     """
@@ -265,6 +271,19 @@ def walk(
             tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
             if v0 == 0:
                 tl.store(zrows + row * ALL + cf, z)
+            if FORGETS and not KEYS:
+                if c == begin:
+                    there = tl.load(ends + carried, mask=(cv < V)[:, None], other=0.0).to(ACC)
+                    zthere = tl.load(zends + bh.to(tl.int64) * ALL + cf).to(ACC)
+                else:
+                    p = before + ((row + 1) * V + cv[:, None]) * ALL + cf[None, :]
+                    there = tl.load(p, mask=(cv < V)[:, None], other=0.0).to(ACC)
+                    zthere = tl.load(zbefore + (row + 1) * ALL + cf).to(ACC)
+                cross = tl.sum(tl.sum(s * there, 1), 0)
+                if v0 == 0:
+                    cross += tl.sum(z * zthere, 0)
+                rest = pid % (NV * PARTS * NB)
+                tl.store(crossing + (rest * (tl.num_programs(0) // (NV * PARTS * NB)) + bh) * N + n, cross)
         xx = load_rows(x, t, left, XT, 0, K, C, BK, EVEN)
         yx = load_rows(y, t, left, YT, v0, V, C, BV, EVEN).to(DOT)
         by = _scale(xx, scale, UNIT, ACC)
@@ -284,15 +303,15 @@ def walk(
             weight = load_column(inv, t, left, H, C, ACC, 0.0)
         if GATED:
             if CAUSAL:
-                before = _reached(reach, start, b, h, H, t, ACC)
+                first = _reached(reach, start, b, h, H, t, FORGETS, ACC)
                 after = tl.load(reach + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
-                fade = tl.exp(tl.minimum(before - after, 0.0))
+                fade = tl.exp(tl.minimum(first - after, 0.0))
                 s = s * fade
                 z = z * fade
                 if KEYS:
                     weight *= tl.exp(tl.minimum(load_column(kappa, t, left, H, C, ACC, 0.0) - after, 0.0))
                 else:
-                    weight *= tl.exp(tl.minimum(before - load_column(reach, t, left, H, C, ACC, 0.0), 0.0))
+                    weight *= tl.exp(tl.minimum(first - load_column(reach, t, left, H, C, ACC, 0.0), 0.0))
             elif KEYS:
                 weight *= tl.exp(load_column(kappa, t, left, H, C, ACC, 0.0))
         f = f * weight[:, None]
@@ -338,7 +357,7 @@ def read(
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr,
-    GATED: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o and one over d of a chunk of queries."""
@@ -390,7 +409,7 @@ def read(
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
             own = load_column(kappa + at, 0, left, H, C, ACC, 0.0)
-            fade = tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, ACC) - unit, 0.0))
+            fade = tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, FORGETS, ACC) - unit, 0.0))
             num = num * fade[:, None]
             d = d * fade
             a = a * tl.exp(tl.minimum(own[None, :] - unit[:, None], 0.0))
@@ -414,14 +433,15 @@ def read(
 @triton.jit(do_not_specialize=SIZES)
 def back_q(
     q, k, v, do, o, w, sigma, top_q, arg_q, top_k, kappa, reach, start, least, inv, rows, zrows, pull, dq, dsigma,
+    shares,
     scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    PLAIN: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    PLAIN: tl.constexpr, GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq and the pull of a chunk of queries; with UNIT also what they add to dσ."""
+    """dq and the pull of a chunk of queries; with UNIT also what they add to dσ; with FORGETS Σ φ dφ, to `shares`."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
     t = (FIRST + pid % PER) * C
@@ -461,7 +481,7 @@ def back_q(
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
             own = load_column(kappa + at, 0, left, H, C, ACC, 0.0)
-            outer *= tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, ACC) - unit, 0.0))
+            outer *= tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, FORGETS, ACC) - unit, 0.0))
             da = da * tl.exp(tl.minimum(own[None, :] - unit[:, None], 0.0))
         da = tl.where(i[:, None] >= i[None, :], da, 0.0)
         if not EVEN:
@@ -470,6 +490,7 @@ def back_q(
     sig = _sigma(sigma, h, K, BK, UNIT, ACC)
     g = tl.zeros([C, BK], ACC)
     flat = tl.zeros([C], ACC)
+    along = tl.zeros([C], ACC)
     for block in range(NB):
         f0 = block * F
         tile = _directions(w, h, f0, M, K, F, BK)
@@ -488,8 +509,12 @@ def back_q(
             if M % F != 0:
                 df = tl.where((f0 + tl.arange(0, F) < M)[None, :], df, 0.0)
             flat += tl.sum(df, 1)
+            if FORGETS:
+                along += tl.sum(df * fq, 1)
             ds += df * _slope(sq, fq, by_q, eps, root, part, MODE, FAST)
         g += tl.dot(ds.to(DOT), tile.to(DOT), input_precision=PREC, out_dtype=ACC)
+    if FORGETS:
+        tl.store(shares + at + i * H, along, mask=i < left)
     g = _pull_back(g, qx, by_q, flat, flat, arg_q + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, False, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dq + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)
@@ -497,15 +522,15 @@ def back_q(
 
 @triton.jit(do_not_specialize=SIZES)
 def back_k(
-    q, k, v, do, w, sigma, top_q, top_k, arg_k, kappa, reach, inv, pull, rows, zrows, dk, dv, dsigma,
+    q, k, v, do, w, sigma, top_q, top_k, arg_k, kappa, reach, inv, pull, rows, zrows, dk, dv, dsigma, shares,
     scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    PLAIN: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a chunk of keys; with UNIT also what they add to dσ."""
+    """dk and dv of a chunk of keys; with UNIT also what they add to dσ; with FORGETS Σ φ dφ, to `shares`."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
     t = (FIRST + pid % PER) * C
@@ -537,8 +562,8 @@ def back_k(
             most_q = load_column(top_q + at, 0, left, H, C, ACC, 0.0)
         d = load_column(inv + at, 0, left, H, C, ACC, 0.0)
         p = load_column(pull + at, 0, left, H, C, ACC, 0.0)
-        shares = (i[:, None] <= i[None, :]) & (i < left)[:, None]  # [C keys, C queries]
-        fade = tl.where(shares, d[None, :], 0.0)
+        seen = (i[:, None] <= i[None, :]) & (i < left)[:, None]  # [C keys, C queries]
+        fade = tl.where(seen, d[None, :], 0.0)
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
             after = tl.load(reach + b * T * H + h + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
@@ -581,6 +606,8 @@ def back_k(
     gv = gv * outer[:, None]
     if CAUSAL:
         gv += tl.dot((a * fade).to(DOT), dox, input_precision=PREC, out_dtype=ACC)
+    if FORGETS:
+        tl.store(shares + at + i * H, along, mask=i < left)
     g = _pull_back(g, kx, by_k, along, flat, arg_k + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, True, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dk + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)

@@ -4,13 +4,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.linear import featured_kernels_triton as kernels
-from subquad.ops.linear.featured import KINDS, Inputs, Spec, Weights
+from subquad.ops.linear.featured import KINDS, PADDED, Inputs, Spec, Weights
 
+FLOOR = -110.0  # of a log gate
 LEAST = 16  # chunks at a time
 PROGRAMS = 1056  # enough to fill the chip: bidirectional sums are cut into that many
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
@@ -78,6 +80,8 @@ class Call:
         self.configs = {name: c._replace(chunk=chunk, features=features) for name, c in self.configs.items()}
         self.chunk, self.blocks = chunk, blocks_of(self.count, features)
         self.all = self.kind.parts * self.blocks * features
+        self.block_v = min(64, block_of(self.width_v, self.size))
+        self.walks = self.kind.parts * self.blocks * blocks_of(self.width_v, self.block_v)  # programs of a sequence
 
     def start(self, name: str, programs: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], tokens: int,
               strides: dict[str, int], **own: Any) -> None:  # fmt: skip
@@ -89,7 +93,8 @@ class Call:
             "F": cfg.features, "NB": self.blocks, "BK": block_k, "BV": block_v, "PARTS": self.kind.parts,
             "EVEN": even, "MODE": self.kind.mode, "UNIT": self.kind.unit,
             "PLAIN": x.directions.dtype == x.q.dtype or self.work == torch.float64 or x.q.dtype == torch.float32,
-            "GATED": self.weights.kappa is not None, "CAUSAL": self.spec.causal, "SIGNED": self.kind.signed,
+            "GATED": self.weights.kappa is not None, "FORGETS": x.log_gate is not None,
+            "CAUSAL": self.spec.causal, "SIGNED": self.kind.signed,
             "FAST": self.work == torch.bfloat16, "DOT": _TL[self.work], "ACC": _TL[self.wide],
             "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3", **own,
         }  # fmt: skip
@@ -125,10 +130,13 @@ class Call:
     def walk(
         self, keys: bool, slab: tuple[int, int], carry: tuple[Tensor, Tensor], *, pull: Tensor | None = None,
         init: tuple[Tensor, Tensor] | None = None, last: tuple[Tensor, Tensor] | None = None,
+        cross: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The sums before each chunk of a slab, [B·H·N, V, features] and [B·H·N, features], or in all, with N = 1.
 
-        It goes on from a state `init`, or else from `carry`, where it leaves the sums to the next slab.
+        It goes on from a state `init`, or else from `carry`, where it leaves the sums to the next slab. cross: with a
+        gate, the sums of keys before each chunk and after the slab, and what to fill with what crosses from chunk to
+        chunk.
         """
         x, w, spec = self.x, self.weights, self.spec
         a, b = (x.k, x.v) if keys else (x.q, self.do)
@@ -136,22 +144,21 @@ class Call:
         top = w.top_k if keys else w.top_q
         tokens, rows, (first, per) = a.shape[1], self.batch * self.heads, slab
         chunks = blocks_of(tokens, self.chunk)
-        block_v = min(64, block_of(self.width_v, self.size))
-        each = self.kind.parts * self.blocks * blocks_of(self.width_v, block_v)
         segments = 1
         if not spec.causal:
-            segments = min(chunks, max(1, PROGRAMS // (rows * each)))
+            segments = min(chunks, max(1, PROGRAMS // (rows * self.walks)))
             per = blocks_of(chunks, segments)
         count = rows * (per if spec.causal else segments)
         s = a.new_empty((count, self.width_v, self.all), dtype=self.work if spec.causal else self.wide)
         z = a.new_empty((count, self.all), dtype=self.wide)
         begins = 1 if init is not None else 2 if spec.causal else 0
         tensors = (a, b, x.directions, x.sigma, top, w.kappa, w.reach, w.start, w.inv, pull, s, z,
-                   *(init or (None, None)), *carry, *(last or (None, None)))  # fmt: skip
+                   *(init or (None, None)), *carry, *(last or (None, None)), *(cross or (None,) * 5))  # fmt: skip
         numbers = (spec.scale, spec.eps, self.count**-0.5, tokens, chunks, first, per, segments,
                    a.stride(0), a.stride(2), b.stride(0), b.stride(2))  # fmt: skip
-        self.start("walk", rows * segments * each, tensors, numbers, tokens, {"XT": a.stride(1), "YT": b.stride(1)},
-                   KEYS=keys, INIT=begins, FINAL=last is not None, BV=block_v)  # fmt: skip
+        strides = {"XT": a.stride(1), "YT": b.stride(1)}
+        self.start("walk", rows * segments * self.walks, tensors, numbers, tokens, strides,
+                   KEYS=keys, INIT=begins, FINAL=last is not None, BV=self.block_v)  # fmt: skip
         if not spec.causal:
             s, z = s.unflatten(0, (rows, segments)).sum(1).to(self.work), z.unflatten(0, (rows, segments)).sum(1)
         return s, z
@@ -183,10 +190,8 @@ def forward(x: Inputs, spec: Spec, weights: Weights, o: Tensor, last: tuple[Tens
         del s, z, tensors  # so that the next slab takes their memory
 
 
-def backward(
-    do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and sigma."""
+def backward(do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, sigma, log_gate and log_rest."""
     call, w = Call(x, spec, weights, do), weights
     pull = torch.empty_like(w.inv)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
@@ -194,23 +199,61 @@ def backward(
     if x.sigma is not None:
         counts = (blocks_of(tokens, call.chunk) for tokens in (call.queries, call.keys))
         parts = [do.new_empty((call.batch, call.heads, n, call.width_k), dtype=call.wide) for n in counts]
-    carry = call.carry()
+    shares = [None if x.log_gate is None else torch.empty_like(w.inv) for _ in range(2)]
+    crossing = None
+    if x.log_gate is not None:
+        crossing = w.inv.new_empty((call.walks, call.batch, call.heads, blocks_of(call.keys, call.chunk)))
+    carry, starts = call.carry(), []
     for slab in call.slabs(call.queries):
+        if crossing is not None:
+            starts.append([t.clone() for t in carry])
         s, z = call.walk(True, slab, carry)
         tensors = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
-                   x.least, w.inv, s, z, pull, dq, parts[0])  # fmt: skip
+                   x.least, w.inv, s, z, pull, dq, parts[0], shares[0])  # fmt: skip
         call.by_chunk("back_q", slab, tensors, call.queries)
         del s, z, tensors
     carry = call.carry()
     for slab in reversed(call.slabs(call.keys)):
-        s, z = call.walk(False, slab, carry, pull=pull)
+        cross: tuple[Tensor, ...] = ()
+        if crossing is not None:
+            ends = starts.pop()
+            cross = *call.walk(True, slab, (ends[0], ends[1])), *ends, crossing
+        s, z = call.walk(False, slab, carry, pull=pull, cross=cross)
+        del cross
         of_keys = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
-                   s, z, dk, dv, parts[1])  # fmt: skip
+                   s, z, dk, dv, parts[1], shares[1])  # fmt: skip
         call.by_chunk("back_k", slab, of_keys, call.keys)
         del s, z, of_keys
-    if x.sigma is None:
-        return dq, dk, dv, None
-    return dq, dk, dv, torch.cat([t for t in parts if t is not None], 2).sum((0, 2)).to(x.sigma.dtype)
+    dsigma = None
+    if x.sigma is not None:
+        dsigma = torch.cat([t for t in parts if t is not None], 2).sum((0, 2)).to(x.sigma.dtype)
+    if shares[0] is None or shares[1] is None or crossing is None:
+        return dq, dk, dv, dsigma, None, None
+    # a gate decays what crosses it: what crosses the end of its chunk, and in the chunk what has its key before and its
+    # query after
+    steps = chunked(shares[0] - shares[1], call.chunk).flip(2).cumsum(2).flip(2)  # [B, N, C, H]
+    dgate = (steps + crossing.sum(0).mT[:, :, None]).flatten(1, 2)[:, : call.keys]
+    return dq, dk, dv, dsigma, dgate, shares[1]
+
+
+def chunked(x: Tensor, chunk: int) -> Tensor:
+    """[B, T, H] -> [B, N, C, H], zeros after the last token"""
+    return F.pad(x, (0, 0, 0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
+
+
+def weights_of_gates(x: Inputs, spec: Spec, weights: Weights, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """κ and reach [B, T, H] of a gate, which fall with the sum of the log gates since the start of each chunk.
+
+    kept [B, T]: where there is a token; others neither add nor forget.
+    """
+    assert x.log_gate is not None
+    assert x.log_rest is not None
+    gate, rest = (t.to(weights.inv.dtype) for t in (x.log_gate, x.log_rest))
+    if kept is not None:
+        gate, rest = gate.masked_fill(~kept[..., None], 0), rest.masked_fill(~kept[..., None], PADDED)
+    # below the floor an exponential is zero anyway; sums stay small enough to subtract
+    age = chunked(gate.clamp(min=FLOOR), Call(x, spec, weights).chunk).cumsum(2).flatten(1, 2)[:, : gate.shape[1]]
+    return (rest.clamp(min=PADDED) - age).contiguous(), -age.contiguous()
 
 
 def step(
