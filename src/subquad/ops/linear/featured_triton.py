@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops.impl import shared_memory
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.linear import featured_kernels_triton as kernels
 from subquad.ops.linear.featured import KINDS, PADDED, Inputs, Spec, Weights
@@ -52,12 +53,6 @@ def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int
     return tiles * itemsize
 
 
-def room_of(x: Tensor) -> int:
-    if x.device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
 class Call:
     """The kernels of one call; a tensor that is not there is replaced by q, and never read."""
 
@@ -69,7 +64,7 @@ class Call:
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        room = room_of(x.q)
+        room = shared_memory(x.q)
         self.configs = {
             name: config(name, self.width_k, self.width_v, self.count, self.size, room)
             for name in ("peaks", "walk", "read", "back_q", "back_k")

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops.impl import shared_memory
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.lengths import zero_padding
 from subquad.ops.linear import normalised_kernels_triton as kernels
-from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of, room_of
+from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of
 from subquad.ops.linear.normalised import NOTHING, Inputs, Last
 
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
@@ -39,7 +40,7 @@ class Call:
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        self.room = room_of(x.q)
+        self.room = shared_memory(x.q)
         self.chunk = self.config("back_k").chunk
 
     def config(self, kernel: str) -> Config:
