@@ -1,11 +1,11 @@
 """Linear attention on random features that are never in memory: every kernel makes them from q, k and the directions.
 
-A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the
-sums before each chunk, which are the only thing of size features x values; all other kernels take many chunks at once
-and loop over the blocks of features. Causal, only PER chunks are taken at a time, so that the sums of few chunks exist.
+A sequence is cut into chunks of C tokens, which all kernels take at once, but for `scan`. The sums of chunks are the
+only thing of size features x values. Causal, only PER chunks are taken at a time, so that the sums of few chunks exist.
 
     peaks    the largest score of each token, its feature, and |x|²          positive features only
-    walk     S = Σ φ(k)vᵀ and z = Σ φ(k) before each chunk, or in all; backwards R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d
+    sums     S = Σ φ(k)vᵀ and z = Σ φ(k) of each chunk, or of all; or R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d
+    scan     turns those of each chunk into those before it; R and r into those after it
     read     o and one over each denominator d
     back_q   dq and the pull p = -do·o of the denominators, from S and z
     back_k   dk and dv, from R and r
@@ -31,7 +31,8 @@ from triton.language.extra import libdevice
 from subquad.ops.linear.tiles_triton import load_column, load_rows, store_rows
 
 SHORT = tl.constexpr(1e-6)  # as in random_features.py
-SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS")  # of sequences: no code is made for some of them
+AHEAD = tl.constexpr(4)  # chunks that a scan has on their way
+SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS", "E")  # of sequences: no code is made for some of them
 
 
 @triton.jit
@@ -140,6 +141,12 @@ def _reached(reach, start, b, h, H, t, FORGETS: tl.constexpr, ACC: tl.constexpr)
 
 
 @triton.jit
+def _reached_after(reach, t, T, H: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
+    """The unit at the end of the chunk that starts with token t."""
+    return tl.load(reach + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
+
+
+@triton.jit
 def _pull_back(
     g, x, by, along, flat, arg, w, dsigma, sigma, scale, eps, h, part, left,
     MODE: tl.constexpr, UNIT: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
@@ -202,23 +209,19 @@ def peaks(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def walk(
-    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows, init, zinit, carry, zcarry, fin, zfin,
-    before, zbefore, ends, zends, crossing,
+def sums(
+    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows,
     scale, eps, root, T, N, FIRST, PER, SEGMENTS, xb, xh, yb, yh,
     XT: tl.constexpr, YT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
-    FORGETS: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+    FORGETS: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of features times values before each of PER chunks (causal), or over a segment of PER chunks.
+    """Sums of features times values, for a block of features, over a segment of PER chunks; causal PER is 1.
 
-    INIT: 0 from nothing, 1 from a state, 2 from `carry`, which has the sums after the chunks before. Backwards with
-    FORGETS, also what crosses the end of each chunk: the product of R with S there, which is in `before` or, for the
-    last chunk, in `ends`.
-    KEYS: of keys, forwards. Otherwise of queries, backwards: the values are do, and z adds up p, both over d.
-    Sums are in units of exp(reach) of the token before the chunk, which a later unit rescales.
+    KEYS: of keys, causal in units of exp(reach) at the end of the chunk. Otherwise of queries, in units of that before
+    the chunk: the values are do, and z adds up p, both over d.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     ALL: tl.constexpr = PARTS * NB * F
@@ -241,49 +244,13 @@ def walk(
     pull += at
     tile = _directions(w, h, f0, M, K, F, BK)
     sig = _sigma(sigma, h, K, BK, UNIT, ACC)
-    cf = block * F + tl.arange(0, F)
-    cv = v0 + tl.arange(0, BV)
     s = tl.zeros([BV, F], ACC)
     z = tl.zeros([F], ACC)
-    real = f0 + tl.arange(0, F) < M
-    at_f = part * M + f0 + tl.arange(0, F)
-    state = (bh.to(tl.int64) * PARTS * M + at_f)[None, :] * V + cv[:, None]
-    inside = (cv < V)[:, None] & real[None, :]
-    carried = (bh.to(tl.int64) * V + cv[:, None]) * ALL + cf[None, :]
-    if INIT == 1:
-        s += tl.load(init + state, mask=inside, other=0.0)
-        z += tl.load(zinit + bh.to(tl.int64) * PARTS * M + at_f, mask=real, other=0.0)
-    elif INIT == 2:
-        s += tl.load(carry + carried, mask=(cv < V)[:, None], other=0.0)
-        z += tl.load(zcarry + bh.to(tl.int64) * ALL + cf)
     i = tl.arange(0, C)
     begin = FIRST + segment * PER
-    stop = tl.minimum(begin + PER, N)
-    for c in range(begin, stop):
-        n = c
-        if not KEYS:
-            n = stop - 1 - (c - begin)
+    for n in range(begin, tl.minimum(begin + PER, N)):
         t = n * C
         left = T - t
-        if CAUSAL:
-            row = bh.to(tl.int64) * PER + n - begin
-            p = rows + (row * V + cv[:, None]) * ALL + cf[None, :]
-            tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
-            if v0 == 0:
-                tl.store(zrows + row * ALL + cf, z)
-            if FORGETS and not KEYS:
-                if c == begin:
-                    there = tl.load(ends + carried, mask=(cv < V)[:, None], other=0.0).to(ACC)
-                    zthere = tl.load(zends + bh.to(tl.int64) * ALL + cf).to(ACC)
-                else:
-                    p = before + ((row + 1) * V + cv[:, None]) * ALL + cf[None, :]
-                    there = tl.load(p, mask=(cv < V)[:, None], other=0.0).to(ACC)
-                    zthere = tl.load(zbefore + (row + 1) * ALL + cf).to(ACC)
-                cross = tl.sum(tl.sum(s * there, 1), 0)
-                if v0 == 0:
-                    cross += tl.sum(z * zthere, 0)
-                rest = pid % (NV * PARTS * NB)
-                tl.store(crossing + (rest * (tl.num_programs(0) // (NV * PARTS * NB)) + bh) * N + n, cross)
         xx = load_rows(x, t, left, XT, 0, K, C, BK, EVEN)
         yx = load_rows(y, t, left, YT, v0, V, C, BV, EVEN).to(DOT)
         by = _scale(xx, scale, UNIT, ACC)
@@ -303,15 +270,12 @@ def walk(
             weight = load_column(inv, t, left, H, C, ACC, 0.0)
         if GATED:
             if CAUSAL:
-                first = _reached(reach, start, b, h, H, t, FORGETS, ACC)
-                after = tl.load(reach + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
-                fade = tl.exp(tl.minimum(first - after, 0.0))
-                s = s * fade
-                z = z * fade
                 if KEYS:
-                    weight *= tl.exp(tl.minimum(load_column(kappa, t, left, H, C, ACC, 0.0) - after, 0.0))
+                    own = load_column(kappa, t, left, H, C, ACC, 0.0)
+                    weight *= tl.exp(tl.minimum(own - _reached_after(reach, t, T, H, C, ACC), 0.0))
                 else:
-                    weight *= tl.exp(tl.minimum(first - load_column(reach, t, left, H, C, ACC, 0.0), 0.0))
+                    own = load_column(reach, t, left, H, C, ACC, 0.0)
+                    weight *= tl.exp(tl.minimum(_reached(reach, start, b, h, H, t, FORGETS, ACC) - own, 0.0))
             elif KEYS:
                 weight *= tl.exp(load_column(kappa, t, left, H, C, ACC, 0.0))
         f = f * weight[:, None]
@@ -320,20 +284,57 @@ def walk(
         else:
             z += tl.sum(f * load_column(pull, t, left, H, C, ACC, 0.0)[:, None], 0)
         s += tl.dot(tl.trans(yx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
+    row = bh.to(tl.int64) * SEGMENTS + segment
+    cf = block * F + tl.arange(0, F)
+    cv = v0 + tl.arange(0, BV)
+    p = rows + (row * V + cv[:, None]) * ALL + cf[None, :]
+    tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
+    if v0 == 0:
+        tl.store(zrows + row * ALL + cf, z)
 
-    if CAUSAL:
-        tl.store(carry + carried, s, mask=(cv < V)[:, None])
-        if v0 == 0:
-            tl.store(zcarry + bh.to(tl.int64) * ALL + cf, z)
-    else:
-        row = bh.to(tl.int64) * SEGMENTS + segment
-        tl.store(rows + (row * V + cv[:, None]) * ALL + cf[None, :], s, mask=(cv < V)[:, None])
-        if v0 == 0:
-            tl.store(zrows + row * ALL + cf, z)
-    if FINAL:
-        tl.store(fin + state, s, mask=inside)
-        if v0 == 0:
-            tl.store(zfin + bh.to(tl.int64) * PARTS * M + at_f, z, mask=real)
+
+@triton.jit(do_not_specialize=SIZES)
+def scan(
+    rows, carry, reach, start, before, ends, crossing, T, N, FIRST, PER, E,
+    H: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr,
+    FORGETS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Turns rows of E sums of each chunk into those before it, or backwards after it.
+
+    They go on from `carry`, where they leave what the next chunks go on from.
+    Backwards with FORGETS, also what crosses the end of each chunk: the product of R with S there, which is in `before`
+    or, for the last chunk, in `ends`.
+    """
+    pid = tl.program_id(0)
+    blocks = (E + BE - 1) // BE
+    bh = pid // blocks
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    e = (pid % blocks) * BE + tl.arange(0, BE)
+    inside = e < E
+    reach += b * T * H + h
+    to = bh.to(tl.int64) * E + e
+    s = tl.load(carry + to, mask=inside, other=0.0)
+    for i in tl.range(0, PER, num_stages=AHEAD):
+        n = FIRST + i
+        if not KEYS:
+            n = FIRST + PER - 1 - i
+        p = rows + (bh.to(tl.int64) * PER + n - FIRST) * E + e
+        x = tl.load(p, mask=inside, other=0.0).to(ACC)
+        if FORGETS and not KEYS:
+            if i == 0:
+                there = tl.load(ends + to, mask=inside, other=0.0).to(ACC)
+            else:
+                at = before + (bh.to(tl.int64) * PER + n + 1 - FIRST) * E + e
+                there = tl.load(at, mask=inside, other=0.0).to(ACC)
+            group = (pid % blocks) * (tl.num_programs(0) // blocks) + bh
+            tl.store(crossing + group * N + n, tl.sum(s * there, 0))
+        tl.store(p, s.to(rows.dtype.element_ty), mask=inside)
+        if GATED:
+            first = _reached(reach, start, b, h, H, n * C, FORGETS, ACC)
+            s = s * tl.exp(tl.minimum(first - _reached_after(reach, n * C, T, H, C, ACC), 0.0))
+        s += x
+    tl.store(carry + to, s, mask=inside)
 
 
 @triton.jit
@@ -566,7 +567,7 @@ def back_k(
         fade = tl.where(seen, d[None, :], 0.0)
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
-            after = tl.load(reach + b * T * H + h + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
+            after = _reached_after(reach + b * T * H + h, t, T, H, C, ACC)
             outer *= tl.exp(tl.minimum(own - after, 0.0))
             fade = fade * tl.exp(tl.minimum(own[:, None] - unit[None, :], 0.0))
         da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)

@@ -17,10 +17,9 @@ several turns (`_turn`), so that no normaliser vanishes: any keys are exact, and
 import triton
 import triton.language as tl
 
-from subquad.ops.linear.featured_kernels_triton import SIZES
+from subquad.ops.linear.featured_kernels_triton import AHEAD, SIZES
 from subquad.ops.linear.tiles_triton import load_rows, store_rows
 
-AHEAD = tl.constexpr(4)  # chunks that a scan has on their way
 MOST = tl.constexpr(60.0)  # a sum of numbers below e^-MOST leaves room in float32
 NOTHING = tl.constexpr(-1e30)  # the largest key before the first
 PADDED = tl.constexpr(-1e38)  # below NOTHING: weight 0 even for a padded key that is the only one
