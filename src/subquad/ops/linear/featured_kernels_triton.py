@@ -32,7 +32,7 @@ from subquad.ops.linear.tiles_triton import load_column, load_rows, store_rows
 
 SHORT = tl.constexpr(1e-6)  # as in random_features.py
 AHEAD = tl.constexpr(4)  # chunks that a scan has on their way
-SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS", "E")  # of sequences: no code is made for some of them
+SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS")  # of sequences: no code is made for some of them
 
 
 @triton.jit
@@ -295,8 +295,8 @@ def sums(
 
 @triton.jit(do_not_specialize=SIZES)
 def scan(
-    rows, carry, reach, start, before, ends, crossing, T, N, FIRST, PER, E,
-    H: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr,
+    rows, carry, reach, start, before, ends, crossing, T, N, FIRST, PER,
+    H: tl.constexpr, C: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr,
     FORGETS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Turns rows of E sums of each chunk into those before it, or backwards after it.
@@ -306,7 +306,7 @@ def scan(
     or, for the last chunk, in `ends`.
     """
     pid = tl.program_id(0)
-    blocks = (E + BE - 1) // BE
+    blocks: tl.constexpr = (E + BE - 1) // BE
     bh = pid // blocks
     b = (bh // H).to(tl.int64)
     h = bh % H

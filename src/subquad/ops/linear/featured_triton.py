@@ -164,7 +164,7 @@ class Call:
             size = row[0].numel()
             block = scanned(size)
             self.start("scan", rows * blocks_of(size, block), (row, carried, w.reach, w.start, *others),
-                       (tokens, chunks, first, per, size), tokens, {}, BE=block, KEYS=keys)  # fmt: skip
+                       (tokens, chunks, first, per), tokens, {}, E=size, BE=block, KEYS=keys)  # fmt: skip
         return s, z
 
     def by_chunk(self, name: str, slab: tuple[int, int], tensors: tuple[Any, ...], tokens: int) -> None:
