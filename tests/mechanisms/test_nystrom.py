@@ -6,9 +6,8 @@ from torch import Tensor
 
 from subquad import build
 from subquad.mechanisms.base import Mixer
-from subquad.mechanisms.nystrom import Nystrom
+from subquad.mechanisms.nystrom import Nystrom, pseudo_inverse
 from subquad.ops.convolve import convolve
-from subquad.ops.pseudo_inverse import pseudo_inverse
 
 
 def make(**options: object) -> Nystrom:

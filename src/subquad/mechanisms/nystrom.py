@@ -28,10 +28,8 @@ from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
 from subquad.ops.convolve import convolve
-from subquad.ops.impl import Impl
 from subquad.ops.lengths import first, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import uncast, wide, wide_type
-from subquad.ops.pseudo_inverse import pseudo_inverse
 from subquad.ops.sparse import Dense, sparse_attention
 from subquad.ops.sparse.api import alone
 from subquad.ops.sparse.split import few_attention
@@ -130,8 +128,7 @@ class Nystrom(Attention):
         scores = wide(few_q) @ wide(few_k).mT / math.sqrt(q.shape[-1])
         if few_visible is not None:
             scores = scores.masked_fill(~few_visible, -math.inf)
-        impl: Impl = "auto" if q.dtype == torch.bfloat16 else "torch"  # the kernels lose some digits of float32
-        inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations, impl=impl)
+        inverse = pseudo_inverse(scores.softmax(-1), self.options.iterations)
         if cut is None:
             summary = F.scaled_dot_product_attention(few_q, k, v, visible, dropout_p=dropout)  # softmax(Q̃ Kᵀ) V
         else:
@@ -188,6 +185,18 @@ class Nystrom(Attention):
             az = a @ z
             z = z @ (13 * one - 15 * az + 7 * az @ az - az @ az @ az) / 4
         return softmax(q, few_k) @ z @ softmax(few_q, k)
+
+
+def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
+    """Iterate towards the Moore-Penrose inverse of a matrix without negative entries, [..., M, N] -> [..., N, M]."""
+    z = a.mT / (a.sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
+    shape, a, z = z.shape, a.reshape(-1, *a.shape[-2:]), z.reshape(-1, *z.shape[-2:])
+    for _ in range(iterations):
+        az = a @ z
+        p = torch.baddbmm(az, az, az, beta=7, alpha=-1)  # AZ (7 - AZ)
+        p = torch.baddbmm(az, az, p, beta=15, alpha=-1)  # AZ (15 - AZ (7 - AZ))
+        z = torch.baddbmm(z, z, p, beta=13 / 4, alpha=-1 / 4)
+    return z.view(shape)
 
 
 def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:

@@ -123,7 +123,7 @@ class Performer(Kernelised):
         relu = self.options.kernel == "relu"
         least = torch.full(q.shape[:3], self._how()["eps"], device=q.device, dtype=wide_type(q))
         start = (None, None, None) if state is None else (state.s, state.z, None if relu else state.max)
-        x = Inputs(q, k, v, self._signed(), least, None, None, None, lengths, *start)
+        x = Inputs(q, k, v, self._signed(), least, None, lengths, *start)
         return featured_attention(x, self._spec(), state is not None)
 
     def _spec(self) -> Spec:

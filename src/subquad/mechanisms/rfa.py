@@ -7,7 +7,7 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
             gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
             Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features.
-            On a GPU, kernels compute the features where they use them, and memory is O(T·(K + V))
+            On a GPU, kernels compute the features where they use them if there is no gate: O(T·(K + V)) memory
 Departures  the denominator d can be near zero or negative, unlike a sum of Gaussians. We use sign(d)·max(|d|, eps·e)
             with its standard error e = √(Σₛ wₛ²/M) and the weight wₛ of key s, 1 without a gate: within e of zero, d is
             noise. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper draws Ω
@@ -80,9 +80,8 @@ class RFA(Kernelised):
         q, k, v = self._project(x)
         causal = self.options.causal
         if self._fuses(q, k, v):
-            gates = self._gates(x)
-            squares = self._squares(gates[0], None, x, None)[0] if causal else _counts(k, lengths)
-            return self._merge(self._fused(q, k, v, squares, None if causal else lengths, gates).o)
+            squares = self._squares(None, None, x, None)[0] if causal else _counts(k, lengths)
+            return self._merge(self._fused(q, k, v, squares, None if causal else lengths).o)
         features = self._prepare(x, q, k, v)
         gate = features.gate
         squares = self._squares(gate, None, x, None)[0] if causal else _counts(features.k, lengths)
@@ -101,14 +100,13 @@ class RFA(Kernelised):
         if self._continues_on_kernels(x, start):
             q, k, v = self._project(x, position=start.position)
             if self._fuses(q, k, v):
-                gates = self._gates(x)
-                squares, last = self._squares(gates[0], start.weight_squares, x, lengths)
-                done = self._fused(q, k, v, squares, lengths, gates, start)
+                squares, last = self._squares(None, start.weight_squares, x, lengths)
+                done = self._fused(q, k, v, squares, lengths, start)
                 return self._merge(done.o), State(done.s, done.z, last, self._advance(start.position, x, lengths))
         return super()._prefill(x, lengths, start)
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
-        if self.gate is None and self._continues_on_kernels(x, state):
+        if self._continues_on_kernels(x, state):
             q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
             if self._fuses(q, k, v):
                 d, sigma, eps = self.directions, self.sigma / self.options.tau, self._how()["eps"]
@@ -118,24 +116,16 @@ class RFA(Kernelised):
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return fuses(self.options.impl, q, k, v, self.directions)
-
-    def _gates(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """log g and log(1 - g), [B, T, H]"""
-        if self.gate is None:
-            return None, None
-        logit = wide(self.gate(x))
-        return F.logsigmoid(logit), F.logsigmoid(-logit)
+        return self.gate is None and fuses(self.options.impl, q, k, v, self.directions)
 
     def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, squares: Tensor, lengths: Tensor | None,
-        gates: tuple[Tensor | None, Tensor | None] = (None, None), state: State | None = None,
-    ) -> Result:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, squares: Tensor, lengths: Tensor | None, state: State | None = None
+    ) -> Result:
         """By kernels that compute features where they use them; queries are not divided, but their least denominator
         grows instead."""
         least = (self._how()["eps"] / _unit_of(squares, squares)[..., 0]).expand(q.shape[:3]).contiguous()
         start = (None, None) if state is None else (state.s, state.z)
-        x = Inputs(q, k, v, self.directions, least, self.sigma / self.options.tau, *gates, lengths, *start)
+        x = Inputs(q, k, v, self.directions, least, self.sigma / self.options.tau, lengths, *start)
         return featured_attention(x, Spec("gaussian", causal=self.options.causal), state is not None)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:

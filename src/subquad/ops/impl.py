@@ -4,7 +4,6 @@ import importlib.util
 import os
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 Impl = Literal["auto", "torch", "triton"]
@@ -29,10 +28,3 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "triton":
         raise ValueError(f'impl="triton" for {op}: {reason}; use impl="auto" or "torch"')
     return "torch"
-
-
-def shared_memory(x: Tensor) -> int:
-    """Bytes that x's device gives one program of a kernel; the interpreter has no limit."""
-    if x.device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ from subquad import ranks
 from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import keep
 from subquad.ops.linear.operators import operator
-from subquad.ops.linear.spec import arguments
 from subquad.ops.prefix import running_max
 
 NOTHING = -1e30  # the largest exponent before the first key; finite, so that differences are numbers
@@ -48,8 +47,6 @@ class Inputs(NamedTuple):
     directions: Tensor  # [H, M, K]
     least: Tensor  # [B, T, H] at least float32: added to a positive denominator; the least size of a signed one
     sigma: Tensor | None = None  # [H, K], for kinds with unit
-    log_gate: Tensor | None = None  # [B, T, H], for "gaussian", causal: key s has the factor exp(log_rest_s + the sum
-    log_rest: Tensor | None = None  # of log_gate over s < r <= t) for query t; both are given or neither
     lengths: Tensor | None = None  # [B] of the keys
     s0: Tensor | None = None  # [B, H, features, V] the sums before the first token, at least float32
     z0: Tensor | None = None  # [B, H, features]
@@ -105,7 +102,6 @@ def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor, directions: Tensor) -> bo
 
 
 _N, _M = len(Inputs._fields), len(Spec._fields)
-_SPEC = ", ".join(f"{kind.__name__} {name}" for name, kind in Spec.__annotations__.items())
 
 
 def _weigh(x: Inputs, spec: Spec, wide: torch.dtype) -> tuple[Weights, Tensor]:
@@ -120,9 +116,6 @@ def _weigh(x: Inputs, spec: Spec, wide: torch.dtype) -> tuple[Weights, Tensor]:
         top_k, arg_k, half = featured_triton.peaks(x, spec, made, x.k)
         made = made._replace(top_q=top_q, arg_q=arg_q, top_k=top_k, arg_k=arg_k)
         kappa = top_k - half - math.log(x.directions.shape[1]) / 2
-    elif x.log_gate is not None:
-        kappa, reach = featured_triton.weights_of_gates(x, spec, made, keep(x.lengths, x.k.shape[1]))
-        return made._replace(kappa=kappa, reach=reach, start=start), start
     elif x.lengths is None:
         return made, start
     else:
@@ -170,7 +163,7 @@ def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
     if kind.mode == "exp":
         numbers = (torch.empty_like(t, dtype=torch.int32) for t in (queries, keys))
         made = made._replace(top_q=queries, arg_q=next(numbers), top_k=keys, arg_k=next(numbers))
-    if kind.mode == "exp" or x.log_gate is not None or x.lengths is not None:
+    if kind.mode == "exp" or x.lengths is not None:
         made = made._replace(kappa=keys)
         if spec.causal:
             made = made._replace(reach=keys, start=largest)
@@ -179,7 +172,8 @@ def _forward_shapes(*args: Any) -> tuple[Tensor, ...]:
 
 operator(
     "featured_attention",
-    f"{arguments(Inputs)}, {_SPEC}, bool state",
+    "Tensor q, Tensor k, Tensor v, Tensor directions, Tensor least, Tensor? sigma, Tensor? lengths, Tensor? s0, "
+    "Tensor? z0, Tensor? max0, str kind, float scale, float eps, bool causal, bool state",
     4 + len(Weights._fields), _forward, _forward_shapes,
 )  # fmt: skip
 
@@ -195,13 +189,15 @@ def _backward(do: Tensor, o: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 def _backward_shapes(do: Tensor, o: Tensor, *args: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     x = Inputs(*args[:_N])
-    return _some(do, (None if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, *x[5:8])))
+    return _some(do, (None if t is None else t.new_empty(t.shape) for t in (x.q, x.k, x.v, x.sigma)))
 
 
 operator(
     "featured_attention_backward",
-    f"Tensor do, Tensor o, {arguments(Inputs)}, {_SPEC}, {', '.join(f'Tensor {name}' for name in Weights._fields)}",
-    6, _backward, _backward_shapes,
+    "Tensor do, Tensor o, Tensor q, Tensor k, Tensor v, Tensor directions, Tensor least, Tensor? sigma, "
+    "Tensor? lengths, Tensor? s0, Tensor? z0, Tensor? max0, str kind, float scale, float eps, bool causal, "
+    + ", ".join(f"Tensor {name}" for name in Weights._fields),
+    4, _backward, _backward_shapes,
 )  # fmt: skip
 
 
@@ -216,9 +212,9 @@ def _gradient(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     tensors = ctx.saved_tensors  # read once: checkpointing computes them at every reading
     inputs, o, kept = tensors[:_N], tensors[_N], tensors[_N + 1 :]
     do = torch.zeros_like(o) if do is None else do
-    dq, dk, dv, *others = torch.ops.subquad.featured_attention_backward(do, o, *inputs, *ctx.spec, *kept)
-    others = [None if t is None else g.to(t.dtype) for t, g in zip(inputs[5:8], others, strict=True)]
-    return dq, dk, dv, None, None, *others, *[None] * (_N + _M - 7)
+    dq, dk, dv, dsigma = torch.ops.subquad.featured_attention_backward(do, o, *inputs, *ctx.spec, *kept)
+    gradients = [dq, dk, dv, None, None, None if inputs[5] is None else dsigma]
+    return *gradients, *[None] * (_N + _M + 1 - len(gradients))
 
 
 torch.library.register_autograd("subquad::featured_attention", _gradient, setup_context=_setup)

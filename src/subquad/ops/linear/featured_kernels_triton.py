@@ -1,11 +1,11 @@
 """Linear attention on random features that are never in memory: every kernel makes them from q, k and the directions.
 
-A sequence is cut into chunks of C tokens, which all kernels take at once, but for `scan`. The sums of chunks are the
-only thing of size features x values. Causal, only PER chunks are taken at a time, so that the sums of few chunks exist.
+A sequence is cut into chunks of C tokens. `walk` goes along a sequence for each block of F features, and writes the
+sums before each chunk, which are the only thing of size features x values; all other kernels take many chunks at once
+and loop over the blocks of features. Causal, only PER chunks are taken at a time, so that the sums of few chunks exist.
 
     peaks    the largest score of each token, its feature, and |x|²          positive features only
-    sums     S = Σ φ(k)vᵀ and z = Σ φ(k) of each chunk, or of all; or R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d
-    scan     turns those of each chunk into those before it; R and r into those after it
+    walk     S = Σ φ(k)vᵀ and z = Σ φ(k) before each chunk, or in all; backwards R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d
     read     o and one over each denominator d
     back_q   dq and the pull p = -do·o of the denominators, from S and z
     back_k   dk and dv, from R and r
@@ -17,8 +17,7 @@ MODE says what φ is of a score s = ω·x:
     "fourier"  sin and cos of s·scale, over √M; with UNIT of the directions σ∘ω and x/|x|
 
 GATED: a pair of tokens has one more factor exp(kappa[s] - reach[t]), where reach[t] is at least every kappa[s] so far.
-This is how keys with large exponents, or padding, are weighed: no number grows, and nothing looks ahead. FORGETS: both
-count from the start of each chunk, and fall with the sum of the log gates since then.
+This is how keys with large exponents, or padding, are weighed: no number grows, and nothing looks ahead.
 
 Legend: C chunk, N chunks, FIRST the first of PER chunks, F features of a block, NB blocks, M directions, PARTS features
 of a direction.
@@ -31,7 +30,6 @@ from triton.language.extra import libdevice
 from subquad.ops.linear.tiles_triton import load_column, load_rows, store_rows
 
 SHORT = tl.constexpr(1e-6)  # as in random_features.py
-AHEAD = tl.constexpr(4)  # chunks that a scan has on their way
 SIZES = ("T", "N", "FIRST", "PER", "SEGMENTS")  # of sequences: no code is made for some of them
 
 
@@ -129,21 +127,13 @@ def _sigma(sigma, h, K: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, ACC:
 
 
 @triton.jit
-def _reached(reach, start, b, h, H, t, FORGETS: tl.constexpr, ACC: tl.constexpr):
+def _reached(reach, start, b, h, H, t, ACC: tl.constexpr):
     """The unit of the sums before token t."""
-    if FORGETS:
-        m = tl.cast(0.0, ACC)
-    elif t > 0:
+    if t > 0:
         m = tl.load(reach + (tl.cast(t, tl.int64) - 1) * H).to(ACC)
     else:
         m = tl.load(start + b * H + h).to(ACC)
     return m
-
-
-@triton.jit
-def _reached_after(reach, t, T, H: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
-    """The unit at the end of the chunk that starts with token t."""
-    return tl.load(reach + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
 
 
 @triton.jit
@@ -209,19 +199,20 @@ def peaks(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def sums(
-    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows,
+def walk(
+    x, y, w, sigma, top, kappa, reach, start, inv, pull, rows, zrows, init, zinit, carry, zcarry, fin, zfin,
     scale, eps, root, T, N, FIRST, PER, SEGMENTS, xb, xh, yb, yh,
     XT: tl.constexpr, YT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr, GATED: tl.constexpr,
-    FORGETS: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, KEYS: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Sums of features times values, for a block of features, over a segment of PER chunks; causal PER is 1.
+    """Sums of features times values before each of PER chunks (causal), or over a segment of PER chunks.
 
-    KEYS: of keys, causal in units of exp(reach) at the end of the chunk. Otherwise of queries, in units of that before
-    the chunk: the values are do, and z adds up p, both over d.
+    INIT: 0 from nothing, 1 from a state, 2 from `carry`, which has the sums after the chunks before.
+    KEYS: of keys, forwards. Otherwise of queries, backwards: the values are do, and z adds up p, both over d.
+    Sums are in units of exp(reach) of the token before the chunk, which a later unit rescales.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     ALL: tl.constexpr = PARTS * NB * F
@@ -244,13 +235,36 @@ def sums(
     pull += at
     tile = _directions(w, h, f0, M, K, F, BK)
     sig = _sigma(sigma, h, K, BK, UNIT, ACC)
+    cf = block * F + tl.arange(0, F)
+    cv = v0 + tl.arange(0, BV)
     s = tl.zeros([BV, F], ACC)
     z = tl.zeros([F], ACC)
+    real = f0 + tl.arange(0, F) < M
+    at_f = part * M + f0 + tl.arange(0, F)
+    state = (bh.to(tl.int64) * PARTS * M + at_f)[None, :] * V + cv[:, None]
+    inside = (cv < V)[:, None] & real[None, :]
+    carried = (bh.to(tl.int64) * V + cv[:, None]) * ALL + cf[None, :]
+    if INIT == 1:
+        s += tl.load(init + state, mask=inside, other=0.0)
+        z += tl.load(zinit + bh.to(tl.int64) * PARTS * M + at_f, mask=real, other=0.0)
+    elif INIT == 2:
+        s += tl.load(carry + carried, mask=(cv < V)[:, None], other=0.0)
+        z += tl.load(zcarry + bh.to(tl.int64) * ALL + cf)
     i = tl.arange(0, C)
     begin = FIRST + segment * PER
-    for n in range(begin, tl.minimum(begin + PER, N)):
+    stop = tl.minimum(begin + PER, N)
+    for c in range(begin, stop):
+        n = c
+        if not KEYS:
+            n = stop - 1 - (c - begin)
         t = n * C
         left = T - t
+        if CAUSAL:
+            row = bh.to(tl.int64) * PER + n - begin
+            p = rows + (row * V + cv[:, None]) * ALL + cf[None, :]
+            tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
+            if v0 == 0:
+                tl.store(zrows + row * ALL + cf, z)
         xx = load_rows(x, t, left, XT, 0, K, C, BK, EVEN)
         yx = load_rows(y, t, left, YT, v0, V, C, BV, EVEN).to(DOT)
         by = _scale(xx, scale, UNIT, ACC)
@@ -270,12 +284,15 @@ def sums(
             weight = load_column(inv, t, left, H, C, ACC, 0.0)
         if GATED:
             if CAUSAL:
+                before = _reached(reach, start, b, h, H, t, ACC)
+                after = tl.load(reach + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
+                fade = tl.exp(tl.minimum(before - after, 0.0))
+                s = s * fade
+                z = z * fade
                 if KEYS:
-                    own = load_column(kappa, t, left, H, C, ACC, 0.0)
-                    weight *= tl.exp(tl.minimum(own - _reached_after(reach, t, T, H, C, ACC), 0.0))
+                    weight *= tl.exp(tl.minimum(load_column(kappa, t, left, H, C, ACC, 0.0) - after, 0.0))
                 else:
-                    own = load_column(reach, t, left, H, C, ACC, 0.0)
-                    weight *= tl.exp(tl.minimum(_reached(reach, start, b, h, H, t, FORGETS, ACC) - own, 0.0))
+                    weight *= tl.exp(tl.minimum(before - load_column(reach, t, left, H, C, ACC, 0.0), 0.0))
             elif KEYS:
                 weight *= tl.exp(load_column(kappa, t, left, H, C, ACC, 0.0))
         f = f * weight[:, None]
@@ -284,57 +301,20 @@ def sums(
         else:
             z += tl.sum(f * load_column(pull, t, left, H, C, ACC, 0.0)[:, None], 0)
         s += tl.dot(tl.trans(yx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
-    row = bh.to(tl.int64) * SEGMENTS + segment
-    cf = block * F + tl.arange(0, F)
-    cv = v0 + tl.arange(0, BV)
-    p = rows + (row * V + cv[:, None]) * ALL + cf[None, :]
-    tl.store(p, s.to(rows.dtype.element_ty), mask=(cv < V)[:, None])
-    if v0 == 0:
-        tl.store(zrows + row * ALL + cf, z)
 
-
-@triton.jit(do_not_specialize=SIZES)
-def scan(
-    rows, carry, reach, start, before, ends, crossing, T, N, FIRST, PER,
-    H: tl.constexpr, C: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, KEYS: tl.constexpr, GATED: tl.constexpr,
-    FORGETS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Turns rows of E sums of each chunk into those before it, or backwards after it.
-
-    They go on from `carry`, where they leave what the next chunks go on from.
-    Backwards with FORGETS, also what crosses the end of each chunk: the product of R with S there, which is in `before`
-    or, for the last chunk, in `ends`.
-    """
-    pid = tl.program_id(0)
-    blocks: tl.constexpr = (E + BE - 1) // BE
-    bh = pid // blocks
-    b = (bh // H).to(tl.int64)
-    h = bh % H
-    e = (pid % blocks) * BE + tl.arange(0, BE)
-    inside = e < E
-    reach += b * T * H + h
-    to = bh.to(tl.int64) * E + e
-    s = tl.load(carry + to, mask=inside, other=0.0)
-    for i in tl.range(0, PER, num_stages=AHEAD):
-        n = FIRST + i
-        if not KEYS:
-            n = FIRST + PER - 1 - i
-        p = rows + (bh.to(tl.int64) * PER + n - FIRST) * E + e
-        x = tl.load(p, mask=inside, other=0.0).to(ACC)
-        if FORGETS and not KEYS:
-            if i == 0:
-                there = tl.load(ends + to, mask=inside, other=0.0).to(ACC)
-            else:
-                at = before + (bh.to(tl.int64) * PER + n + 1 - FIRST) * E + e
-                there = tl.load(at, mask=inside, other=0.0).to(ACC)
-            group = (pid % blocks) * (tl.num_programs(0) // blocks) + bh
-            tl.store(crossing + group * N + n, tl.sum(s * there, 0))
-        tl.store(p, s.to(rows.dtype.element_ty), mask=inside)
-        if GATED:
-            first = _reached(reach, start, b, h, H, n * C, FORGETS, ACC)
-            s = s * tl.exp(tl.minimum(first - _reached_after(reach, n * C, T, H, C, ACC), 0.0))
-        s += x
-    tl.store(carry + to, s, mask=inside)
+    if CAUSAL:
+        tl.store(carry + carried, s, mask=(cv < V)[:, None])
+        if v0 == 0:
+            tl.store(zcarry + bh.to(tl.int64) * ALL + cf, z)
+    else:
+        row = bh.to(tl.int64) * SEGMENTS + segment
+        tl.store(rows + (row * V + cv[:, None]) * ALL + cf[None, :], s, mask=(cv < V)[:, None])
+        if v0 == 0:
+            tl.store(zrows + row * ALL + cf, z)
+    if FINAL:
+        tl.store(fin + state, s, mask=inside)
+        if v0 == 0:
+            tl.store(zfin + bh.to(tl.int64) * PARTS * M + at_f, z, mask=real)
 
 
 @triton.jit
@@ -358,7 +338,7 @@ def read(
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, PLAIN: tl.constexpr,
-    GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    GATED: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o and one over d of a chunk of queries."""
@@ -410,7 +390,7 @@ def read(
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
             own = load_column(kappa + at, 0, left, H, C, ACC, 0.0)
-            fade = tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, FORGETS, ACC) - unit, 0.0))
+            fade = tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, ACC) - unit, 0.0))
             num = num * fade[:, None]
             d = d * fade
             a = a * tl.exp(tl.minimum(own[None, :] - unit[:, None], 0.0))
@@ -434,15 +414,14 @@ def read(
 @triton.jit(do_not_specialize=SIZES)
 def back_q(
     q, k, v, do, o, w, sigma, top_q, arg_q, top_k, kappa, reach, start, least, inv, rows, zrows, pull, dq, dsigma,
-    shares,
     scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    PLAIN: tl.constexpr, GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    PLAIN: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq and the pull of a chunk of queries; with UNIT also what they add to dσ; with FORGETS Σ φ dφ, to `shares`."""
+    """dq and the pull of a chunk of queries; with UNIT also what they add to dσ."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
     t = (FIRST + pid % PER) * C
@@ -482,7 +461,7 @@ def back_q(
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
             own = load_column(kappa + at, 0, left, H, C, ACC, 0.0)
-            outer *= tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, FORGETS, ACC) - unit, 0.0))
+            outer *= tl.exp(tl.minimum(_reached(reach + b * T * H + h, start, b, h, H, t, ACC) - unit, 0.0))
             da = da * tl.exp(tl.minimum(own[None, :] - unit[:, None], 0.0))
         da = tl.where(i[:, None] >= i[None, :], da, 0.0)
         if not EVEN:
@@ -491,7 +470,6 @@ def back_q(
     sig = _sigma(sigma, h, K, BK, UNIT, ACC)
     g = tl.zeros([C, BK], ACC)
     flat = tl.zeros([C], ACC)
-    along = tl.zeros([C], ACC)
     for block in range(NB):
         f0 = block * F
         tile = _directions(w, h, f0, M, K, F, BK)
@@ -510,12 +488,8 @@ def back_q(
             if M % F != 0:
                 df = tl.where((f0 + tl.arange(0, F) < M)[None, :], df, 0.0)
             flat += tl.sum(df, 1)
-            if FORGETS:
-                along += tl.sum(df * fq, 1)
             ds += df * _slope(sq, fq, by_q, eps, root, part, MODE, FAST)
         g += tl.dot(ds.to(DOT), tile.to(DOT), input_precision=PREC, out_dtype=ACC)
-    if FORGETS:
-        tl.store(shares + at + i * H, along, mask=i < left)
     g = _pull_back(g, qx, by_q, flat, flat, arg_q + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, False, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dq + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)
@@ -523,15 +497,15 @@ def back_q(
 
 @triton.jit(do_not_specialize=SIZES)
 def back_k(
-    q, k, v, do, w, sigma, top_q, top_k, arg_k, kappa, reach, inv, pull, rows, zrows, dk, dv, dsigma, shares,
+    q, k, v, do, w, sigma, top_q, top_k, arg_k, kappa, reach, inv, pull, rows, zrows, dk, dv, dsigma,
     scale, eps, root, T, N, FIRST, PER, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, C: tl.constexpr, F: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr,
-    PLAIN: tl.constexpr, GATED: tl.constexpr, FORGETS: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, GATED: tl.constexpr, CAUSAL: tl.constexpr,
     FAST: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a chunk of keys; with UNIT also what they add to dσ; with FORGETS Σ φ dφ, to `shares`."""
+    """dk and dv of a chunk of keys; with UNIT also what they add to dσ."""
     ALL: tl.constexpr = PARTS * NB * F
     pid = tl.program_id(0)
     t = (FIRST + pid % PER) * C
@@ -563,11 +537,11 @@ def back_k(
             most_q = load_column(top_q + at, 0, left, H, C, ACC, 0.0)
         d = load_column(inv + at, 0, left, H, C, ACC, 0.0)
         p = load_column(pull + at, 0, left, H, C, ACC, 0.0)
-        seen = (i[:, None] <= i[None, :]) & (i < left)[:, None]  # [C keys, C queries]
-        fade = tl.where(seen, d[None, :], 0.0)
+        shares = (i[:, None] <= i[None, :]) & (i < left)[:, None]  # [C keys, C queries]
+        fade = tl.where(shares, d[None, :], 0.0)
         if GATED:
             unit = load_column(reach + at, 0, left, H, C, ACC, 0.0)
-            after = _reached_after(reach + b * T * H + h, t, T, H, C, ACC)
+            after = tl.load(reach + b * T * H + h + (tl.cast(tl.minimum(t + C, T), tl.int64) - 1) * H).to(ACC)
             outer *= tl.exp(tl.minimum(own - after, 0.0))
             fade = fade * tl.exp(tl.minimum(own[:, None] - unit[None, :], 0.0))
         da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
@@ -607,8 +581,6 @@ def back_k(
     gv = gv * outer[:, None]
     if CAUSAL:
         gv += tl.dot((a * fade).to(DOT), dox, input_precision=PREC, out_dtype=ACC)
-    if FORGETS:
-        tl.store(shares + at + i * H, along, mask=i < left)
     g = _pull_back(g, kx, by_k, along, flat, arg_k + at + i * H, w, dsigma, sig, scale, eps, h, bh * N + t // C, left,
                    MODE, UNIT, True, K, M, C, BK, ACC)  # fmt: skip
     store_rows(dk + (b * T * H + h) * K, g, t, left, H * K, 0, K, C, BK, EVEN)

@@ -4,16 +4,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.impl import shared_memory
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
 from subquad.ops.linear import featured_kernels_triton as kernels
-from subquad.ops.linear.featured import KINDS, PADDED, Inputs, Spec, Weights
+from subquad.ops.linear.featured import KINDS, Inputs, Spec, Weights
 
-FLOOR = -110.0  # of a log gate
 LEAST = 16  # chunks at a time
 PROGRAMS = 1056  # enough to fill the chip: bidirectional sums are cut into that many
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
@@ -36,7 +33,7 @@ def config(kernel: str, width_k: int, width_v: int, count: int, itemsize: int, r
         chunk //= 2
         features = min(features, chunk)
     wide = max(k, v) > 64 or itemsize > 2
-    return Config(chunk, features, 8 if wide or kernel == "back_k" else 4, 1)
+    return Config(chunk, features, 8 if wide or kernel == "back_k" else 4, 2 if kernel == "walk" and not wide else 1)
 
 
 def block_of(width: int, itemsize: int) -> int:
@@ -53,6 +50,12 @@ def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int
     return tiles * itemsize
 
 
+def room_of(x: Tensor) -> int:
+    if x.device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 class Call:
     """The kernels of one call; a tensor that is not there is replaced by q, and never read."""
 
@@ -64,10 +67,10 @@ class Call:
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        room = shared_memory(x.q)
+        room = room_of(x.q)
         self.configs = {
             name: config(name, self.width_k, self.width_v, self.count, self.size, room)
-            for name in ("peaks", "sums", "read", "back_q", "back_k")
+            for name in ("peaks", "walk", "read", "back_q", "back_k")
         }
         # sums are before each chunk, so all who read them have the same chunks, and the same blocks of features
         chunk = min(c.chunk for c in self.configs.values())
@@ -75,12 +78,10 @@ class Call:
         self.configs = {name: c._replace(chunk=chunk, features=features) for name, c in self.configs.items()}
         self.chunk, self.blocks = chunk, blocks_of(self.count, features)
         self.all = self.kind.parts * self.blocks * features
-        self.block_v = min(64, block_of(self.width_v, self.size))
-        self.walks = self.kind.parts * self.blocks * blocks_of(self.width_v, self.block_v)  # programs of a sequence
 
     def start(self, name: str, programs: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], tokens: int,
               strides: dict[str, int], **own: Any) -> None:  # fmt: skip
-        cfg, x = self.configs.get(name, Config(self.chunk, 0, 4)), self.x
+        cfg, x = self.configs[name], self.x
         block_k, block_v = block_of(self.width_k, self.size), block_of(self.width_v, self.size)
         even = tokens % cfg.chunk == 0 and block_k == self.width_k and block_v == self.width_v
         constants: dict[str, Any] = {
@@ -88,8 +89,7 @@ class Call:
             "F": cfg.features, "NB": self.blocks, "BK": block_k, "BV": block_v, "PARTS": self.kind.parts,
             "EVEN": even, "MODE": self.kind.mode, "UNIT": self.kind.unit,
             "PLAIN": x.directions.dtype == x.q.dtype or self.work == torch.float64 or x.q.dtype == torch.float32,
-            "GATED": self.weights.kappa is not None, "FORGETS": x.log_gate is not None,
-            "CAUSAL": self.spec.causal, "SIGNED": self.kind.signed,
+            "GATED": self.weights.kappa is not None, "CAUSAL": self.spec.causal, "SIGNED": self.kind.signed,
             "FAST": self.work == torch.bfloat16, "DOT": _TL[self.work], "ACC": _TL[self.wide],
             "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3", **own,
         }  # fmt: skip
@@ -117,30 +117,18 @@ class Call:
         per = max(LEAST, chunks * self.chunk * self.width_k // (self.width_v * self.all))
         return [(first, min(per, chunks - first)) for first in range(0, chunks, per)]
 
-    def carry(self, init: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """The sums between slabs, [B·H, V·features] and [B·H, features]: zeros, or a state, before the first."""
-        rows, kind = self.batch * self.heads, self.kind
-        if init is None:
-            s = self.x.q.new_zeros((rows, self.width_v * self.all), dtype=self.wide)
-            return s, s.new_zeros((rows, self.all))
-        more = (0, self.all // kind.parts - self.count)
-        s, z = (t.unflatten(2, (kind.parts, self.count)) for t in init)  # [B, H, parts, M, V]
-        return F.pad(s.permute(0, 1, 4, 2, 3), more).reshape(rows, -1), F.pad(z, more).reshape(rows, -1)
+    def carry(self) -> tuple[Tensor, Tensor]:
+        """The sums between slabs: zeros before the first."""
+        shape = self.batch * self.heads, self.width_v, self.all
+        return self.x.q.new_zeros(shape, dtype=self.wide), self.x.q.new_zeros(shape[::2], dtype=self.wide)
 
-    def state(self, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The state [B, H, features, V] and [B, H, features] after the last slab."""
-        shape = self.batch, self.heads, -1, self.kind.parts, self.all // self.kind.parts
-        s, z = (t.view(shape)[..., : self.count] for t in carry)
-        return s.permute(0, 1, 3, 4, 2).flatten(2, 3), z.flatten(2)
-
-    def sums(
+    def walk(
         self, keys: bool, slab: tuple[int, int], carry: tuple[Tensor, Tensor], *, pull: Tensor | None = None,
-        cross: tuple[Tensor, ...] = (),
+        init: tuple[Tensor, Tensor] | None = None, last: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The sums before each chunk of a slab, [B·H·N, V, features] and [B·H·N, features], or in all, with N = 1.
 
-        Causal, they go on from `carry`, where they leave the sums to the next slab. cross: with a gate, the sums of
-        keys before each chunk and after the slab, and two tensors to fill with what crosses from chunk to chunk.
+        It goes on from a state `init`, or else from `carry`, where it leaves the sums to the next slab.
         """
         x, w, spec = self.x, self.weights, self.spec
         a, b = (x.k, x.v) if keys else (x.q, self.do)
@@ -148,23 +136,24 @@ class Call:
         top = w.top_k if keys else w.top_q
         tokens, rows, (first, per) = a.shape[1], self.batch * self.heads, slab
         chunks = blocks_of(tokens, self.chunk)
-        segments = per if spec.causal else min(chunks, max(1, PROGRAMS // (rows * self.walks)))
-        each = 1 if spec.causal else blocks_of(chunks, segments)
-        s = a.new_empty((rows * segments, self.width_v, self.all), dtype=self.work if spec.causal else self.wide)
-        z = a.new_empty((rows * segments, self.all), dtype=self.wide)
-        tensors = (a, b, x.directions, x.sigma, top, w.kappa, w.reach, w.start, w.inv, pull, s, z)
-        numbers = (spec.scale, spec.eps, self.count**-0.5, tokens, chunks, first, each, segments,
-                   a.stride(0), a.stride(2), b.stride(0), b.stride(2))  # fmt: skip
-        strides = {"XT": a.stride(1), "YT": b.stride(1)}
-        self.start("sums", rows * segments * self.walks, tensors, numbers, tokens, strides, KEYS=keys, BV=self.block_v)
+        block_v = min(64, block_of(self.width_v, self.size))
+        each = self.kind.parts * self.blocks * blocks_of(self.width_v, block_v)
+        segments = 1
         if not spec.causal:
-            return s.unflatten(0, (rows, segments)).sum(1).to(self.work), z.unflatten(0, (rows, segments)).sum(1)
-        before, ends, crossing = (cross[:2], cross[2:4], cross[4:]) if cross else ((None,) * 2,) * 3
-        for row, carried, *others in zip((s, z), carry, before, ends, crossing, strict=True):
-            size = row[0].numel()
-            block = scanned(size)
-            self.start("scan", rows * blocks_of(size, block), (row, carried, w.reach, w.start, *others),
-                       (tokens, chunks, first, per), tokens, {}, E=size, BE=block, KEYS=keys)  # fmt: skip
+            segments = min(chunks, max(1, PROGRAMS // (rows * each)))
+            per = blocks_of(chunks, segments)
+        count = rows * (per if spec.causal else segments)
+        s = a.new_empty((count, self.width_v, self.all), dtype=self.work if spec.causal else self.wide)
+        z = a.new_empty((count, self.all), dtype=self.wide)
+        begins = 1 if init is not None else 2 if spec.causal else 0
+        tensors = (a, b, x.directions, x.sigma, top, w.kappa, w.reach, w.start, w.inv, pull, s, z,
+                   *(init or (None, None)), *carry, *(last or (None, None)))  # fmt: skip
+        numbers = (spec.scale, spec.eps, self.count**-0.5, tokens, chunks, first, per, segments,
+                   a.stride(0), a.stride(2), b.stride(0), b.stride(2))  # fmt: skip
+        self.start("walk", rows * segments * each, tensors, numbers, tokens, {"XT": a.stride(1), "YT": b.stride(1)},
+                   KEYS=keys, INIT=begins, FINAL=last is not None, BV=block_v)  # fmt: skip
+        if not spec.causal:
+            s, z = s.unflatten(0, (rows, segments)).sum(1).to(self.work), z.unflatten(0, (rows, segments)).sum(1)
         return s, z
 
     def by_chunk(self, name: str, slab: tuple[int, int], tensors: tuple[Any, ...], tokens: int) -> None:
@@ -183,20 +172,21 @@ def peaks(x: Inputs, spec: Spec, weights: Weights, of: Tensor) -> tuple[Tensor, 
 def forward(x: Inputs, spec: Spec, weights: Weights, o: Tensor, last: tuple[Tensor, Tensor] | None) -> None:
     """Fill o, weights.inv and the last sums."""
     call, w = Call(x, spec, weights), weights
-    carry = call.carry(None if x.s0 is None or x.z0 is None else (x.s0, x.z0))
-    for slab in call.slabs(call.queries):
-        s, z = call.sums(True, slab, carry)
+    carry = call.carry()
+    slabs = call.slabs(call.queries)
+    for i, slab in enumerate(slabs):
+        init = None if i > 0 or x.s0 is None or x.z0 is None else (x.s0, x.z0)
+        s, z = call.walk(True, slab, carry, init=init, last=last if i == len(slabs) - 1 else None)
         tensors = (x.q, x.k, x.v, x.directions, x.sigma, w.top_q, w.top_k, w.kappa, w.reach, w.start, x.least, s, z, o,
                    w.inv)  # fmt: skip
         call.by_chunk("read", slab, tensors, call.queries)
         del s, z, tensors  # so that the next slab takes their memory
-    if last is not None:
-        for to, made in zip(last, call.state(carry), strict=True):
-            to.copy_(made)
 
 
-def backward(do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, sigma, log_gate and log_rest."""
+def backward(
+    do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and sigma."""
     call, w = Call(x, spec, weights, do), weights
     pull = torch.empty_like(w.inv)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
@@ -204,69 +194,23 @@ def backward(do: Tensor, o: Tensor, x: Inputs, spec: Spec, weights: Weights) -> 
     if x.sigma is not None:
         counts = (blocks_of(tokens, call.chunk) for tokens in (call.queries, call.keys))
         parts = [do.new_empty((call.batch, call.heads, n, call.width_k), dtype=call.wide) for n in counts]
-    shares = [None if x.log_gate is None else torch.empty_like(w.inv) for _ in range(2)]
-    crossing: tuple[Tensor, ...] = ()
-    if x.log_gate is not None:
-        shape = call.batch, call.heads, blocks_of(call.keys, call.chunk)
-        sizes = (blocks_of(size, scanned(size)) for size in (call.width_v * call.all, call.all))
-        crossing = tuple(w.inv.new_empty((blocks, *shape)) for blocks in sizes)
-    carry, starts = call.carry(), []
+    carry = call.carry()
     for slab in call.slabs(call.queries):
-        if crossing:
-            starts.append([t.clone() for t in carry])
-        s, z = call.sums(True, slab, carry)
+        s, z = call.walk(True, slab, carry)
         tensors = (x.q, x.k, x.v, do, o, x.directions, x.sigma, w.top_q, w.arg_q, w.top_k, w.kappa, w.reach, w.start,
-                   x.least, w.inv, s, z, pull, dq, parts[0], shares[0])  # fmt: skip
+                   x.least, w.inv, s, z, pull, dq, parts[0])  # fmt: skip
         call.by_chunk("back_q", slab, tensors, call.queries)
         del s, z, tensors
     carry = call.carry()
     for slab in reversed(call.slabs(call.keys)):
-        cross: tuple[Tensor, ...] = ()
-        if crossing:
-            ends = starts.pop()
-            cross = *call.sums(True, slab, (ends[0], ends[1])), *ends, *crossing
-        s, z = call.sums(False, slab, carry, pull=pull, cross=cross)
-        del cross
+        s, z = call.walk(False, slab, carry, pull=pull)
         of_keys = (x.q, x.k, x.v, do, x.directions, x.sigma, w.top_q, w.top_k, w.arg_k, w.kappa, w.reach, w.inv, pull,
-                   s, z, dk, dv, parts[1], shares[1])  # fmt: skip
+                   s, z, dk, dv, parts[1])  # fmt: skip
         call.by_chunk("back_k", slab, of_keys, call.keys)
         del s, z, of_keys
-    dsigma = None
-    if x.sigma is not None:
-        dsigma = torch.cat([t for t in parts if t is not None], 2).sum((0, 2)).to(x.sigma.dtype)
-    if shares[0] is None or shares[1] is None:
-        return dq, dk, dv, dsigma, None, None
-    # a gate decays what crosses it: what crosses the end of its chunk, and in the chunk what has its key before and its
-    # query after
-    steps = chunked(shares[0] - shares[1], call.chunk).flip(2).cumsum(2).flip(2)  # [B, N, C, H]
-    across = torch.cat(crossing).sum(0).mT  # [B, N, H]
-    dgate = (steps + across[:, :, None]).flatten(1, 2)[:, : call.keys]
-    return dq, dk, dv, dsigma, dgate, shares[1]
-
-
-def scanned(size: int) -> int:
-    """How many numbers of a row a program adds up along the sequence."""
-    return min(1024, tile_of(size))
-
-
-def chunked(x: Tensor, chunk: int) -> Tensor:
-    """[B, T, H] -> [B, N, C, H], zeros after the last token"""
-    return F.pad(x, (0, 0, 0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
-
-
-def weights_of_gates(x: Inputs, spec: Spec, weights: Weights, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """κ and reach [B, T, H] of a gate, which fall with the sum of the log gates since the start of each chunk.
-
-    kept [B, T]: where there is a token; others neither add nor forget.
-    """
-    assert x.log_gate is not None
-    assert x.log_rest is not None
-    gate, rest = (t.to(weights.inv.dtype) for t in (x.log_gate, x.log_rest))
-    if kept is not None:
-        gate, rest = gate.masked_fill(~kept[..., None], 0), rest.masked_fill(~kept[..., None], PADDED)
-    # below the floor an exponential is zero anyway; sums stay small enough to subtract
-    age = chunked(gate.clamp(min=FLOOR), Call(x, spec, weights).chunk).cumsum(2).flatten(1, 2)[:, : gate.shape[1]]
-    return (rest.clamp(min=PADDED) - age).contiguous(), -age.contiguous()
+    if x.sigma is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, torch.cat([t for t in parts if t is not None], 2).sum((0, 2)).to(x.sigma.dtype)
 
 
 def step(

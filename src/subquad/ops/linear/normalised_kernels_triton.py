@@ -1,12 +1,12 @@
 """Efficient attention on the GPU: o = ρ(q)·Σ e^k vᵀ / Σ e^k, where each channel has its own sums over positions.
 
-A sequence is cut into chunks of C tokens. All kernels take all chunks at once, but for `scan_keys` and `scan_queries`,
-which turn the sums of each chunk into those before, or after, each chunk.
+A sequence is cut into chunks of C tokens. `walk_keys` and `walk_queries` go along it and write the sums before, or
+after, each chunk; the others take all chunks at once.
 
-    sum_keys        S = Σ e^{k-m} vᵀ and z = Σ e^{k-m} for the largest key m
+    walk_keys       S = Σ e^{k-m} vᵀ and z = Σ e^{k-m} before each chunk, for the largest key m so far, or in all
     read            o
-    back_q          dq, and h = ρ dρ, by which the normaliser of each channel pulls; causal also
-    sum_queries     R = Σ (ρ/z) doᵀ and P = Σ h/z
+    back_q          dq, and h = ρ dρ, by which the normaliser of each channel pulls
+    walk_queries    R = Σ (ρ/z) doᵀ and P = Σ h/z after each chunk, or in all
     back_k          dk and dv
 
 Causal, the normaliser z_t of a channel grows within a chunk, by as much as its keys do. Queries are computed in units
@@ -17,7 +17,6 @@ several turns (`_turn`), so that no normaliser vanishes: any keys are exact, and
 import triton
 import triton.language as tl
 
-from subquad.ops.linear.featured_kernels_triton import AHEAD, SIZES
 from subquad.ops.linear.tiles_triton import load_rows, store_rows
 
 MOST = tl.constexpr(60.0)  # a sum of numbers below e^-MOST leaves room in float32
@@ -70,14 +69,15 @@ def _row(rows, row, BK: tl.constexpr, ACC: tl.constexpr):
     return tl.load(rows + row * BK + tl.arange(0, BK)).to(ACC)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def sum_keys(
-    k, v, rows, zrows, mrows, lengths, T, N, PER, SEGMENTS, kb, kh, vb, vh,
+@triton.jit
+def walk_keys(
+    k, v, rows, zrows, mrows, init, zinit, minit, fin, zfin, mfin, lengths,
+    T, N, PER, SEGMENTS, kb, kh, vb, vh,
     KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    INIT: tl.constexpr, FINAL: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Causal: the sums of each chunk, and its largest keys. Otherwise sums of PER chunks for the keys m in mrows."""
+    """Causal: the sums before each chunk. Otherwise those of PER chunks, in units of the largest keys in mrows."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     v0 = (pid % NV) * BV
@@ -91,68 +91,46 @@ def sum_keys(
     if LENGTHS:
         real = tl.minimum(tl.load(lengths + b).to(tl.int32), T)
     ck = tl.arange(0, BK)
+    cv = v0 + tl.arange(0, BV)
     s = tl.zeros([BV, BK], ACC)
-    z = tl.zeros([BK], ACC)
-    m = tl.full([BK], NOTHING, ACC)
-    if not CAUSAL:
-        m = _row(mrows, bh, BK, ACC)
-    begin = segment * PER
-    for n in range(begin, tl.minimum(begin + PER, N)):
-        t = n * C
-        kx = _keys(k, t, real - t, KT, K, C, BK, EVEN and not LENGTHS, ACC)
-        vx = load_rows(v, t, real - t, VT, v0, V, C, BV, EVEN and not LENGTHS).to(DOT)
-        if CAUSAL:
-            m = tl.maximum(NOTHING, tl.max(kx, 0))
-        f = tl.exp(kx - m[None, :])
-        z += tl.sum(f, 0)
-        s += tl.dot(tl.trans(vx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
-    row = bh * SEGMENTS + segment
-    p, some = _block(rows, row, v0, V, BK, BV)
-    tl.store(p, s.to(rows.dtype.element_ty), mask=some)
-    if v0 == 0:
-        tl.store(zrows + row * BK + ck, z)
-        if CAUSAL:
-            tl.store(mrows + row * BK + ck, m)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def scan_keys(
-    rows, zeach, meach, zrows, mrows, init, zinit, minit, fin, zfin, mfin, N,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """Turns the sums of each chunk, in units of its own largest keys, into those before each chunk."""
-    NV: tl.constexpr = (V + BE - 1) // BE
-    pid = tl.program_id(0)
-    v0 = (pid % NV) * BE
-    bh = (pid // NV).to(tl.int64)
-    ck = tl.arange(0, BK)
-    cv = v0 + tl.arange(0, BE)
-    s = tl.zeros([BE, BK], ACC)
     z = tl.zeros([BK], ACC)
     m = tl.full([BK], NOTHING, ACC)
     state = (bh * K + ck)[None, :] * V + cv[:, None]
     inside = (cv < V)[:, None] & (ck < K)[None, :]
-    if INIT:
+    if not CAUSAL:
+        m = _row(mrows, bh, BK, ACC)
+    elif INIT:
         s += tl.load(init + state, mask=inside, other=0.0)
         z += tl.load(zinit + bh * K + ck, mask=ck < K, other=0.0)
         m = tl.load(minit + bh * K + ck, mask=ck < K, other=NOTHING).to(ACC)
-    for n in tl.range(0, N, num_stages=AHEAD):
-        row = bh * N + n
-        p, some = _block(rows, row, v0, V, BK, BE)
-        x = tl.load(p, mask=some, other=0.0).to(ACC)
-        xz = _row(zeach, row, BK, ACC)
-        own = _row(meach, row, BK, ACC)
-        tl.store(p, s.to(rows.dtype.element_ty), mask=some)
+    begin = segment * PER
+    stop = tl.minimum(begin + PER, N)
+    for n in range(begin, stop):
+        t = n * C
+        if CAUSAL:
+            row = bh * N + n
+            p, some = _block(rows, row, v0, V, BK, BV)
+            tl.store(p, s.to(rows.dtype.element_ty), mask=some)
+            if v0 == 0:
+                tl.store(zrows + row * BK + ck, z)
+                tl.store(mrows + row * BK + ck, m)
+        kx = _keys(k, t, real - t, KT, K, C, BK, EVEN and not LENGTHS, ACC)
+        vx = load_rows(v, t, real - t, VT, v0, V, C, BV, EVEN and not LENGTHS).to(DOT)
+        if CAUSAL:
+            top = tl.maximum(m, tl.max(kx, 0))
+            fade = tl.exp(m - top)
+            s = s * fade[None, :]
+            z = z * fade
+            m = top
+        f = tl.exp(kx - m[None, :])
+        z += tl.sum(f, 0)
+        s += tl.dot(tl.trans(vx), f.to(DOT), input_precision=PREC, out_dtype=ACC)
+    if not CAUSAL:
+        row = bh * SEGMENTS + segment
+        p, some = _block(rows, row, v0, V, BK, BV)
+        tl.store(p, s, mask=some)
         if v0 == 0:
             tl.store(zrows + row * BK + ck, z)
-            tl.store(mrows + row * BK + ck, m)
-        top = tl.maximum(m, own)
-        fade = tl.exp(m - top)
-        gain = tl.exp(own - top)
-        s = s * fade[None, :] + x * gain[None, :]
-        z = z * fade + xz * gain
-        m = top
     if FINAL:
         tl.store(fin + state, s, mask=inside)
         if v0 == 0:
@@ -160,7 +138,7 @@ def scan_keys(
             tl.store(mfin + bh * K + ck, m, mask=ck < K)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 def read(
     q, k, v, rows, zrows, mrows, o, T, N, qb, qh, kb, kh, vb, vh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr,
@@ -208,14 +186,14 @@ def read(
             store_rows(o, num, t, left, H * V, v0, V, C, BV, EVEN)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 def back_q(
-    q, k, v, do, rows, zrows, mrows, dq, pulls, back, zback, T, N, qb, qh, kb, kh, vb, vh, ob, oh,
+    q, k, v, do, rows, zrows, mrows, dq, pulls, T, N, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq; causal also h, to `pulls`, and R and P of the chunk in units of the largest key before it."""
+    """dq; causal also h, to `pulls`."""
     pid = tl.program_id(0)
     t = (pid % N) * C
     bh = (pid // N).to(tl.int64)
@@ -247,42 +225,32 @@ def back_q(
             da += tl.dot(dox, tl.trans(vx), input_precision=PREC, out_dtype=ACC)
     if CAUSAL:
         da = tl.where(i[:, None] >= i[None, :], da, 0.0).to(DOT)
-        queries = tl.zeros([C, BK], ACC)
-        rz = tl.zeros([BK], ACC)
         first = 0
         while first < C:
-            last, top, f, total, y = _turn(kx, rho, first, m, z, C)
-            fade = tl.exp(m - top)[None, :]
-            queries += y * fade
-            each = g * fade
+            last, top, f, _, y = _turn(kx, rho, first, m, z, C)
+            each = g * tl.exp(m - top)[None, :]
             each += tl.dot(da, f.to(DOT), input_precision=PREC, out_dtype=ACC)
             each = y * each
             mine = ((i >= first) & (i < last) & (i < left))[:, None] & (ck < K)[None, :]
             tl.store(pulls + at, each.to(pulls.dtype.element_ty), mask=mine)
-            rz += tl.sum(tl.where(mine, each / total * fade, 0.0), 0)
             each -= rho * tl.sum(each, 1)[:, None]
             tl.store(dq + at, each.to(dq.dtype.element_ty), mask=mine)
             first = last
-        tl.store(zback + row * BK + ck, rz)
-        for v0 in range(0, V, BV):
-            p, some = _block(back, row, v0, V, BK, BV)
-            dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
-            r = tl.dot(tl.trans(dox), queries.to(DOT), input_precision=PREC, out_dtype=ACC)
-            tl.store(p, r.to(back.dtype.element_ty), mask=some)
     else:
         g = rho * (g / tl.maximum(z, 1e-30)[None, :])
         g -= rho * tl.sum(g, 1)[:, None]
         tl.store(dq + at, g.to(dq.dtype.element_ty), mask=(i < left)[:, None] & (ck < K)[None, :])
 
 
-@triton.jit(do_not_specialize=SIZES)
-def sum_queries(
-    q, do, zrows, back, T, N, PER, SEGMENTS, qb, qh, ob, oh,
-    QT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
+@triton.jit
+def walk_queries(
+    q, k, do, pulls, rows, zrows, mrows, back, zback,
+    T, N, PER, SEGMENTS, qb, qh, kb, kh, ob, oh,
+    QT: tl.constexpr, KT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr, H: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Not causal: R of PER chunks."""
+    """R and P after each chunk, last chunk first, to `back` and `zback`; not causal: R of PER chunks."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     v0 = (pid % NV) * BV
@@ -291,49 +259,53 @@ def sum_queries(
     b = bh // H
     h = bh % H
     q += b * qb + h * qh
+    k += b * kb + h * kh
     do += b * ob + h * oh
-    r = tl.zeros([BV, BK], ACC)
-    z = tl.maximum(_row(zrows, bh, BK, ACC), 1e-30)
-    begin = segment * PER
-    for n in range(begin, tl.minimum(begin + PER, N)):
-        t = n * C
-        rho = _softmax(load_rows(q, t, T - t, QT, 0, K, C, BK, EVEN).to(ACC), K, BK)
-        dox = load_rows(do, t, T - t, OT, v0, V, C, BV, EVEN).to(DOT)
-        r += tl.dot(tl.trans(dox), (rho / z[None, :]).to(DOT), input_precision=PREC, out_dtype=ACC)
-    p, some = _block(back, bh * SEGMENTS + segment, v0, V, BK, BV)
-    tl.store(p, r, mask=some)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def scan_queries(
-    back, zeach, zback, mrows, mlast, N,
-    V: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Turns R and P of each chunk, in units of the largest keys before it, into those after each chunk."""
-    NV: tl.constexpr = (V + BE - 1) // BE
-    pid = tl.program_id(0)
-    v0 = (pid % NV) * BE
-    bh = (pid // NV).to(tl.int64)
+    i = tl.arange(0, C)
     ck = tl.arange(0, BK)
-    r = tl.zeros([BE, BK], ACC)
+    r = tl.zeros([BV, BK], ACC)
     rz = tl.zeros([BK], ACC)
-    after = _row(mlast, bh, BK, ACC)
-    for c in tl.range(0, N, num_stages=AHEAD):
-        row = bh * N + N - 1 - c
-        p, some = _block(back, row, v0, V, BK, BE)
-        x = tl.load(p, mask=some, other=0.0).to(ACC)
-        xz = _row(zeach, row, BK, ACC)
-        before = _row(mrows, row, BK, ACC)
-        tl.store(p, r.to(back.dtype.element_ty), mask=some)
-        if v0 == 0:
-            tl.store(zback + row * BK + ck, rz)
-        fade = tl.exp(before - after)
-        r = r * fade[None, :] + x
-        rz = rz * fade + xz
-        after = before
+    if not CAUSAL:
+        z = _row(zrows, bh, BK, ACC)
+    begin = segment * PER
+    stop = tl.minimum(begin + PER, N)
+    for c in range(begin, stop):
+        n = stop - 1 - (c - begin)
+        t = n * C
+        left = T - t
+        rho = _softmax(load_rows(q, t, left, QT, 0, K, C, BK, EVEN).to(ACC), K, BK)
+        dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
+        if CAUSAL:
+            row = bh * N + n
+            p, some = _block(back, row, v0, V, BK, BV)
+            tl.store(p, r.to(back.dtype.element_ty), mask=some)
+            if v0 == 0:
+                tl.store(zback + row * BK + ck, rz)
+            m = _row(mrows, row, BK, ACC)
+            z = _row(zrows, row, BK, ACC)
+            kx = _keys(k, t, left, KT, K, C, BK, EVEN, ACC)
+            at = (b * T * H + h) * K + (t + i).to(tl.int64)[:, None] * (H * K) + ck[None, :]
+            pull = tl.load(pulls + at, mask=(i < left)[:, None] & (ck < K)[None, :], other=0.0).to(ACC)
+            fade = tl.exp(m - tl.maximum(m, tl.max(kx, 0)))
+            r = r * fade[None, :]
+            rz = rz * fade
+            first = 0
+            while first < C:
+                last, top, _, total, y = _turn(kx, rho, first, m, z, C)
+                fade = tl.exp(m - top)
+                r += tl.dot(tl.trans(dox), (y * fade[None, :]).to(DOT), input_precision=PREC, out_dtype=ACC)
+                mine = ((i >= first) & (i < last))[:, None]
+                rz += tl.sum(tl.where(mine, pull / total, 0.0) * fade[None, :], 0)
+                first = last
+        else:
+            y = rho / tl.maximum(z, 1e-30)[None, :]
+            r += tl.dot(tl.trans(dox), y.to(DOT), input_precision=PREC, out_dtype=ACC)
+    if not CAUSAL:
+        p, some = _block(back, bh * SEGMENTS + segment, v0, V, BK, BV)
+        tl.store(p, r, mask=some)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 def back_k(
     q, k, v, do, pulls, zrows, mrows, back, zback, dk, dv, lengths, T, N, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

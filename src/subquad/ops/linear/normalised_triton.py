@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.impl import shared_memory
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.lengths import zero_padding
 from subquad.ops.linear import normalised_kernels_triton as kernels
-from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of
+from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of, room_of
 from subquad.ops.linear.normalised import NOTHING, Inputs, Last
 
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
@@ -24,8 +24,8 @@ def config(kernel: str, width_k: int, width_v: int, itemsize: int, room: int) ->
     while chunk > 16 and (6 * chunk * k + 2 * chunk * block + 2 * k * block + chunk * chunk) * itemsize > room:
         chunk //= 2
     wide = k > 64 or itemsize > 2
-    heavy = kernel in ("back_k", "back_q")
-    return Config(chunk, block, 8 if wide or heavy else 4, 2 if kernel.startswith("sum") and not wide else 1)
+    heavy = kernel in ("back_k", "back_q", "walk_queries")
+    return Config(chunk, block, 8 if wide or heavy else 4, 2 if kernel == "walk_keys" and not wide else 1)
 
 
 class Call:
@@ -35,11 +35,11 @@ class Call:
         self.x, self.causal = x, causal
         self.inputs = {"Q": x.q, "K": x.k, "V": x.v, "O": x.q if do is None else do}
         self.batch, self.queries, self.heads, self.width_k = x.q.shape
-        self.keys_count, self.width_v, self.rows = x.k.shape[1], x.v.shape[3], x.q.shape[0] * x.q.shape[2]
+        self.keys, self.width_v, self.rows = x.k.shape[1], x.v.shape[3], x.q.shape[0] * x.q.shape[2]
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        self.room = shared_memory(x.q)
+        self.room = room_of(x.q)
         self.chunk = self.config("back_k").chunk
 
     def config(self, kernel: str) -> Config:
@@ -69,55 +69,54 @@ class Call:
         launch(kernel, given, Plan((programs,), numbers, constants, cfg.warps, cfg.stages))
 
     def segments(self, tokens: int) -> int:
-        chunks, blocks = blocks_of(tokens, self.chunk), blocks_of(self.width_v, self.config("sum_keys").features)
+        if self.causal:
+            return 1
+        chunks = blocks_of(tokens, self.chunk)
+        blocks = blocks_of(self.width_v, self.config("walk_keys").features)
         return min(chunks, max(1, PROGRAMS // (self.rows * blocks)))
 
-    def sums(self, tokens: int) -> tuple[int, Tensor, Tensor]:
-        """How many of each row to sum, and what to fill: causal of each chunk, otherwise of segments."""
-        segments = blocks_of(tokens, self.chunk) if self.causal else self.segments(tokens)
-        shape = self.rows * segments, self.width_v, block_of(self.width_k, self.size)
-        s = self.x.q.new_empty(shape, dtype=self.work if self.causal else self.wide)
-        return segments, s, s.new_empty(shape[::2], dtype=self.wide)
+    def empty_sums(self, tokens: int, segments: int) -> tuple[Tensor, Tensor]:
+        count = self.rows * (blocks_of(tokens, self.chunk) if self.causal else segments)
+        shape, block = (count, self.width_v, block_of(self.width_k, self.size)), self.x.q
+        s = block.new_empty(shape, dtype=self.work if self.causal else self.wide)
+        return s, block.new_empty((count, shape[2]), dtype=self.wide)
 
-    def scan(self, name: str, tokens: int, *tensors: Tensor | None, **own: Any) -> None:
-        block_k = block_of(self.width_k, self.size)
-        constants: dict[str, Any] = {
-            "K": self.width_k, "V": self.width_v, "BK": block_k, "BE": max(1, 1024 // block_k),
-            "ACC": _TL[self.wide], **own,
-        }  # fmt: skip
-        kernel = getattr(kernels, name)
-        constants = {p: constants[p] for p in kernel.arg_names if p in constants}
-        given = tuple(self.x.q if t is None else t for t in tensors)
-        programs = self.rows * blocks_of(self.width_v, constants["BE"])
-        launch(kernel, given, Plan((programs,), (blocks_of(tokens, self.chunk),), constants))
+    def joined(self, sums: Tensor, segments: int) -> Tensor:
+        return sums if self.causal else sums.unflatten(0, (self.rows, segments)).sum(1)
 
-    def keys(self, last: Last | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """S, z and m before each chunk, or in all, and the last m, [B·H, K]."""
-        x = self.x
-        segments, s, z = self.sums(self.keys_count)
+    def walk_keys(self, last: Last | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """S, z and m before each chunk, or in all."""
+        x, segments = self.x, self.segments(self.keys)
+        s, z = self.empty_sums(self.keys, segments)
         if self.causal:
             m = torch.empty_like(z)
-            self.start("sum_keys", "KV", self.keys_count, segments, s, z, m, x.lengths)
-            zrows, mrows = torch.empty_like(z), torch.empty_like(m)
-            init = (None,) * 3 if x.s0 is None else (x.s0, x.z0, x.max0)
-            self.scan("scan_keys", self.keys_count, s, z, m, zrows, mrows, *init, *(last or (None,) * 3),
-                      INIT=x.s0 is not None, FINAL=last is not None)  # fmt: skip
-            end = torch.maximum(*(t.unflatten(0, (self.rows, -1))[:, -1] for t in (m, mrows)))
-            return s, zrows, mrows, end
-        k = x.k.detach()
-        if x.lengths is not None:  # a key that is not there is not the largest
-            there = torch.arange(k.shape[1], device=k.device) < x.lengths[:, None]
-            k = k.masked_fill(~there[..., None, None], torch.finfo(k.dtype).min)
-        m = k.amax(1).to(self.wide).clamp(min=NOTHING).flatten(0, 1)  # [B·H, K]
-        m = F.pad(m, (0, z.shape[-1] - self.width_k)).contiguous()
-        self.start("sum_keys", "KV", self.keys_count, segments, s, z, m, x.lengths)
-        return *(t.unflatten(0, (self.rows, segments)).sum(1) for t in (s, z)), m, m
+        else:
+            k = x.k.detach()
+            if x.lengths is not None:  # a key that is not there is not the largest
+                least = torch.finfo(k.dtype).min
+                k = k.masked_fill(zero_padding(torch.ones_like(k[:, :, :1, :1]), x.lengths) == 0, least)
+            m = k.amax(1).to(self.wide).clamp(min=NOTHING).flatten(0, 1)  # [B·H, K]
+            m = F.pad(m, (0, z.shape[-1] - self.width_k)).contiguous()
+        init = (None,) * 3 if x.s0 is None else (x.s0, x.z0, x.max0)
+        self.start("walk_keys", "KV", self.keys, segments, s, z, m, *init, *(last or (None,) * 3), x.lengths,
+                   INIT=x.s0 is not None, FINAL=last is not None)  # fmt: skip
+        return self.joined(s, segments), self.joined(z, segments), m
+
+    def walk_queries(self, pulls: Tensor, s: Tensor | None, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """R and P after each chunk, or in all."""
+        segments = self.segments(self.queries)
+        r, rz = self.empty_sums(self.queries, segments)
+        self.start("walk_queries", "QKO", self.queries, segments, pulls, r, z, m, r, rz)
+        r = self.joined(r, segments)
+        if s is not None:
+            rz = (s * r).sum(1) / z.clamp(min=1e-30)  # the channel's mean of all pulls, for every key
+        return r, rz
 
 
 def forward(x: Inputs, causal: bool, o: Tensor, last: Last | None) -> None:
     """Fill o and the last sums."""
     call = Call(x, causal)
-    s, z, m, _ = call.keys(last)
+    s, z, m = call.walk_keys(last)
     call.start("read", "QKV", call.queries, None, s, z, m, o)
 
 
@@ -125,18 +124,12 @@ def backward(do: Tensor, x: Inputs, causal: bool) -> tuple[Tensor, Tensor, Tenso
     """The gradients of q, k and v."""
     call = Call(x, causal, do)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
-    s, z, m, end = call.keys()
-    segments, r, each = call.sums(call.queries)
-    call.start("back_q", "QKVO", call.queries, None, s, z, m, dq, dk, r, each)
-    if causal:
-        del s
-        rz = torch.empty_like(each)
-        call.scan("scan_queries", call.queries, r, each, rz, m, end)
-    else:
-        call.start("sum_queries", "QO", call.queries, segments, z, r)
-        r = r.unflatten(0, (call.rows, segments)).sum(1)
-        rz = (s * r).sum(1) / z.clamp(min=1e-30)  # the channel's mean of all pulls, for every key
-    call.start("back_k", "QKVO", call.keys_count, None, dk, z, m, r, rz, dk, dv, x.lengths)
+    s, z, m = call.walk_keys()
+    call.start("back_q", "QKVO", call.queries, None, s, z, m, dq, dk)
+    sums = None if causal else s
+    del s
+    r, rz = call.walk_queries(dk, sums, z, m)
+    call.start("back_k", "QKVO", call.keys, None, dk, z, m, r, rz, dk, dv, x.lengths)
     return dq, dk, dv
 
 
