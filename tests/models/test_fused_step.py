@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from subquad import LanguageModel
-from subquad.models import fused_step
+from subquad.models import blocks, fused_step
 from subquad.models.state import leaves, map_state
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,6 +58,20 @@ def test_a_step_in_place_is_the_usual_step(kind: str, monkeypatch: pytest.Monkey
     compare(model, steps=5)
     assert calls.count("mix") == 5 * 3
     assert calls.count("feed") == 2 * 5 * 3  # also of the pure steps
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_many_rows_add_the_mixer_with_the_feed_forward(
+    norm: Any, norm_position: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(mechanism="linear", norm=norm, norm_position=norm_position, activation="gelu")
+    monkeypatch.setattr(blocks, "pays", lambda *_: True)
+    given: list[Any] = []
+    fused = blocks.feed_forward
+    monkeypatch.setattr(blocks, "feed_forward", lambda *args, **how: given.append(how["mixed"]) or fused(*args, **how))
+    compare(model, steps=2)
+    assert [mixed is not None for mixed in given] == ([False] * 3 + [True] * 3) * 2
 
 
 class Wrapped(nn.Linear):

@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
+from subquad.ops.feed_forward import Mixed
 from subquad.ops.rotary import Turns
 from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
 
 
-def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any] | None:
+def mix(
+    block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]
+) -> tuple[Tensor, Mixed | None, Any] | None:
     """The stream x [B, D] after the mixer on its residual, and the state; None if this block cannot.
 
-    `late`: the positions that the caller still has to move are added to it.
+    With many rows x is the stream before it, and what is to be added comes with it, since one kernel adds it and takes
+    the feed-forward. `late`: the positions that the caller still has to move are added to it.
     """
     mixer, residual, taps = block.mixer, block.mixer_residual, block.taps
     if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
@@ -44,10 +48,14 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
     qkv = row_linear(h, heads.qkv.weight, heads.qkv.bias, norm=before)
     o, mixed = mixer.decode(qkv, mixed, turns)
     late.append(mixed.position)
-    x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
     if recent is not None:
         mixed = type(state)(mixed, recent)
-    return (normalise(x, norm) if residual.post else x), mixed
+    second = norm_of(block.ff_residual.norm, x.dtype)
+    if second is not None and (second.kind, second.eps) == (norm.kind, norm.eps) and block.at_once((x,)):
+        after = (norm.weight, norm.bias) if residual.post else (None, None)
+        return x, Mixed(o, heads.out.weight, heads.out.bias, *after), mixed
+    x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
+    return (normalise(x, norm) if residual.post else x), None, mixed
 
 
 def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:
