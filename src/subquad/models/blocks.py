@@ -18,7 +18,7 @@ from subquad.models import fused_step
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
-from subquad.ops.feed_forward import Mixed, feed_forward, pays
+from subquad.ops.feed_forward import feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm
 from subquad.ops.lengths import zero_padding
 from subquad.ops.rotary import Turns
@@ -168,8 +168,8 @@ class Block(nn.Module):
         if inplace and late is not None and self.cross is None and len(stream) == 1:
             fused = fused_step.mix(self, stream[0], state, turns, late)
             if fused is not None:
-                x, mixed, state = fused
-                return self._feed((x,), mixed), state
+                x, state, fed = fused
+                return ((x,) if fed else self._feed((x,))), state
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:
@@ -183,17 +183,12 @@ class Block(nn.Module):
             stream = self.cross_residual.write(stream, y)
         return self._feed(stream), state
 
-    def at_once(self, stream: Stream) -> bool:
-        """Whether the feed-forward on its residual is one fused kernel: for few tokens without gradients."""
-        ff = self.ff
+    def _feed(self, stream: Stream) -> Stream:
+        """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
+        ff, residual = self.ff, self.ff_residual
         usual = len(stream) == 2 or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
-        return not usual and pays(stream[0], ff.inner.weight)
-
-    def _feed(self, stream: Stream, mixed: Mixed | None = None) -> Stream:
-        """The feed-forward on its residual. `mixed`: what is to be added before, only where all of it is `at_once`."""
-        ff, residual = self.ff, self.ff_residual
-        if mixed is None and not self.at_once(stream):
+        if usual or not pays(stream[0], ff.inner.weight):
             x = fused_step.feed(stream[0], ff, residual) if len(stream) == 1 else None
             return residual.write(stream, ff(residual.read(stream))) if x is None else (x,)
         norm = residual.norm
@@ -201,7 +196,7 @@ class Block(nn.Module):
             stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,
             norm.bias if isinstance(norm, nn.LayerNorm) else None, eps=norm.eps or torch.finfo(stream[0].dtype).eps,
             activation="relu" if ff.activation == "relu" else "gelu",
-            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not residual.post, mixed=mixed,
+            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not residual.post,
         )  # fmt: skip
         return (y,)
 

@@ -11,18 +11,16 @@ from torch import Tensor, nn
 
 from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
-from subquad.ops.feed_forward import Mixed
+from subquad.ops.feed_forward import Mixed, feed_forward, pays
 from subquad.ops.rotary import Turns
 from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
 
 
-def mix(
-    block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]
-) -> tuple[Tensor, Mixed | None, Any] | None:
+def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any, bool] | None:
     """The stream x [B, D] after the mixer on its residual, and the state; None if this block cannot.
 
-    With many rows x is the stream before it, and what is to be added comes with it, since one kernel adds it and takes
-    the feed-forward. `late`: the positions that the caller still has to move are added to it.
+    The third result says whether x has passed the feed-forward too: with many rows one kernel does both. `late`: the
+    positions that the caller still has to move are added to it.
     """
     mixer, residual, taps = block.mixer, block.mixer_residual, block.taps
     if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
@@ -50,12 +48,26 @@ def mix(
     late.append(mixed.position)
     if recent is not None:
         mixed = type(state)(mixed, recent)
-    second = norm_of(block.ff_residual.norm, x.dtype)
-    if second is not None and (second.kind, second.eps) == (norm.kind, norm.eps) and block.at_once((x,)):
-        after = (norm.weight, norm.bias) if residual.post else (None, None)
-        return x, Mixed(o, heads.out.weight, heads.out.bias, *after), mixed
+    fed = _finish(block, x, o, norm)
+    if fed is not None:
+        return fed, mixed, True
     x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
-    return (normalise(x, norm) if residual.post else x), None, mixed
+    return (normalise(x, norm) if residual.post else x), mixed, False
+
+
+def _finish(block: Any, x: Tensor, o: Tensor, norm: Norm) -> Tensor | None:
+    """The stream after the output layer of the mixer and the feed-forward in one kernel, where that is faster."""
+    ff, out, post = block.ff, block.mixer.heads.out, block.mixer_residual.post
+    if ff.gated or not (plain(ff.inner) and plain(ff.out)) or watched(ff) or not pays(x, ff.inner.weight):
+        return None
+    second = norm_of(block.ff_residual.norm, x.dtype)
+    if second is None or (second.kind, second.eps) != (norm.kind, norm.eps):
+        return None
+    mixed = Mixed(o, out.weight, out.bias, norm.weight if post else None, norm.bias if post else None)
+    return feed_forward(
+        x, ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, second.weight, second.bias, eps=norm.eps,
+        activation=ff.activation, norm=norm.kind, pre=not post, mixed=mixed,
+    )  # fmt: skip
 
 
 def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:

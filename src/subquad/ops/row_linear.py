@@ -25,7 +25,7 @@ class Norm(NamedTuple):
     weight: Tensor  # [K]
     bias: Tensor | None  # [K]
     eps: float
-    kind: str  # "layer" or "rms"
+    kind: Literal["layer", "rms"]
 
 
 def norm_of(module: nn.Module, dtype: torch.dtype) -> Norm | None:
