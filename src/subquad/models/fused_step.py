@@ -27,9 +27,10 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
         return None  # the last: somebody replaced its step
     heads: Any = getattr(mixer, "heads", None)
     norm = norm_of(residual.norm, x.dtype)
-    if norm is None or type(heads) is not Heads or not (plain(heads.qkv) and plain(heads.out)) or watched(heads):
+    if norm is None or type(heads) is not Heads or watched(heads):
         return None
-    if (turns is None) != (mixer.turn_width is None):
+    into, out = heads.qkv, heads.out  # looked up once: attributes of modules are slow
+    if not (plain(into) and plain(out)) or (turns is None) != (mixer.turn_width is None):
         return None
     mixed, recent = block._parts(state, x)
     if not mixer.decodes(mixed):
@@ -43,22 +44,21 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
         h, recent = taps.decode(h, recent)
         before = None
         late.append(recent.position)
-    qkv = row_linear(h, heads.qkv.weight, heads.qkv.bias, norm=before)
-    o, mixed = mixer.decode(qkv, mixed, turns)
+    o, mixed = mixer.decode(row_linear(h, into.weight, into.bias, norm=before), mixed, turns)
     late.append(mixed.position)
     if recent is not None:
         mixed = type(state)(mixed, recent)
-    fed = _finish(block, x, o, norm)
+    fed = _finish(block, x, o, out, norm)
     if fed is not None:
         return fed, mixed, True
-    x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
+    x = row_linear(o, out.weight, out.bias, residual=x)
     return (normalise(x, norm) if residual.post else x), mixed, False
 
 
-def _finish(block: Any, x: Tensor, o: Tensor, norm: Norm) -> Tensor | None:
+def _finish(block: Any, x: Tensor, o: Tensor, out: Any, norm: Norm) -> Tensor | None:
     """The stream after the output layer of the mixer and the feed-forward in one kernel, where that is faster."""
-    ff, out, post = block.ff, block.mixer.heads.out, block.mixer_residual.post
-    if ff.gated or not (plain(ff.inner) and plain(ff.out)) or watched(ff) or not pays(x, ff.inner.weight):
+    ff, post = block.ff, block.mixer_residual.post
+    if ff.gated or not pays(x, ff.inner.weight) or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
         return None
     second = norm_of(block.ff_residual.norm, x.dtype)
     if second is None or (second.kind, second.eps) != (norm.kind, norm.eps):
@@ -72,14 +72,14 @@ def _finish(block: Any, x: Tensor, o: Tensor, norm: Norm) -> Tensor | None:
 
 def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:
     """The stream x [B, D] after the feed-forward on its residual; None if it is built otherwise."""
-    norm = norm_of(residual.norm, x.dtype)
-    if norm is None or ff.training or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
+    norm, inner, out = norm_of(residual.norm, x.dtype), ff.inner, ff.out
+    if norm is None or ff.training or not (plain(inner) and plain(out)) or watched(ff):
         return None
     before: Norm | None = None if residual.post else norm
     activation: Activation = "none" if ff.gated else ff.activation
-    h = row_linear(x, ff.inner.weight, ff.inner.bias, norm=before, activation=activation)
+    h = row_linear(x, inner.weight, inner.bias, norm=before, activation=activation)
     if ff.gated:
         gate, value = h.chunk(2, dim=-1)
         h = nn.functional.silu(gate) * value
-    x = row_linear(h, ff.out.weight, ff.out.bias, residual=x)
+    x = row_linear(h, out.weight, out.bias, residual=x)
     return normalise(x, norm) if residual.post else x
