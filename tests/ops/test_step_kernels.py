@@ -139,5 +139,8 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
             if name in constants:
                 constexprs[(i,)] = constants[name]
         source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
-        built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+        options = {"num_warps": warps, "launch_pdl": True, "maxnreg": sampling_triton.REGISTERS}
+        built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert built.asm["cubin"]
+        assert f".maxnreg {sampling_triton.REGISTERS}" in built.asm["ptx"]
+        assert warps * 32 * sampling_triton.REGISTERS <= 65536
