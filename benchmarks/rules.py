@@ -6,9 +6,9 @@
     python benchmarks/rules.py --peers FOLDER           where a copy of flash-linear-attention lies, if not installed
     python benchmarks/rules.py --parts                  milliseconds of each kernel
 
-Correct means: error against float64 at most twice that of the plain chunked torch expression in the same type, for the
-output, the last state and every gradient, over random shapes, lengths, packs, gates and rates, with memory that was
-filled with NaN before.
+Correct means: error against float64 at most twice that of the plain chunked torch expression in the same type, or 1e-5
+in float32, for the output, the last state and every gradient, over random shapes, lengths, packs, gates and rates, with
+memory that was filled with NaN before. A gradient that is zero but for rounding is compared with the largest one.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.machine import commit, tell_commit
-from subquad.ops import linear_attention
+from subquad.ops import LinearState, linear_attention
 from subquad.ops.linear import rule_launches_triton as launches
 from subquad.ops.linear.rule_operators import recur
 from subquad.ops.linear.spec import RuleInputs
@@ -107,7 +107,7 @@ def each(case: Case, x: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
 
 
 def draw_case(rng: random.Random, number: int) -> Case:
-    rule = RULES[1 + number % 3]
+    rule = RULES[number % len(RULES)]
     t = rng.choice((1, 5, 63, 64, 65, 200, 511, 1000))
     b = rng.choice((1, 2, 3))
     packed = rng.random() < 0.25
@@ -179,6 +179,13 @@ def check(case: Case) -> Case:
         assert q is not None
         assert k is not None
         assert v is not None
+        if case["rule"] == "gated":
+            before = None if s0 is None else LinearState(s0, torch.zeros_like(s0[..., 0]))
+            o, after = linear_attention(
+                q, k, v, log_gate=gate, feature_map="identity", normalize=False, lengths=lengths, cu_seqlens=cu,
+                initial_state=before, return_state=True, impl="triton",
+            )  # fmt: skip
+            return o, after.s
         return recur(RuleInputs(q, k, v, gate, beta, lengths, cu, s0), False, "triton")
 
     gen = torch.Generator(device).manual_seed(1)
@@ -193,12 +200,14 @@ def check(case: Case) -> Case:
     mine = outputs_and_gradients(ours, x, w)
     exact, rough = (outputs_and_gradients(lambda y: each(case, y), y, w) for y in (wide, x))
     ok = True
+    largest = max(float(e.norm()) for e in exact)
     for name, a, r, e in zip(names, mine, rough, exact, strict=True):
-        scale = e.norm().clamp(min=1e-30)
+        scale = e.norm().clamp(min=1e-6 * largest + 1e-30)
         error, allowed = (float((t.double() - e).norm() / scale) for t in (a, r))
         found[name] = (error, allowed)
-        small = float(e.abs().max()) < 1e-12 and float(a.abs().max()) < 1e-6
-        ok &= bool(torch.isfinite(a).all()) and (error <= 2 * allowed + 1e-6 or small)
+        nothing = float((a.double() - e).norm()) <= 0.01 * torch.finfo(x["q"].dtype).eps * largest  # type: ignore[union-attr]
+        slack = 1e-5 if case["dtype"] == "float32" else 1e-6
+        ok &= bool(torch.isfinite(a).all()) and (error <= 2 * allowed + slack or nothing)
     found["ok"] = ok
     return found
 

@@ -44,7 +44,7 @@ def images(name: str, batch: int, mode: str, device: str, **changes: Any) -> Ite
 
 
 def iteration(task: Task, model: nn.Module, batch: Batch, mode: str) -> Iteration:
-    """mode: "eager", "compiled", "captured" (gradients as a CUDA graph) or "compiled+captured"."""
+    """mode: "eager", "compiled", "captured" (all of it as a CUDA graph) or "compiled+captured"."""
     precision = "bf16" if next(model.parameters()).is_cuda else "fp32"
     compile, capture = "compiled" in mode, "captured" in mode
     return Iteration(task, model, batch, precision=precision, compile=compile, capture=capture)

@@ -213,6 +213,9 @@ OPS: dict[str, Callable[[random.Random, Path], Call]] = {
     "SparseCache.attend": lambda rng, _: _cached(
         rng, "attend", q=heads(), k=heads(), v=heads(), lengths=lengths(), scale=0.5
     ),
+    "SparseCache.step": lambda rng, _: _cached(
+        rng, "step", q=heads()[:, 0], k=heads()[:, 0], v=heads()[:, 0], scale=0.5, inplace=False
+    ),
     "Local": lambda rng, _: (Local, {"before": 3, "after": 2}),
     "Dilated": lambda rng, _: (ops.Dilated, {"window": 3, "gap": 2}),
     "Strided": lambda rng, _: (ops.Strided, {"l": 3}),

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from subquad.machine import allocation_peak
@@ -83,3 +84,16 @@ def test_each_sample_of_decoding_starts_at_the_end_of_the_sequence() -> None:
 
 def test_estimates() -> None:
     assert grown(10.0, 512, 1024, 2.0) == 40.0
+
+
+def test_prompts_are_read_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("softmax", "local", "compressed"):
+        subject = Subject(name, Shape(length=12, dim=8, batch=3))
+        whole = Decode(subject)
+        monkeypatch.setattr("subquad.measure.cost.PREFILLED", 24)
+        parts = Decode(subject)
+        monkeypatch.undo()
+        assert all(torch.allclose(a, b) for a, b in zip(whole.start, parts.start, strict=True)), name
+        assert parts.bytes == whole.bytes
+        assert parts.graph is None  # there is no GPU
+        assert parts.uncaptured is None

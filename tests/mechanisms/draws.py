@@ -103,7 +103,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...] | Callable[[random.Random, int], Any
 # must be the same. test_draws checks that each is reached, and that no number in ops and mechanisms is missing.
 Threshold = int | tuple[int, ...]
 THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
-    "mechanisms.additive.PAIRS": (1, 2000),
+    "ops.additive.PAIRS": (1, 2000),
     "mechanisms.clustered.PAIRS_A_KEY": (0, 1000),
     "mechanisms.efficient.BLOCK": (2, 8),
     "mechanisms.efficient.LIMIT": (0, 1),

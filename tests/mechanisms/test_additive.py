@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from subquad import build
-from subquad.mechanisms import additive
+from subquad.ops import additive
 
 
 @pytest.mark.parametrize("causal", [False, True])

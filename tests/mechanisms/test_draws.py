@@ -96,7 +96,7 @@ class Call(NamedTuple):
 
 
 CALLS = {
-    "mechanisms.additive.PAIRS": Call("additive", {}),
+    "ops.additive.PAIRS": Call("additive", {}),
     "mechanisms.clustered.PAIRS_A_KEY": Call("clustered", {"clusters": 4, "topk": 6}),
     "mechanisms.efficient.BLOCK": Call("efficient", {"causal": True}, size=50.0),
     "mechanisms.efficient.LIMIT": Call("efficient", {"causal": True}),
@@ -167,7 +167,6 @@ def test_both_sides_of_a_threshold_compute_the_same(threshold: str, monkeypatch:
 
 
 ELSEWHERE = {  # constants that are not thresholds of a torch path, or that another test covers
-    "mechanisms.additive.GPU_PAIRS": "PAIRS on a GPU",
     "mechanisms.clustered.CHUNK": "of exported programs; mechanisms/test_export.py",
     "mechanisms.efficient.NOTHING": "stands for minus infinity",
     "mechanisms.efficient.PADDED": "stands for minus infinity",
@@ -177,15 +176,23 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "mechanisms.recurrent.WIDTH": "of the definition",
     "mechanisms.reformer.SELF": "of the definition",
     "mechanisms.sinkhorn.ABSENT": "stands for zero",
+    "ops.additive.GPU_PAIRS": "PAIRS on a GPU",
+    "ops.additive_triton.HELD": "ops/test_additive.py",
+    "ops.additive_triton.PIECE": "ops/test_additive.py",
+    "ops.additive_triton.QUERIES": "ops/test_additive.py",
+    "ops.additive_triton.ROWS": "ops/test_additive.py",
     "ops.cache_triton.LOG2E": "a number of mathematics",
     "ops.cache.BLOCK": "ops/test_cache.py",
     "ops.cache_triton.BLOCK": "ops/test_cache_triton.py",
     "ops.cache_triton.PROGRAMS": "ops/test_cache_triton.py",
+    "ops.cross_entropy_triton.BLOCK": "ops/test_cross_entropy.py",
+    "ops.cross_entropy_triton.WHOLE": "ops/test_cross_entropy.py",
     "ops.ctc.MOST": "ops/test_ctc.py",
     "ops.ctc.NEVER": "stands for minus infinity",
     "ops.ctc_triton.PLACES": "ops/test_ctc.py",
     "ops.feed_forward.ROWS": "a GPU's; ops/test_feed_forward.py computes both ways",
     "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
+    "ops.layer_norm.WIDEST_ALONE": "a GPU's; ops/test_layer_norm.py computes both ways",
     "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",
     "ops.layer_norm_triton.TILE": "ops/test_layer_norm.py",
     "ops.linear.chunked.FORGET": "stands for minus infinity",
@@ -196,6 +203,11 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.linear.fused.WALKS": "ops/test_linear_triton.py",
     "ops.linear.rule_fused.CHUNK": "ops/test_rules_triton.py",
     "ops.linear.rule_launches_triton.WIDTH": "ops/test_rules_triton.py",
+    "ops.relative_triton.SCRATCH": "ops/test_relative.py",
+    "ops.perceptron_triton.PROGRAMS": "a GPU's; ops/test_perceptron.py has more rows than programs",
+    "ops.perceptron_triton.WARPS": "changes no number",
+    "ops.rotary_triton.TILE": "ops/test_rotary_triton.py",
+    "ops.rotary_triton.WARPS": "changes no number",
     "ops.sparse.patterns.COUNTED": "ops/sparse/test_patterns.py",
     "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.random_features.SHORT": "stands for zero",

@@ -130,7 +130,7 @@ def test_8_long_sums_keep_their_digits(case: Case) -> None:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Additive attention makes T²·d elements in pieces. With smaller pieces, shorter sequences show how they grow."""
-    monkeypatch.setattr("subquad.mechanisms.additive.PAIRS", 1 << 16)
+    monkeypatch.setattr("subquad.ops.additive.PAIRS", 1 << 16)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from subquad import build
 from subquad.mechanisms.base import Mixer
-from subquad.mechanisms.nystrom import Nystrom, convolve, pseudo_inverse
+from subquad.mechanisms.nystrom import Nystrom, pseudo_inverse
+from subquad.ops.convolve import convolve
 
 
 def make(**options: object) -> Nystrom:

@@ -33,7 +33,7 @@ from subquad.mechanisms.routing import Routed, Routing
 from subquad.mechanisms.sinkhorn import Sinkhorn
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.transformer_xl import TransformerXL
-from subquad.ops import feature_maps, rotary
+from subquad.ops import feature_maps, relative, rotary
 from subquad.ops.buckets import empty_lists, slot_attention
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.linear import chunked
@@ -570,9 +570,9 @@ LINES: dict[str, tuple[tuple[Slip, ...], Case, Callable[[Case], None]]] = {
     "dropout that is not rescaled": (
         (
             Slip(
-                TransformerXL._attend_behind,
-                "F.dropout(weights, self._dropout())",
-                "weights * (torch.rand_like(weights) >= self.options.dropout * self.training)",
+                relative._blocks,
+                "F.dropout(weights, dropout)",
+                "weights * (torch.rand_like(weights) >= dropout)",
             ),
         ),
         laws.dropping(TransformerXL, True),

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS
-from subquad.models import Transformer, TransformerConfig
+from subquad.models import Transformer, TransformerConfig, blocks, transformer
 from subquad.models.blocks import FeedForward, mean_pool, shorten
 
 
@@ -14,6 +16,58 @@ def gradients(model: torch.nn.Module, y: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.dtype))
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"norm_position": "post", "final_norm": False},
+        {"norm_position": "post", "autocast": True},
+        {"norm": "rms", "checkpoint": True, "activation": "relu"},
+        {"final_norm": False, "activation": "swiglu"},
+        {"taps": (1, 2), "rotary": True, "ff_chunks": 2},
+        {"cross": "softmax"},
+        {"pool": (1, 2), "causal": False},
+        {"reversible": True},
+    ],
+)
+def test_the_passes_of_a_gpu_give_the_same_model(
+    fields: dict[str, Any], prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the torch path of their operations, whose kernels have their own tests."""
+    torch.manual_seed(0)
+    fields = dict(fields)
+    autocast = fields.pop("autocast", False)
+    model = Transformer(**{"dim": 8, "heads": 2, "depth": 2, "mechanism": "linear", "causal": True, **fields})
+    model = model if autocast else model.double()
+    x, memory = (torch.randn(2, size, 8).to(model.dtype) for size in (6, 3))
+    given = {"memory": memory} if "cross" in fields else {}
+    if prefill and not model.config.causal:
+        pytest.skip("it has no state")
+
+    @torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    def run() -> list[Tensor]:
+        if not prefill:
+            y = model(x, **given)
+            return [y.detach(), *gradients(model, y).values()]
+        y, state = model.prefill(x, **given)
+        return [y, model.step(x[:, 0], state, **given)[0]]
+
+    want = run()
+    used: list[tuple[Any, ...]] = []
+
+    def yes(*given: Any) -> bool:
+        used.append(given)
+        return True
+
+    for module in (blocks, transformer):
+        monkeypatch.setattr(module, "fuses", yes)
+    monkeypatch.setattr(blocks, "keeps_less", yes)
+    for a, b in zip(run(), want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert used
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])

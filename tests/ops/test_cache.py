@@ -39,7 +39,7 @@ def test_gradients_reach_the_cache() -> None:
 
 def test_compiled_programs_see_one_operator() -> None:
     q, k, v = inputs(2, 6, 2, 4, 4, torch.float32)
-    torch.library.opcheck(torch.ops.subquad.cached_attention, (q, k, v, torch.tensor([3, 6]), 0.5, False))
+    torch.library.opcheck(torch.ops.subquad.cached_attention, (q, k, v, torch.tensor([3, 6]), 0.5, None, False))
 
 
 def test_append_in_place_writes_where_the_cache_stands() -> None:

@@ -30,6 +30,23 @@ def test_the_kernel_is_the_definition(
 
 
 @interpreted
+@pytest.mark.parametrize(("size", "counts"), [(40, [1, 40]), (300, [3, 300])])
+def test_scores_may_be_additive(size: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops import cache_triton
+    from subquad.ops.additive import additive_attention
+
+    monkeypatch.setattr(cache_triton, "BLOCK", 1024)
+    q, k, v = inputs(2, size, 2, 12, 20, torch.float32)
+    count, score = torch.tensor(counts), torch.randn(2, 12)
+    want = additive_attention(q[:, None].double(), k.double(), v.double(), count[:, None], score.double())[:, 0]
+    for factor in (1.0, 100.0):  # far out tanh is flat, and must not overflow
+        o = cache_triton.attend(factor * q, k, v, count, 1.0, score=score)
+        assert bool(o.isfinite().all())
+        if factor == 1:
+            torch.testing.assert_close(o.double(), want, rtol=0, atol=1e-5)
+
+
+@interpreted
 def test_strided_caches_are_read_where_they_lie() -> None:
     from subquad.ops import cache_triton
 
@@ -88,9 +105,9 @@ def test_compiles_for_hopper(splits: int) -> None:
 
     constants = {
         "K": 32, "V": 32, "BK": 32, "BV": 32, "BC": BLOCK // 32, "SPLITS": splits, "NEW": splits > 1,
-        "TURN": splits > 1, "EARLY": True,
+        "TURN": splits > 1, "ADDITIVE": splits == 1, "EARLY": True,
     }  # fmt: skip
-    types = {**dict.fromkeys(("q", "k", "v", "kn", "vn"), "*bf16"), "n": "*i64", "scale": "fp32"}
+    types = {**dict.fromkeys(("q", "k", "v", "kn", "vn", "weight"), "*bf16"), "n": "*i64", "scale": "fp32"}
     types |= dict.fromkeys(("high", "mass", "cos", "sin"), "*fp32")
     types["o"] = "*bf16" if splits == 1 else "*fp32"
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in decode.arg_names}

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad import Transformer
-from subquad.ops.layer_norm import LayerNorm, layer_norm
+from subquad.ops.impl import Impl
+from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, layer_norm
 from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
@@ -52,8 +53,43 @@ def test_sixteen_bits_and_large_numbers_lose_no_more_than_torch_does() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(("post", "added"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+def test_with_a_residual_it_is_that_of_torch(norm: Norm, post: bool, added: bool, out: torch.dtype | None) -> None:
+    x, weight, bias = draw((2, 9, 40), torch.float32)
+    parts = [x, weight, *([torch.randn(x.shape).bfloat16()] if added else []), *([bias] if norm == "layer" else [])]
+    grads = torch.randn(x.shape), torch.randn(x.shape).to(out or torch.float32)
+
+    def run(impl: Impl) -> list[Tensor]:
+        given = [part.clone().requires_grad_() for part in parts]
+        y, shift = given[2] if added else None, given[-1] if norm == "layer" else None
+        both = add_norm(given[0], y, given[1], shift, 1e-5, norm=norm, post=post, out=out, impl=impl)
+        assert both[1].dtype == (out or torch.float32)
+        return [*both, *torch.autograd.grad(both, given, grads)]
+
+    for got, want in zip(run("triton"), run("torch"), strict=True):
+        assert got.dtype == want.dtype
+        close = {} if got.dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+        torch.testing.assert_close(got, want, **({"rtol": 1e-4, "atol": 1e-4} | close))
+
+
+@interpreted
+@pytest.mark.parametrize("read", ["sum", "norm"])
+def test_one_of_its_results_may_have_no_gradient(read: str) -> None:
+    x, weight, bias = draw((5, 16), torch.float32)
+    added, grads = torch.randn(5, 16, requires_grad=True), []
+    for impl in ("triton", "torch"):
+        x = x.clone().requires_grad_()
+        result = add_norm(x, added, weight, bias, impl=impl)[read == "norm"]
+        grads.append(torch.autograd.grad(result, (x, added), torch.ones_like(result).cumsum(-1)))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@interpreted
 def test_what_it_cannot_do_is_refused() -> None:
-    for parts, message in ((draw((2, 513), torch.float32), "513"), (draw((2, 8), torch.float64), "float64")):
+    for parts, message in ((draw((2, 4097), torch.float32), "4097"), (draw((2, 8), torch.float64), "float64")):
         with pytest.raises(ValueError, match=message):
             layer_norm(*parts, impl="triton")
     with pytest.raises(ValueError, match="no elements"):
@@ -72,7 +108,7 @@ def test_a_model_has_it_under_the_names_of_torch() -> None:
 
 
 @compiled
-@pytest.mark.parametrize(("width", "dtype"), [(64, "fp32"), (300, "bf16")])
+@pytest.mark.parametrize(("width", "dtype"), [(64, "fp32"), (300, "bf16"), (768, "bf16")])
 def test_compiles_for_hopper(width: int, dtype: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -81,15 +117,16 @@ def test_compiles_for_hopper(width: int, dtype: str) -> None:
     from subquad.ops import layer_norm_triton as kernels
 
     wide = triton.next_power_of_2(width)
-    constants = {"D": width, "W": wide, "BM": kernels.TILE // wide, "P": 528}
+    constants = {"D": width, "W": wide, "BM": kernels.TILE // wide, "P": 528, "ADD": True, "RMS": False, "TWO": False}
+    constants |= {"SUM": True, "ADDED": True}
+    types = {"R": "i32", "eps": "fp32"} | dict.fromkeys(("mean", "scale", "parts", "s", "ds", "dx", "x"), "*fp32")
     for kernel in (kernels.normalise, kernels.gradients):
         signature, constexprs = {}, {}
         for i, name in enumerate(kernel.arg_names):
             if name in constants:
                 signature[name], constexprs[(i,)] = "constexpr", constants[name]
             else:
-                plain = {"R": "i32", "eps": "fp32", "mean": "*fp32", "scale": "*fp32", "parts": "*fp32"}
-                signature[name] = plain.get(name, f"*{dtype}")
+                signature[name] = types.get(name, f"*{dtype}")
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
         options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]

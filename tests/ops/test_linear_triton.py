@@ -43,7 +43,7 @@ def test_segments_are_longer_where_many_programs_walk_along(monkeypatch: pytest.
     monkeypatch.setattr(fused, "PROGRAMS", 64)
     monkeypatch.setattr(fused, "WALKS", 8)
     few, many = (torch.empty(1, 512, heads, 1) for heads in (7, 8))
-    segments = [fused.segment_of(x, x, None, causal) for x in (few, many) for causal in (True, False)]
+    segments = [fused.segment_of(x, x, causal) for x in (few, many) for causal in (True, False)]
     assert segments == [64, 32, 512, 32]
 
 
@@ -246,6 +246,32 @@ def test_closed_gates_forget_exactly() -> None:
     torch.testing.assert_close(out[0][:, 50:], x[2][:, 50:], rtol=1e-4, atol=1e-5)
     for y in torch.autograd.grad(out[0].square().sum(), [*x, gate]):
         assert torch.isfinite(y).all()
+
+
+@interpreted
+@pytest.mark.parametrize("steep", [0.1, 2.0, 10.0])
+def test_gradients_of_gates_are_exact_to_the_type(steep: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding does not add up over a segment, and sums that have decayed to almost nothing stay finite."""
+    monkeypatch.setattr(fused, "MIN_SEGMENT", 128)
+    torch.manual_seed(0)
+    x = [torch.randn(1, 300, 1, 16).half().requires_grad_() for _ in range(3)]
+    gate = (-steep * torch.rand(1, 300, 1)).requires_grad_()
+    exact = [y.detach().double().requires_grad_() for y in (*x, gate)]
+    options = BASE | {"feature_map": "identity", "signed": True, "normalize": False}
+    o = fused_attention(*x, **options | {"log_gate": gate})[0]
+    true = dense(*exact[:3], **options | {"log_gate": exact[3]})[0]
+    w = torch.randn_like(o)
+    found = torch.autograd.grad(o, (*x, gate), w)
+    wanted = torch.autograd.grad(true, exact, w.double())
+    for y, z in zip(found, wanted, strict=True):
+        assert (y.double() - z).norm() <= 1e-3 * z.norm()
+
+
+@interpreted
+def test_a_call_is_one_graph_for_the_compiler() -> None:
+    x = [torch.randn(1, 20, 1, 16) for _ in range(3)]
+    compiled_attention = torch.compile(linear_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled_attention(*x, impl="triton"), linear_attention(*x, impl="triton"))
 
 
 @interpreted

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from subquad.cli import app
 from subquad.measure.cost import Row, Spread
 from subquad.pool import Died
 from subquad.studies import compare as module
-from subquad.studies.compare import compare, plan, tables
+from subquad.studies.compare import compare, joined, plan, tables
 from subquad.studies.compare_worker import Job
 from subquad.studies.results import to_json
 from subquad.studies.settings import Settings
@@ -236,3 +237,38 @@ def test_the_command_prints_a_table_and_names_the_file(tmp_path: Path, monkeypat
     assert absent.exit_code == 2
     assert "there is no such file" in " ".join(absent.output.split())
     assert not (tmp_path / "none").exists()
+
+
+def test_parts_are_joined_and_only_what_is_missing_is_measured(tmp_path: Path) -> None:
+    settings = Settings(mechanisms=("linear", "local"), lengths=(16, 32), **TINY)
+    first = compare(dataclasses.replace(settings, lengths=(16,)), tmp_path / "a", QUIET, work=work)
+    stopped = compare(settings, tmp_path / "b", QUIET, work=work, earlier=first.rows, seconds=0)
+    assert stopped.interrupted
+    assert not stopped.rows
+    some = compare(
+        dataclasses.replace(settings, mechanisms=("linear",)), tmp_path / "c", QUIET, work=work, earlier=first.rows
+    )
+    assert [(row.mechanism, row.length) for row in some.rows] == [("softmax", 32), ("linear", 32)]
+    half = joined([first, stopped, some])
+    assert half.interrupted, "local lacks a length"
+    rest = compare(settings, tmp_path / "d", QUIET, work=work, earlier=half.rows)
+    whole = joined([half, rest])
+    assert not whole.interrupted
+    names = ["softmax", "linear", "local"]
+    assert [(row.mechanism, row.length) for row in whole.rows] == [(name, n) for n in (16, 32) for name in names]
+    assert whole.settings["lengths"] == [16, 32]
+    assert whole.settings["mechanisms"] == names
+    assert [part["rows"] for part in whole.added or []] == [["softmax", "linear"], ["local"]]
+    assert to_json(joined([whole, whole]))["rows"] == to_json(whole)["rows"]
+    with pytest.raises(ValueError, match="dim is"):
+        joined([whole, dataclasses.replace(rest, settings={**rest.settings, "dim": 4})])
+
+
+def test_decoding_alone(tmp_path: Path) -> None:
+    settings = Settings(mechanisms=("linear", "fnet"), lengths=(16,), batch=3, decode_only=True, **TINY)
+    softmax, linear, fnet = sorted(compare(settings, tmp_path, QUIET, work=work).rows, key=lambda row: not row.causal)
+    assert softmax.training_ms is None
+    assert linear.peak_bytes is None
+    assert linear.decode_ratio is not None
+    assert linear.decode_ratio.median > 0
+    assert fnet.skipped == "has no bidirectional decoding"

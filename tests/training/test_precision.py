@@ -1,6 +1,8 @@
 import torch
 
-from subquad.training.precision import GROWTH_INTERVAL, HIGHEST, Precision
+from subquad import Classifier
+from subquad.models.loss import cross_entropy
+from subquad.training.precision import GROWTH_INTERVAL, HIGHEST, AtOnce, Precision
 
 CPU = torch.device("cpu")
 
@@ -36,3 +38,20 @@ def test_overflow_halves_the_scale_and_skips_the_update() -> None:
     again = Precision("fp16", CPU)
     again.load(precision.state())
     assert again.state() == precision.state()
+
+
+def test_weights_that_are_cast_at_once_give_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    model = Classifier(vocab=9, classes=3, dim=8, depth=2, heads=2, mechanism=("softmax", "linear"), head_hidden=5)
+    tokens, labels = torch.randint(9, (4, 7)), torch.arange(4) % 3
+    results = []
+    for run in (model, AtOnce(model, torch.bfloat16)):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(run(tokens), labels)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert len(results[0]) > 20
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype == torch.float32
+        assert torch.equal(got, want)

@@ -16,6 +16,7 @@ sliding window of the config is hidden. Cross-attention, which has no common pos
 
 import inspect
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def register(pattern: Pattern) -> str:
 
         how = "accepted are versions whose mask functions take q_length and q_offset, such as 5.23"
         raise ImportError(f"transformers {transformers.__version__} makes masks in another way: {how}")
-    atoms = ("_".join([type(a).__name__.lower(), *map(str, vars(a).values())]) for a in pattern.atoms)
+    atoms = ("_".join([type(a).__name__.lower(), *map(str, astuple(a))]) for a in pattern.atoms)  # type: ignore[call-overload]
     name = "_".join(("subquad", *atoms))
     registered = Registered(name, pattern)
     AttentionInterface.register(name, registered.attend)

@@ -16,6 +16,7 @@ from subquad.hf.card import AUTO, TAGS
 from subquad.hf.configuration import WRAPPED, SubquadConfig
 from subquad.hf.padding import check_positions, read_mask, tokens_first
 from subquad.models import MODELS
+from subquad.models.blocks import settled
 from subquad.models.embedding import Embedding
 from subquad.models.saving import CONFIG, WEIGHTS, describe, restore, seal, verify
 from subquad.ops.lengths import shape_of
@@ -211,7 +212,8 @@ class SubquadPreTrainedModel(PreTrainedModel):
             refuse("output_hidden_states", True, "False for a model that is reversible or pools its sequence")
         seen: list[Tensor] = []
         hooks = [
-            block.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for block in self._stack.blocks
+            block.register_forward_pre_hook(lambda _, args: seen.append(settled(args[0])[0]))
+            for block in self._stack.blocks
         ]
 
         def end(_stack: nn.Module, _given: Any, output: Tensor) -> None:

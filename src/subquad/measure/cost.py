@@ -1,8 +1,9 @@
 """Measure one mechanism at one length: time compared with exact softmax, peak memory, decoding, state.
 
 On a GPU, time is taken between two events, and the work is issued while the GPU is kept waiting, so the time of Python
-does not count. On a CPU, speed and load change from minute to minute, so the figure that counts is the ratio to the
-yardstick (exact softmax), which is measured immediately before and after.
+does not count; a decoding step is captured as a CUDA graph, as programs that generate do. On a CPU, speed and load
+change from minute to minute, so the figure that counts is the ratio to the yardstick (exact softmax), which is measured
+immediately before and after.
 """
 
 import gc
@@ -11,7 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ SLOW = 0.5  # seconds; if a training step takes longer, one call is a sample
 ISSUED = 4  # calls issued while the GPU waits, because its queue holds about a thousand launches
 LONGEST_WAIT = 100.0  # milliseconds that the GPU waits at most
 CYCLES = 2_000_000  # clock cycles of a GPU in about a millisecond
+PREFILLED = 2**18  # tokens of a prompt that are read at once, before decoding
+WARM = 3  # steps before a capture, to compile and load kernels
 PILOT = 256  # tokens of a small run that estimates the memory at the first length
 
 
@@ -62,6 +65,7 @@ class Row:
     state_bytes: int | None = None
     skipped: str | None = None  # why it was not tried
     error: str | None = None  # why it failed
+    uncaptured: str | None = field(default=None, metadata={"optional": True})  # why decoding counts the time of Python
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -70,10 +74,10 @@ class Row:
 
 
 def _check_amounts(record: Spread | Row) -> None:
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for each in fields(record):
+        value = getattr(record, each.name)
         if isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise ValueError(f"{field.name}={value} cannot work: accepted is a finite number of at least 0")
+            raise ValueError(f"{each.name}={value} cannot work: accepted is a finite number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,22 +128,62 @@ class Subject:
 
 
 class Decode:
-    """Decode one token after another from the end of a subject's sequence; each sample starts there again."""
+    """Decode one token after another from the end of a subject's sequence; each sample starts there again.
+
+    On a GPU a call replays a captured step. `uncaptured` says why that cannot be: then a call runs the step.
+    """
 
     @torch.no_grad()
     def __init__(self, subject: Subject):
         self.mix, self.token = subject.mix.eval(), subject.x[:, -1].detach()
-        _, state = self.mix.prefill(subject.x.detach())
+        rows = max(1, PREFILLED // subject.shape.length)
+        states = [self.mix.prefill(part)[1] for part in subject.x.detach().split(rows)]
+        state = states[0] if len(states) == 1 else type(states[0])(*map(torch.cat, zip(*states, strict=True)))
+        del states
         self.bytes = tensor_bytes(list(state))
         _, self.start = self.mix.step(self.token, state)  # so that a growing cache grows now, not while timed
+        del state
+        self.room = subject.shape.length - 2  # steps that a cache of twice the length takes without growing again
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.uncaptured: str | None = None
         self.rewind()
+        if self.token.is_cuda and self.room < 1:
+            self.uncaptured = "the sequence is so short that the cache would grow"
+        elif self.token.is_cuda:
+            self._capture()
 
     def rewind(self) -> None:
-        self.state = type(self.start)(*(t.clone() for t in self.start))
+        if self.graph is None:  # the state may have grown
+            self.state = type(self.start)(*(t.clone() for t in self.start))
+            return
+        for old, first in zip(self.state, self.start, strict=True):
+            old.copy_(first)
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
 
     @torch.no_grad()
-    def __call__(self) -> None:
+    def _step(self) -> None:
         _, self.state = self.mix.step(self.token, self.state, inplace=True)
+
+    def _capture(self) -> None:
+        for _ in range(WARM):
+            self._step()
+        self.rewind()
+        graph, held = torch.cuda.CUDAGraph(), self.state
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        unused = generator.clone_state()  # after a failed capture the generator waits for the capture to end
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                self._step()
+            self.graph = graph
+        except Exception as error:
+            self.uncaptured = f"{type(error).__name__}: {first_line(error)}"
+            generator.graphsafe_set_state(unused)
+        self.state = held
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> int:
@@ -198,17 +242,22 @@ def calibrate(run: Callable[[], None], device: str, wait: bool = True) -> Sample
     issued = once(run, device)  # at least the time to issue it
     if not wait:
         return Sample(calls_for(issued))
-    calls = min(ISSUED, calls_for(issued))
+    most = run.room if isinstance(run, Decode) and run.graph is not None else ISSUED  # a replay is one launch
+    calls = min(most, calls_for(issued))
     return Sample(calls, min(LONGEST_WAIT, 1.5 * calls * issued))
 
 
 class Yardstick:
     """Exact softmax of one shape. It is timed before and after everything else of that shape."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, decode_only: bool = False):
         self.subject = Subject(YARDSTICK, shape)
-        self.peak, slow = first_run(self.subject)
-        self.runs: dict[str, Callable[[], None]] = {"forward": self.subject.forward, "training": self.subject.training}
+        self.peak: int | None = None
+        slow = False
+        self.runs: dict[str, Callable[[], None]] = {}
+        if not decode_only:
+            self.peak, slow = first_run(self.subject)
+            self.runs = {"forward": self.subject.forward, "training": self.subject.training}
         if self.subject.mix.traits.state is not None:
             self.runs["decode"] = Decode(self.subject)
         # one token is quick at any length

@@ -9,24 +9,18 @@ Departures  several heads, and values hₛ = V cₛ with an output projection, a
 Verified    tests/mechanisms/test_additive.py: against a scalar loop over the paper's formula, 1e-12
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.cache import append
+from subquad.ops.additive import additive_attention
+from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import hide_future
-from subquad.ops.lengths import symbolic
-from subquad.ops.opaque import attention_operator
-
-PAIRS = 1 << 20  # elements of tanh(Wq + Uk) alive at once
-GPU_PAIRS = 2**28  # the same on a GPU, which would be mostly idle with small pieces
 
 
 class State(NamedTuple):
@@ -42,7 +36,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     hidden: AtLeast1 | None = None  # width of the scoring network per head; None: dim/heads
 
 
@@ -75,10 +69,8 @@ class Additive(Attention):
 
     def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
         """Each query sees the first counts [B, T] keys."""
-        k, v, dropout = k.to(q.dtype), v.to(q.dtype), self._dropout()
-        if symbolic(*q.shape[:2], k.shape[1]):
-            return _operator([q, k, v, counts, self.score], str(dropout), dropout > 0)
-        return attend(q, k, v, counts, self.score, dropout)
+        k, v, how = k.to(q.dtype), v.to(q.dtype), {"dropout": self._dropout(), "impl": self.options.impl}
+        return additive_attention(q, k, v, counts, self.score, **how)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]
@@ -107,36 +99,21 @@ class Additive(Attention):
         counts = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)  # [B, T]
         return self._merge(self._attend_first(q, new.k, new.v, counts)), new
 
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._dropout():
+            return super()._step(x, state)
+        q, k, v = self._project(x[:, None])  # [B, 1, H, ·]
+        keys = append(state.k, k, state.position, inplace=inplace)
+        values = append(state.v, v, state.position, inplace=inplace)
+        position = state.position.add_(1) if inplace else state.position + 1
+        o = cached_attention(q[:, 0], keys, values, position, score=self.score, impl=self.options.impl)
+        return self._merge(o), State(keys, values, position)
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
+
     def _remember(self, context: Tensor, lengths: Tensor) -> Memory:
         return Memory(*self._keys(context), lengths)
 
     def _recall(self, x: Tensor, lengths: Tensor | None, memory: Memory) -> Tensor:
         return self._merge(self._attend(self._by_head(self.query, x), memory.k, memory.v, lengths, memory.lengths))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
-    """Compute some queries at a time, and again in backward, so that long inputs need no [T, S, hidden] tensor."""
-    rows = max(1, (GPU_PAIRS if k.is_cuda else PAIRS) // max(1, k.numel()))
-    if rows >= q.shape[1]:
-        return attend_rows(q, k, v, counts, score, dropout)
-    parts = [
-        checkpoint(attend_rows, part, k, v, count, score, dropout, use_reentrant=False)
-        for part, count in zip(q.split(rows, 1), counts.split(rows, 1), strict=True)
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
-    pairs = torch.tanh(q[:, :, None] + k[:, None])  # [B, T, S, H, hidden]
-    scores = torch.einsum("btshm,hm->bhts", pairs, score.to(pairs.dtype))
-    hidden = torch.arange(k.shape[1], device=k.device) >= counts[:, None, :, None]  # [B, 1, T, S]
-    weights = nn.functional.dropout(scores.masked_fill(hidden, -torch.inf).softmax(-1), dropout)
-    return torch.einsum("bhts,bshv->bthv", weights, v)
-
-
-def _attend_inputs(inputs: Sequence[Tensor], dropout: str) -> Tensor:
-    q, k, v, counts, score = inputs
-    return attend(q, k, v, counts, score, float(dropout))
-
-
-_operator = attention_operator("additive", _attend_inputs)

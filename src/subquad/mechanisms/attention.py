@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from subquad import ranks
 from subquad.mechanisms.base import Mixer, Options
 from subquad.ops.precision import wide_type
-from subquad.ops.rotary import Turns, turned, turned_pair, turns
+from subquad.ops.rotary import Turns, turned, turned_qkv, turns
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -40,17 +40,13 @@ class Heads(nn.Module):
         """q from x, k and v from the context (x itself if there is none): [B, T, D] -> 3 x [B, T, H, ·]."""
         if context is not None:
             return self.queries(x), *self.keys(context)
-        both, v = self.split_in_two(x)
-        q, k = both.chunk(2, dim=2)
+        # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
+        parts = self.qkv(x).split_with_sizes((self.all_keys, self.all_keys, self.dim), -1)
+        q, k, v = (part.view(*x.shape[:-1], self.heads, -1) for part in parts)
         return q, k, v
-
-    def split_in_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, D] -> q and k [B, T, 2·H, K], v [B, T, H, D/H]"""
-        return self.cut(self.qkv(x))
 
     def cut(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs [..., ·] of `qkv` -> q and k [..., 2·H, K], v [..., H, D/H]"""
-        # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
         both, v = qkv.split_with_sizes((2 * self.all_keys, self.dim), -1)
         shape = qkv.shape[:-1]
         return both.view(*shape, 2 * self.heads, -1), v.view(*shape, self.heads, -1)
@@ -84,6 +80,8 @@ class Attention(Mixer):
         self.turn: nn.Module | None = None  # (q, k, position) -> q, k, of a model around it, in place of rotary
         if heads:
             self.heads = Heads(options.dim, options.heads, width)
+            own = type(self)._forward is Attention._forward and type(self)._project is Attention._project
+            self.reads_products = own  # of x with weights, and x in no other way
 
     # What a mechanism writes
 
@@ -106,8 +104,9 @@ class Attention(Mixer):
             if context is None:
                 return *self._rotate(q, k, position), v
             return self._rotate(q, q)[0], self._rotate(k, k)[1], v
-        both, v = self.heads.split_in_two(x)
-        return *turned_pair(both, self._turns_at(both, position)), v
+        qkv = self.heads.qkv(x)
+        by = self._turns_at(qkv, position, self.heads.all_keys // self.heads.heads)
+        return turned_qkv(qkv, by, self.heads.heads, self.heads.all_keys)
 
     def _merge(self, o: Tensor) -> Tensor:
         """[B, T, H, V] -> [B, T, D]"""
@@ -151,16 +150,16 @@ class Attention(Mixer):
             return self.turn(q, k, position)
         if not self.options.rotary:
             return q, k
-        by = self._turns_at(q, position)
+        by = self._turns_at(q, position, q.shape[-1])
         turned_q = turned(q, by)
         return turned_q, turned_q if k is q else turned(k, by)
 
-    def _turns_at(self, q: Tensor, position: Tensor | None) -> Turns:
-        """The turns for q [B, T, H, K]: those that the caller gave, which are of the same positions, or new ones."""
+    def _turns_at(self, q: Tensor, position: Tensor | None, width: int) -> Turns:
+        """The turns for q [B, T, ...]: those that the caller gave, which are of the same positions, or new ones."""
         if self._turns is not None:
             return self._turns
         at = ranks.positions(q.shape[1], q.device)
-        return turns(at if position is None else position[:, None] + at, q.shape[-1], wide_type(q))
+        return turns(at if position is None else position[:, None] + at, width, wide_type(q))
 
     def _dropout(self) -> float:
         return self.options.dropout if self.training else 0.0

@@ -107,6 +107,7 @@ class Mixer(nn.Module):
     exponent: ClassVar[float]  # training time grows as T to this power
     memory: ClassVar[float] = 1.0  # and training memory as T to this one
     equivariant: bool = False  # bidirectional, without positions: permuting the tokens permutes the output
+    reads_products: bool = False  # only products with weights read x, so under autocast x may come in its type
     turn_width: int | None = None  # of the channels that rotary positions turn; None: it takes no `turns`
     rewinds: bool = False  # a state with a lower position is the state before the last tokens: nothing else changed
     splits: ClassVar[bool] = False  # over ranks that share a sequence (subquad.ranks)

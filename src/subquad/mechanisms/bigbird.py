@@ -134,6 +134,15 @@ class Bigbird(Patterned):
             y = y[:, len(self.tokens) :]
         return y, self._count(state, -1)
 
+    def _step(self, x: Tensor, state: SparseState, inplace: bool = False) -> tuple[Tensor, SparseState]:
+        if self.options.construction == "itc":
+            return super()._step(x, state, inplace)
+        y, new = super()._step(x, self._count(state, 1), inplace)
+        return y, new._replace(position=state.position.add_(1) if inplace else state.position + 1)
+
+    def decodes(self, state: SparseState) -> bool:
+        return type(self) is Bigbird and self.options.construction == "itc" and not self.options.rotary
+
     def _count(self, state: SparseState, sign: int) -> SparseState:
         """Add or remove the learned tokens: the op's position counts them, the state that callers see does not."""
         return state._replace(position=state.position + sign * len(self.tokens))

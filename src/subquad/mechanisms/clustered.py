@@ -31,19 +31,33 @@ from torch import Tensor, nn
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
+from subquad.ops import ordered
 from subquad.ops.buckets import give_back, lookup, most_slots, pair_attention, rank_slots, slot_attention, take
-from subquad.ops.clusters import cluster_means, hamming_clusters, nearest_bits, sign_bits
+from subquad.ops.clusters import (
+    balanced,
+    cluster_means,
+    cluster_sums,
+    half_bits,
+    hamming_clusters,
+    hamming_codes,
+    nearest_bits,
+    sign_bits,
+    spread,
+)
+from subquad.ops.groups import read_groups, running_groups
+from subquad.ops.impl import choose
 from subquad.ops.lengths import at_most, keep, symbolic, visible_keys
 from subquad.ops.opaque import attention_operator
 from subquad.ops.precision import wide
 from subquad.ops.prefix import join_softmax, join_top, prefix
+from subquad.ops.sparse import Block, Dense, sparse_attention
 
 CHUNK = 32  # queries of a slot if the length is symbolic, so that T / clusters is not known
 PAIRS_A_KEY = 16  # fetching one key for a slot takes as long as this many pairs of a query and a key
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     clusters: AtLeast1 = 64  # of queries
     topk: AtLeast1 = 32  # keys of a cluster that each query attends to exactly
     improved: bool = True  # False: every query takes its cluster's output
@@ -80,8 +94,12 @@ class Clustered(Attention):
         self.planes.copy_(torch.randn(self.planes.shape, generator=generator or self._generator()))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        fused = choose(self.options.impl, "ordered_attention", q, self._unsupported(q)) == "triton"
         if not self.options.causal:
-            return self._bidirectional(q, k, v, lengths, key_lengths)
+            attend = self._by_kernels if fused else self._bidirectional
+            return attend(q, k, v, lengths, key_lengths)
+        if fused:
+            return self._causal_by_kernels(q, k, v)
         bits = sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
         if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # compiling the loop takes minutes
             settings = self.settings if self._dropout() else self.settings_without_dropout
@@ -113,6 +131,60 @@ class Clustered(Attention):
         rest = torch.einsum("bhns,bshv->bhnv", self._dropped(weights.scatter(-1, top, 0.0)), wide(v))
         exact = self._over(top.masked_fill(best == -torch.inf, -1), q * self.scale, k, v, label)
         return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
+
+    def _unsupported(self, q: Tensor) -> str | None:
+        if self._dropout():
+            return "it has no dropout"
+        if self.options.causal and torch.are_deterministic_algorithms_enabled():
+            return "its sums of gradients are not in a fixed order, and torch's algorithms must be deterministic"
+        sizes = self.options.clusters, self.options.block, self.options.topk
+        if self.options.causal and max(sizes) > 128:
+            return f"it holds at most 128 clusters, tokens of a block and topk, got {sizes}"
+        return ordered.unsupported(q)
+
+    def _causal_by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`_causal`, in which a query fetches its group's best keys where they lie."""
+        clusters, block = self.options.clusters, self.options.block
+        own, mass = sparse_attention(q, k, v, Block(block), causal=True, scale=self.scale, return_lse=True)
+        if q.shape[1] <= block:
+            return own
+        bits = half_bits(q.detach(), self.planes)
+        formed, label = running_groups(bits, clusters, self.options.iterations, block)
+        sums = (cluster_sums(q[:, : of.shape[-1]], of, clusters) for of in formed)
+        centroids = torch.stack([total / count[..., None].clamp(min=1) for total, count in sums]).to(q.dtype)
+        topk = self.options.topk if self.options.improved else 0
+        before, total = read_groups(q, k, v, centroids, label, block, topk, self.scale)
+        share = torch.sigmoid(total - mass)[..., None].to(own.dtype)
+        return torch.lerp(own, before, share.expand_as(own))
+
+    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, keys: Tensor | None) -> Tensor:
+        """`_bidirectional` without scores of all centroids and keys."""
+        clusters, topk = self.options.clusters, min(self.options.topk, k.shape[1])
+        bits = half_bits(q.detach(), self.planes)
+        _, label = hamming_codes(bits, clusters, self.options.iterations, lengths)
+        total, count = cluster_sums(q, label, clusters)
+        centroids = (total / count[..., None].clamp(min=1)).to(q.dtype)  # [B, H, N, K]
+        if keys is not None:
+            keys = keys.clamp(min=1)  # because a softmax over no keys is NaN
+        o, mass = sparse_attention(
+            centroids.transpose(1, 2), k, v, Dense(), key_lengths=keys, scale=self.scale, return_lse=True
+        )
+        o, mass = wide(o.transpose(1, 2)), mass.transpose(1, 2)[..., None]  # [B, H, N, V], [B, H, N, 1]
+        if not self.options.improved:
+            return spread(o, label, v)
+        top = balanced(k.detach(), centroids.detach(), topk, 0.0, keys)  # [B, H, N, topk]
+        none, (near, values) = top < 0, (take(t, top.clamp(min=0)) for t in (k, v))
+        scores = torch.einsum("bhnk,bhnpk->bhnp", wide(centroids), wide(near)) * self.scale
+        known = (scores - mass).exp().masked_fill(none, 0)
+        rest = o - torch.einsum("bhnp,bhnpv->bhnv", known, wide(values))
+        order = ordered.to_lists(
+            label, torch.arange(top[0, 0].numel(), device=q.device).view(top.shape[2:]).where(~none, -1)
+        )
+        near, values = (t.flatten(2, 3).transpose(1, 2) for t in (near, values))  # [B, N·topk, H, ·]
+        exact = ordered.ordered_attention(
+            q, near, values, order, ordered.Rule(once=True, scale=self.scale), impl=self.options.impl
+        )
+        return torch.addcmul(spread(rest, label, v), exact, spread(known.sum(-1, keepdim=True), label, v))
 
     def _over(self, top: Tensor, q: Tensor, k: Tensor, v: Tensor, label: Tensor) -> Tensor:
         """Softmax attention of each query over its cluster's top keys [B, H, N, topk], [B, H, T, V]."""

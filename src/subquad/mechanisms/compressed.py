@@ -26,10 +26,12 @@ from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import QKV, Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.cache import append
+from subquad.ops.cache import append, cached_attention, readable_positions, with_room_for
 from subquad.ops.dense import counted_attention, dense_attention
 from subquad.ops.lengths import padding, symbolic, zero_padding
-from subquad.ops.rotary import rotate
+from subquad.ops.precision import wide_type
+from subquad.ops.rotary import Turns, rotate, turned, turns
+from subquad.ops.slots import Convolution, Slots, convolved, slots_step
 
 
 class State(NamedTuple):
@@ -172,6 +174,43 @@ class Compressed(Attention):
             return self._merge(self._attend_causally(q, slots_k[:, :whole], slots_v[:, :whole])), new
         return self._merge(self._attend_first(q, new.k, new.v, (at + 1) // stride)), new
 
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._dropout():
+            return super()._step_inplace(x, state) if inplace else super()._step(x, state)
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        new = self._with_room(state)
+        if not inplace:
+            new = State(*(t.clone() if t is old else t for t, old in zip(new, state, strict=True)))
+        return self._merge(self._attend_to_slots(q, k, v, new, moves=True)), new
+
+    def decodes(self, state: State) -> bool:
+        return type(self) is Compressed and not self._dropout()
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        state = self._with_room(state)
+        return self._attend_to_slots(q, k, v, state, moves=False).flatten(1), state
+
+    def _with_room(self, state: State) -> State:
+        """The state, with a slot for the next token of each row."""
+        used = readable_positions(state.k, state.position)
+        used = None if used is None else [n // self.options.stride for n in used]
+        k, v = (with_room_for(t, used, 1) for t in state[:2])
+        return state if k is state.k else state._replace(k=k, v=v)
+
+    def _attend_to_slots(self, q: Tensor, k: Tensor, v: Tensor, state: State, moves: bool) -> Tensor:
+        """One token, [B, H, ·], in place."""
+        key, value = (Convolution(conv.weight, conv.bias) for conv in (self.key, self.value))  # type: ignore[arg-type]
+        parts = Slots(state.k, state.last_k), Slots(state.v, state.last_v)
+        by = turns(state.position[:, None], self.width, wide_type(q)) if self.options.rotary else None
+        q = q if by is None else turned(q[:, None], by)[:, 0]
+        seen = slots_step(k, v, *parts, state.position, key, value, self.nothing, moves=moves, by=by)
+        return cached_attention(q, state.k, state.v, seen)
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
+
     def _compress(self, k: Tensor, v: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[B, N·stride, H, K] -> [B, N, H, K]; the first slot of a row has index `first` [B] (0 if None)."""
         stride = self.options.stride
@@ -183,17 +222,11 @@ class Compressed(Attention):
         return self._turn(k, index * stride + stride - 1), v
 
     def _convolve(self, t: Tensor, conv: nn.Conv1d) -> Tensor:
-        """conv of [B, N·stride, H, K] -> [B, N, H, K]. Its windows do not overlap, so it is one matrix product a head.
-
-        torch's own convolution in bfloat16 gives wrong numbers on CPUs with AMX at some strides.
-        """
-        heads, stride = self.options.heads, self.options.stride
+        """conv of [B, N·stride, H, K] -> [B, N, H, K]"""
+        stride = self.options.stride
         assert conv.bias is not None
-        weight = conv.weight.unflatten(0, (heads, -1))  # [H, K out, K in, stride]
-        slots = torch.einsum(
-            "bnshk,hoks->bnho", t[:, : t.shape[1] // stride * stride].unflatten(1, (-1, stride)), weight
-        )
-        return slots + conv.bias.unflatten(0, (heads, -1)).to(slots.dtype)
+        windows = t[:, : t.shape[1] // stride * stride].unflatten(1, (-1, stride))
+        return convolved(windows, Convolution(conv.weight, conv.bias))
 
     def _turn(self, t: Tensor, positions: Tensor) -> Tensor:
         return rotate(t, positions) if self.options.rotary else t
@@ -204,20 +237,21 @@ class Compressed(Attention):
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q from position 0 on. The `stride` queries from the end of slot n on see slots 0 .. n. With these as heads it
-        is an ordinary causal attention over slots, without a mask."""
-        (batch, size, heads, width), slots, stride = q.shape, k.shape[1], self.options.stride
-        early = q.new_zeros(batch, 0, heads, width)
-        if self.nothing is not None:
-            early = self.nothing.to(q.dtype).expand(batch, min(size, stride - 1), -1, -1)
-        if slots == 0:
-            return early
-        q = F.pad(q[:, stride - 1 :], (0, 0, 0, 0, 0, (slots + 1) * stride - 1 - size))  # [B, N·stride, H, K]
-        q = q.unflatten(1, (slots, stride)).transpose(2, 3).flatten(2, 3)  # [B, N, H·stride, K]
-        k, v = (t.repeat_interleave(stride, dim=2) for t in (k, v))
-        o = dense_attention(q, k, v, causal=True, dropout=self._dropout())
-        o = o.unflatten(2, (heads, stride)).transpose(2, 3).flatten(1, 2)  # [B, N·stride, H, V]
-        return torch.cat((early, o[:, : size - stride + 1]), dim=1)
+        """q from position 0 on, in blocks of `stride`. Each place of a block is an ordinary causal attention over slots,
+        without a mask: one slot more from block to block. Nothing is copied for it: q, k and v are views."""
+        (batch, size), slots, stride = q.shape[:2], k.shape[1], self.options.stride
+        blocks = -(-size // stride)
+        q = F.pad(q, (0, 0, 0, 0, 0, blocks * stride - size)) if size % stride else q
+        outputs = []
+        for place, own in enumerate(q.unflatten(1, (blocks, stride)).unbind(2)):  # [B, N, H, K]
+            own = own[:, :slots] if place == stride - 1 else own[:, 1:]  # the others do not see their own slot
+            seen = own.shape[1]
+            o = dense_attention(own, k[:, :seen], v[:, :seen], causal=True, dropout=self._dropout()) if seen else own
+            if place < stride - 1:
+                assert self.nothing is not None
+                o = torch.cat((self.nothing.to(o.dtype).expand(batch, 1, -1, -1), o), 1)
+            outputs.append(F.pad(o, (0, 0, 0, 0, 0, blocks - o.shape[1])) if o.shape[1] < blocks else o)
+        return torch.stack(outputs, 2).flatten(1, 2)[:, :size]
 
     def _slots(self, t: Tensor, conv: nn.Conv1d) -> list[Tensor]:
         """The convolution by its definition: [B, T, H, K] -> N x [B, H, K]"""

@@ -24,6 +24,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops import linear
 from subquad.ops.lengths import first, keep, padding, symbolic
+from subquad.ops.linear.normalised import Inputs, fuses, normalised_attention, normalised_step
 from subquad.ops.precision import uncast, wide, wide_type
 from subquad.ops.prefix import running_sum
 
@@ -56,9 +57,20 @@ class Efficient(Kernelised):
     options: Options
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._prefill(x, lengths, None)[0] if self.options.causal else super()._forward(x, lengths)
+        if not self.options.causal:
+            return super()._forward(x, lengths)
+        q, k, v = self.heads.split(x)
+        if self._fuses(q, k, v):
+            return self._merge(normalised_attention(Inputs(q, k, v), causal=True)[0])
+        return self._prefill(x, lengths, None)[0]
+
+    def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether kernels compute both softmaxes where they use them."""
+        return self.options.normalize == "softmax" and fuses(self.options.impl, q, k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if self._fuses(q, k, v):
+            return normalised_attention(Inputs(q, k, v, key_lengths), causal=False)[0]
         if self.options.normalize == "softmax":
             with uncast(v):
                 weight, z = _exponentials(_mask(_roomy(k), key_lengths))
@@ -75,6 +87,9 @@ class Efficient(Kernelised):
         state = self._init_state(x.shape[0], None) if state is None else state
         q, k, v = self.heads.split(x)
         position = self._advance(state.position, x, lengths)
+        if self._continues_on_kernels(x, state) and self._fuses(q, k, v):
+            o, last = normalised_attention(Inputs(q, k, v, lengths, *state[:3]), causal=True, state=True)
+            return self._merge(o), State(*last, position)
         if self.options.normalize == "softmax" and ranks.active() is not None:
             return self._prefill_part(x, k, v, lengths, state)
         if self.options.normalize == "softmax":
@@ -121,6 +136,9 @@ class Efficient(Kernelised):
 
     def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
         q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        if self._continues_on_kernels(x, state) and self._fuses(q, k, v):
+            o, (s, z, most) = normalised_step(q, k, v, state[:3], inplace)
+            return self._merge(o), State(s, z, most, state.position.add_(1) if inplace else state.position + 1)
         if self.options.normalize == "scaling":
             root, before = (
                 (state.position + 1).to(state.s.dtype).sqrt()[:, None, None],

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from subquad.mechanisms.attention import Attention
-from subquad.mechanisms.base import Traits, own_type
+from subquad.mechanisms.base import KernelOptions, Traits, own_type
+from subquad.ops.impl import choose
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
 from subquad.ops.precision import wide_type
 
@@ -31,6 +32,7 @@ class Features(NamedTuple):
 class Kernelised(Attention):
     """Attention that is linear in the features of queries and keys."""
 
+    options: KernelOptions
     state_type: type[Any]
     memory_type: type[Any] = Memory
     traits = Traits(causal=True, bidirectional=True, cross=True, state="constant")
@@ -77,6 +79,11 @@ class Kernelised(Attention):
         o, sums = linear_attention_step(q, k, v, LinearState(state.s, state.z), **how)
         position = state.position.add_(1) if inplace else state.position + 1
         return self._merge(o), self.state_type(*sums, *features.more, position)
+
+    def _continues_on_kernels(self, x: Tensor, state: Any) -> bool:
+        """Whether kernels without gradients may continue a state in place of `_prefill` and `_step` above."""
+        whole = all(t.is_contiguous() for t in state)
+        return not torch.is_grad_enabled() and whole and choose(self.options.impl, "linear_attention", x) == "triton"
 
     def _merge(self, o: Tensor) -> Tensor:
         return self.heads.merge(o.to(self.heads.out.weight.dtype))

@@ -143,7 +143,8 @@ class Linear(Kernelised):
 
     def _step_deferred(self, x: Tensor, state: Deferred) -> tuple[Tensor, Deferred]:
         qkv = self.heads.qkv(x)
-        turns = self._turns_at(self.heads.cut(qkv)[0][:, None], state.position) if self.options.rotary else None
+        width = self.heads.all_keys // self.heads.heads
+        turns = self._turns_at(qkv[:, None], state.position, width) if self.options.rotary else None
         o, state = self.decode(qkv, state, turns)
         state.position.add_(1)
         return self.heads.out(o), state

@@ -127,10 +127,16 @@ class Mixed(Mixer):
         done = [mix.prefill(part, lengths, own, self._turns_of(mix)) for (mix, part), own in slices]
         return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
 
-    def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        slices = zip(self._slices(x), self._states(state), strict=True)
-        done = [mix.step(part, own, turns=self._turns_of(mix)) for (mix, part), own in slices]
+    def _step(self, x: Tensor, state: Any, inplace: bool = False) -> tuple[Tensor, Any]:
+        first, *others = self._states(state)
+        if inplace:  # each part moves its position
+            others = [own._replace(position=own.position.clone()) for own in others]
+        slices = zip(self._slices(x), (first, *others), strict=True)
+        done = [mix.step(part, own, inplace, self._turns_of(mix)) for (mix, part), own in slices]
         return self._join([y for y, _ in done]), flatten(self.state_type, [new for _, new in done])
+
+    def _step_inplace(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return self._step(x, state, inplace=True)
 
     def _turns_of(self, mix: Mixer) -> Turns | None:
         """The turns given to this layer, for a part that takes them."""

@@ -27,13 +27,13 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Traits
-from subquad.ops.lengths import first, padding, symbolic, visible_keys, zero_padding
+from subquad.ops.convolve import convolve
+from subquad.ops.lengths import first, symbolic, visible_keys, zero_padding
 from subquad.ops.precision import uncast, wide, wide_type
 from subquad.ops.sparse import Dense, sparse_attention
 from subquad.ops.sparse.api import alone
 from subquad.ops.sparse.split import few_attention
 
-BLOCK = 64  # tokens that a convolution computes at once
 PIECES = (16, 8, 4, 2, 1)  # cut the queries into the first of these numbers of pieces that divides their length
 
 
@@ -150,7 +150,9 @@ class Nystrom(Attention):
         """Means of the segments ⌊n·i/m⌋ .. ⌊n·(i+1)/m⌋ of each row, zero where n < M: [B, T, H, K] -> [B, H, M, K]"""
         length, size, exact = t.shape[1], self.options.landmarks, wide_type(t)
         if lengths is None and length % size == 0 and ranks.active() is None:
-            return t.unflatten(1, (size, -1)).mean(2, dtype=exact).to(t.dtype).transpose(1, 2)
+            # not a mean, whose gradient torch makes in the type of the sums, for every token
+            means = t.unflatten(1, (size, -1)).sum(2, dtype=exact) / (length // size)
+            return means.to(t.dtype).transpose(1, 2)
         # a product of zeros and ones, exact in any type
         rows = ranks.whole_lengths(lengths)
         whole = ranks.whole_length(length)
@@ -195,22 +197,6 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
         p = torch.baddbmm(az, az, p, beta=15, alpha=-1)  # AZ (15 - AZ (7 - AZ))
         z = torch.baddbmm(z, z, p, beta=13 / 4, alpha=-1 / 4)
     return z.view(shape)
-
-
-def convolve(v: Tensor, kernel: Tensor) -> Tensor:
-    """Σ_j kernel_j v_{t+j-half} for each head: v [B, T, H, V], kernel [H, width] -> [B, T, H, V].
-
-    A block of tokens is one product of a banded matrix with the tokens around it, so that both gradients are matrix
-    products too; those of a grouped convolution take many times as long, on a GPU and on a CPU.
-    """
-    length, width = v.shape[1], kernel.shape[1]
-    around = BLOCK + width - 1
-    # rows of one element more than the matrix has columns: each row starts one column later
-    rows = F.pad(kernel[:, None].expand(-1, BLOCK, -1), (0, BLOCK))  # [H, BLOCK, around + 1]
-    band = rows.flatten(1)[:, : BLOCK * around].unflatten(1, (BLOCK, around))
-    padded = F.pad(v, (0, 0, 0, 0, width // 2, width // 2 + padding(length, BLOCK)))
-    windows = padded.unfold(1, around, BLOCK)  # [B, N, H, V, around]
-    return first(torch.einsum("hca,bnhva->bnchv", band, windows).flatten(1, 2), length)
 
 
 def _read(q: Tensor, few_k: Tensor, values: Tensor, visible: Tensor | None, dropout: float) -> Tensor:

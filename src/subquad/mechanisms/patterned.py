@@ -16,8 +16,9 @@ from torch import Tensor
 
 from subquad import ranks
 from subquad.checks import refuse
-from subquad.mechanisms.attention import Attention
+from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.base import KernelOptions, Traits, own_type
+from subquad.ops.rotary import Turns
 from subquad.ops.sparse import sparse_attention
 from subquad.ops.sparse.cache import SparseCache, SparseState
 from subquad.ops.sparse.patterns import Pattern
@@ -102,6 +103,30 @@ class Patterned(Attention):
             o, state = self._attend(q, k, v, None, None), Patterned._init_state(self, *x.shape[:2])
             state = self.cache._extend(state, k, v, lengths)
         return self._merge(o), state
+
+    def _step(self, x: Tensor, state: SparseState, inplace: bool = False) -> tuple[Tensor, SparseState]:
+        by = None
+        if self.options.rotary and self.turn is None and type(self.heads) is Heads:  # turned with the rest of the step
+            qkv = self.heads.qkv(x)
+            by = self._turns_at(qkv[:, None], state.position, self.width)
+            both, v = self.heads.cut(qkv)
+            q, k = both.chunk(2, dim=1)
+        else:
+            q, k, v = (t[:, 0] for t in self._project(x[:, None], position=state.position))  # [B, H, K]
+        o, state = self.cache._step(q, k, v, state, self.scale, inplace, self.options.impl, by=by)
+        return self._merge(o), state
+
+    def _step_inplace(self, x: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
+        return self._step(x, state, inplace=True)
+
+    def decodes(self, state: SparseState) -> bool:
+        return type(self)._step is Patterned._step
+
+    def decode(self, qkv: Tensor, state: SparseState, turns: Turns | None) -> tuple[Tensor, SparseState]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        o, state = self.cache._step(q, k, v, state, self.scale, True, self.options.impl, moves=False, by=turns)
+        return o.flatten(1), state
 
     def _prefill_part(self, x: Tensor, lengths: Tensor | None, state: SparseState | None) -> tuple[Tensor, SparseState]:
         """A part of a prompt that other ranks share; every rank keeps what decoding needs of all of it."""

@@ -8,7 +8,8 @@ Definition  oₜ = Σₛ φ(qₜ)·φ(kₛ) vₛ / Σₛ φ(qₜ)·φ(kₛ), wit
             kernel="relu"        φ(x) = ReLU(Ωx), the generalised attention; features=0: ReLU(x), as in Long Range Arena
             Ω [features, K] for each head: Gaussian rows, orthogonal within blocks of K rows
 Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1),
-            with M = features, twice that for trig and hyperbolic
+            with M = features, twice that for trig and hyperbolic. On a GPU, kernels compute all features but those of
+            trig where they use them, and memory is O(T·(K + V))
 Departures  The authors subtract the largest exponent of all keys, which looks ahead; here it is the largest so far, and
             a new one rescales the sums like a gate. They add eps to features in units of that maximum; here the unit
             is the token's own largest feature, so all maxima cancel and the denominator stays above eps. With trig,
@@ -32,6 +33,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.lengths import keep
 from subquad.ops.linear import LinearState, linear_attention_read, linear_attention_sums
+from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, featured_step, fuses
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.prefix import running_max
 from subquad.ops.random_features import Exponents, Norms, draw_directions, exponents, positive, project, trigonometric
@@ -88,7 +90,45 @@ class Performer(Kernelised):
         self.directions.copy_(drawn)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
+        if self._fuses(q, k, v):
+            return self._fused(q, k, v, None if self.options.causal else key_lengths).o
         return self._sum(self._prepare(q, k, v, key_lengths, None), lengths, key_lengths)
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        start = self._init_state(x.shape[0], None) if state is None else state
+        if self._continues_on_kernels(x, start):
+            q, k, v = self._project(x, position=start.position)
+            if self._fuses(q, k, v):
+                done = self._fused(q, k, v, lengths, start)
+                largest = start.max if self.options.kernel == "relu" else done.max
+                return self._merge(done.o), State(done.s, done.z, largest, self._advance(start.position, x, lengths))
+        return super()._prefill(x, lengths, start)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._continues_on_kernels(x, state):
+            q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
+            if self._fuses(q, k, v):
+                d, eps = self._signed(), self._how()["eps"]
+                o, (s, z, most) = featured_step(q, k, v, d, None, state[:3], self._spec(), eps, inplace)
+                position = state.position.add_(1) if inplace else state.position + 1
+                return self._merge(o), State(s, z, most, position)
+        return super()._step(x, state, inplace)
+
+    def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        # sines cancel until only the rounding errors of 16 bits are left
+        return self.options.kernel != "trig" and fuses(self.options.impl, q, k, v, self.directions)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, state: State | None = None) -> Result:
+        """By kernels that compute features where they use them: nothing of size [B, T, H, M] exists."""
+        relu = self.options.kernel == "relu"
+        least = torch.full(q.shape[:3], self._how()["eps"], device=q.device, dtype=wide_type(q))
+        start = (None, None, None) if state is None else (state.s, state.z, None if relu else state.max)
+        x = Inputs(q, k, v, self._signed(), least, None, lengths, *start)
+        return featured_attention(x, self._spec(), state is not None)
+
+    def _spec(self) -> Spec:
+        kind = "relu" if self.options.kernel == "relu" else "softmax"
+        return Spec(kind, self.width**-0.25, self.eps, self.options.causal)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
         return self._prepare(*self._project(x, position=state.position), lengths, state.max)

@@ -30,15 +30,16 @@ from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
-from subquad.ops import buckets
+from subquad.ops import buckets, ordered
+from subquad.ops.clusters import nearest
 from subquad.ops.lengths import at_most, keep, symbolic
-from subquad.ops.precision import uncast, wide, wide_type
+from subquad.ops.precision import wide_type
 
 SELF = 1e5  # subtracted from a token's score for itself; finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     rounds: AtLeast1 = 4  # of hashing, whose results are combined by their log-sum-exp
     chunk: AtLeast1 = 64  # tokens that attend together, and to the chunk before
     buckets: int | tuple[int, ...] = 32  # a tuple is hashed by factors: their product is the number, their sum the cost
@@ -64,6 +65,7 @@ class Reformer(Bucketed):
         {"rounds": 2, "chunk": 16, "buckets": 1},
         {"rounds": 2, "chunk": 5, "buckets": 4, "strict_causal": False},
     )
+    apart = True
     options: Options
 
     def __init__(self, options: Options):
@@ -81,26 +83,42 @@ class Reformer(Bucketed):
         self.rotation.copy_(torch.randn(self.rotation.shape, generator=generator or self._generator()))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._merge(self._attend_near(self._tokens(x, lengths)))
+        tokens = self._hashed(x, lengths)
+        if self._fused(tokens.q):
+            return self._merge(self._attend_ordered(tokens))
+        return self._merge(self._attend_near(_with_keys(tokens)))
 
     def _tokens(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
+        return _with_keys(self._hashed(x, lengths, position))
+
+    def _hashed(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
+        """Tokens whose keys are still the queries, of any length."""
         q, v = (t.unflatten(-1, (self.options.heads, -1)) for t in (self.query(x), self.value(x)))
         bucket, present = self._hash(q), keep(lengths, x.shape[1])
         if present is not None:
             bucket = bucket.masked_fill(~present[:, None, None], -1)
         q, _ = self._rotate(q, q, position)
-        return Tokens(q, F.normalize(q, dim=-1, eps=1e-6), v, bucket, bucket)
+        return Tokens(q, q, v, bucket, bucket)
 
-    @torch.no_grad()
     def _hash(self, q: Tensor) -> Tensor:
-        with uncast(q):  # sixteen bits would move tokens to other buckets
-            turned = torch.einsum("bthk,hrkm->bhrtm", wide(q), self.rotation.to(wide_type(q)))
-        bucket = torch.zeros(turned.shape[:-1], dtype=torch.int64, device=q.device)
-        first = 0
+        """Buckets [B, H, rounds, T] of q [B, T, H, K]: of several factors the first counts most."""
+        bucket, first = None, 0
         for factor in self.options.factors:
-            part = turned[..., first : first + factor // 2]
-            bucket, first = bucket * factor + torch.cat((part, -part), dim=-1).argmax(-1), first + factor // 2
+            part = self.rotation[..., first : first + factor // 2].transpose(-1, -2)
+            own, first = nearest(q, part, signed=True, impl=self.options.impl), first + factor // 2
+            bucket = own if bucket is None else bucket * factor + own
+        if bucket is None:  # there is one bucket
+            return torch.zeros(len(q), q.shape[2], self.options.rounds, q.shape[1], dtype=torch.int64, device=q.device)
         return bucket
+
+    def _attend_ordered(self, tokens: Tokens) -> Tensor:
+        q, _, v, _, bucket = tokens
+        if self.strict:
+            order = ordered.by_rank(bucket, self.buckets, self.options.chunk)
+        else:
+            order = ordered.by_place(bucket, self.buckets, self.options.chunk, ahead=not self.options.causal)
+        rule = ordered.Rule(ahead=not self.options.causal, causal=self.options.causal, apart=True, unit=True)
+        return ordered.ordered_attention(q, None, v, order, rule, impl=self.options.impl)
 
     def _attend_near(self, tokens: Tokens, lists: buckets.Lists | None = None, start: Tensor | None = None) -> Tensor:
         q, k, v, _, bucket = tokens
@@ -190,3 +208,7 @@ class Reformer(Bucketed):
         near = near.flatten(2).sort(-1).values[:, :, None]  # [B, H, 1, R·2C]
         once = (near >= 0) & (near != F.pad(near, (1, -1), value=-1))
         return near, once, -SELF * (near == position)[..., None, :]
+
+
+def _with_keys(tokens: Tokens) -> Tokens:
+    return tokens._replace(k=F.normalize(tokens.q, dim=-1, eps=1e-6))

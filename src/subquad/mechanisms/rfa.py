@@ -6,7 +6,8 @@ Definition  oₜ = φ(qₜ)ᵀSₜ / φ(qₜ)ᵀzₜ,  φ(x) = (sin Wx̂, cos Wx
             gate=False   Sₜ = Σₛ φ(kₛ)vₛᵀ,  zₜ = Σₛ φ(kₛ), with s ≤ t when causal, every s otherwise
             gate=True    Sₜ = gₜSₜ₋₁ + (1 - gₜ)φ(kₜ)vₜᵀ,  zₜ likewise,  gₜ = sigmoid(w·xₜ + b) a head; causal only
             Ω [features, K] for each head, Gaussian; σ [K] for each head, learned, 1 at first
-Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features
+Cost        train O(T·M·V) time, O(T·(M + V)) memory; decode O(M·V) a token; state H·M·(V + 1), with M = 2·features.
+            On a GPU, kernels compute the features where they use them if there is no gate: O(T·(K + V)) memory
 Departures  the denominator d can be near zero or negative, unlike a sum of Gaussians. We use sign(d)·max(|d|, eps·e)
             with its standard error e = √(Σₛ wₛ²/M) and the weight wₛ of key s, 1 without a gate: within e of zero, d is
             noise. √Σₛ wₛ² is rounded to a power of two. The authors' release raises d to at least 1. The paper draws Ω
@@ -30,6 +31,7 @@ from subquad.mechanisms.attention import QKV
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.kernelised import Features, Kernelised, Memory
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_read, linear_attention_sums
+from subquad.ops.linear.featured import Inputs, Result, Spec, featured_attention, featured_step, fuses
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.random_features import SHORT, draw_directions, fourier
 
@@ -75,15 +77,56 @@ class RFA(Kernelised):
         self.directions.copy_(draw_directions(o.heads, o.features, self.width, generator, orthogonal=o.orthogonal))
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        features = self._prepare(x, *self._project(x))
-        gate, causal = features.gate, self.options.causal
+        q, k, v = self._project(x)
+        causal = self.options.causal
+        if self._fuses(q, k, v):
+            squares = self._squares(None, None, x, None)[0] if causal else _counts(k, lengths)
+            return self._merge(self._fused(q, k, v, squares, None if causal else lengths).o)
+        features = self._prepare(x, q, k, v)
+        gate = features.gate
         squares = self._squares(gate, None, x, None)[0] if causal else _counts(features.k, lengths)
         return self._merge(self._sum(_over_unit(features, squares), lengths, lengths))
 
     def _cross(self, x: Tensor, lengths: Tensor | None, context: Tensor, context_lengths: Tensor | None) -> Tensor:
-        features = self._prepare(x, *self._project(x, context))
+        q, k, v = self._project(x, context)
+        if self._fuses(q, k, v):
+            return self._merge(self._fused(q, k, v, _counts(k, context_lengths), context_lengths).o)
+        features = self._prepare(x, q, k, v)
         features = _over_unit(features, _counts(features.k, context_lengths))
         return self._merge(self._sum(features, lengths, context_lengths))
+
+    def _prefill(self, x: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        start = self._init_state(x.shape[0], None) if state is None else state
+        if self._continues_on_kernels(x, start):
+            q, k, v = self._project(x, position=start.position)
+            if self._fuses(q, k, v):
+                squares, last = self._squares(None, start.weight_squares, x, lengths)
+                done = self._fused(q, k, v, squares, lengths, start)
+                return self._merge(done.o), State(done.s, done.z, last, self._advance(start.position, x, lengths))
+        return super()._prefill(x, lengths, start)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        if self._continues_on_kernels(x, state):
+            q, k, v = (t.squeeze(1) for t in self._project(x[:, None], position=state.position))
+            if self._fuses(q, k, v):
+                d, sigma, eps = self.directions, self.sigma / self.options.tau, self._how()["eps"]
+                o, (s, z, squares) = featured_step(q, k, v, d, sigma, state[:3], Spec("gaussian"), eps, inplace)
+                position = state.position.add_(1) if inplace else state.position + 1
+                return self._merge(o), State(s, z, squares, position)
+        return super()._step(x, state, inplace)
+
+    def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return self.gate is None and fuses(self.options.impl, q, k, v, self.directions)
+
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, squares: Tensor, lengths: Tensor | None, state: State | None = None
+    ) -> Result:
+        """By kernels that compute features where they use them; queries are not divided, but their least denominator
+        grows instead."""
+        least = (self._how()["eps"] / _unit_of(squares, squares)[..., 0]).expand(q.shape[:3]).contiguous()
+        start = (None, None) if state is None else (state.s, state.z)
+        x = Inputs(q, k, v, self.directions, least, self.sigma / self.options.tau, lengths, *start)
+        return featured_attention(x, Spec("gaussian", causal=self.options.causal), state is not None)
 
     def _features(self, x: Tensor, lengths: Tensor | None, state: State) -> Features:
         features = self._prepare(x, *self._project(x, position=state.position))

@@ -35,8 +35,8 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast1
 from subquad.mechanisms.bucketed import Bucketed, Tokens
 from subquad.mechanisms.checking import check_padded
-from subquad.ops import buckets
-from subquad.ops.clusters import kmeans_step
+from subquad.ops import buckets, ordered
+from subquad.ops.clusters import balanced, kmeans_step, nearest
 from subquad.ops.lengths import at_most, keep, symbolic
 from subquad.ops.precision import uncast, wide, wide_type
 
@@ -46,11 +46,12 @@ class Routed(NamedTuple):
     k: Tensor
     v: Tensor  # [B, T, H, V]
     normed: tuple[Tensor, ...]  # q and k as they are routed, or one tensor if they are shared
-    near: tuple[Tensor, ...]  # their nearness to each centroid, [B, H, clusters, T]
+    centroids: Tensor  # [H, clusters, K]
+    near: tuple[Tensor, ...]  # their nearness to each centroid, [B, H, clusters, T]; empty where kernels compute it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     clusters: AtLeast1 = 16  # centroids of each head
     window: AtLeast1 = 128  # tokens of a cluster that attend together
     share_qk: bool | None = None  # one projection for q and k; None: when causal
@@ -74,6 +75,7 @@ class Routing(Bucketed):
         {"clusters": 3, "window": 4, "share_qk": False},
         {"clusters": 4, "window": 6, "share_qk": True, "strict_causal": False},
     )
+    apart = False
     options: Options
 
     def __init__(self, options: Options):
@@ -110,37 +112,48 @@ class Routing(Bucketed):
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         # In backward, checkpointed and reversible layers run forward again: do not learn then, and route the same way
         again = self.training and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        routed = self._route(x, centroids=self._last if again else self.centroids)
-        if self.training and not again:
-            self._learn(routed, lengths)
-        if self.strict:
-            return self._merge(self._attend_near(self._with_clusters(routed, lengths)))
-        return self._merge(self._balanced(routed, lengths))
+        learns = self.training and not again
+        if learns:
+            with torch.no_grad():
+                self._last.copy_(self.centroids)
+        routed = self._route(x, centroids=self._last if learns or again else self.centroids)
+        clusters = self._nearest(routed, lengths) if learns or self.strict else ()
+        if learns:
+            self._learn(routed, clusters)
+        if not self.strict:
+            return self._merge(self._balanced(routed, lengths))
+        tokens = Tokens(*routed[:3], clusters[0], clusters[-1])
+        return self._merge(self._attend_ordered(tokens) if self._fused(tokens.q) else self._attend_near(tokens))
 
     def _tokens(self, x: Tensor, lengths: Tensor | None, position: Tensor | None = None) -> Tokens:
-        return self._with_clusters(self._route(x, position), lengths)
+        routed = self._route(x, position)
+        clusters = self._nearest(routed, lengths)
+        return Tokens(*routed[:3], clusters[0], clusters[-1])
 
     def _route(self, x: Tensor, position: Tensor | None = None, centroids: Tensor | None = None) -> Routed:
         parts = self.qkv(x).unflatten(-1, (-1, self.options.heads, self.width)).unbind(2)
         *normed, v = *(_norm(t) for t in parts[:-1]), parts[-1]
         q, k = self._rotate(normed[0], normed[-1], position)
-        with torch.no_grad(), uncast(x):
-            centroids = self.centroids if centroids is None else centroids
-            near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)
-        return Routed(q * self.scale, k, v, tuple(normed), near)
+        centroids = self.centroids if centroids is None else centroids
+        near: tuple[Tensor, ...] = ()
+        if not self._fused(v):
+            with torch.no_grad(), uncast(x):
+                near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)
+        return Routed(q * self.scale, k, v, tuple(normed), centroids, near)
 
     @torch.no_grad()
-    def _learn(self, routed: Routed, lengths: Tensor | None) -> None:
+    def _learn(self, routed: Routed, clusters: tuple[Tensor, ...]) -> None:
         """One step of k-means with the tokens of this batch, on all ranks."""
-        self._last.copy_(self.centroids)
-        tokens = torch.cat(routed.normed, dim=1).movedim(2, 0).flatten(1, 2)  # [H, B·T, K], or [H, B·2T, K]
-        label = torch.cat(self._nearest(routed, lengths), dim=-1).transpose(0, 1).flatten(1)
-        moved = kmeans_step(self.centroids, tokens, label, self.options.decay)
+        tokens = routed.normed[0] if len(routed.normed) == 1 else torch.cat(routed.normed, dim=1)
+        label = torch.cat(clusters, dim=-1).transpose(0, 1).flatten(1)  # [H, B·T], or [H, B·2T]
+        moved = kmeans_step(self.centroids, tokens.flatten(0, 1).transpose(0, 1), label, self.options.decay)
         self.centroids.copy_(_norm(moved, eps=1e-12))
 
     def _balanced(self, routed: Routed, lengths: Tensor | None) -> Tensor:
         """Attention among the w tokens nearest to each centroid: [B, T, H, V]."""
-        q, k, v, _, near = routed
+        q, k, v, _, _, near = routed
+        if not near:
+            return self._balanced_by_lists(routed, lengths)
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
         # with so few tokens every centroid takes all of them, so the mean over centroids is the result of one
@@ -167,15 +180,36 @@ class Routing(Bucketed):
         total = total.scatter_add(2, index, wide(o.flatten(2, 3)))
         return (total[..., :-1] / total[..., -1:].clamp(min=1)).to(v.dtype).transpose(1, 2)
 
+    def _balanced_by_lists(self, routed: Routed, lengths: Tensor | None) -> Tensor:
+        """The same by the kernels of `subquad.ops.ordered`."""
+        window, (q, k, v, normed, centroids, _) = self.options.window, routed
+        if q.shape[1] <= window:
+            centroids = centroids[:, :1]
+        grid = torch.finfo(wide_type(q)).eps ** 0.5
+        chosen = [balanced(t.detach(), centroids, window, grid, lengths) for t in normed]
+        order, causal = ordered.by_lists(chosen[0], chosen[-1]), self.options.causal
+        if self.shared:
+            rule = ordered.Rule(causal=causal, scale=self.scale)
+            return ordered.ordered_attention(k, None, v, order, rule, impl=self.options.impl)
+        return ordered.ordered_attention(q, k, v, order, ordered.Rule(causal=causal), impl=self.options.impl)
+
     def _nearest(self, routed: Routed, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         """The clusters of queries and keys, [B, H, T], -1 for padding."""
-        clusters = tuple(near.argmax(-2) for near in routed.near)
+        clusters = tuple(near.argmax(-2) for near in routed.near) or tuple(
+            nearest(t, routed.centroids[:, None])[:, :, 0] for t in routed.normed
+        )
         present = keep(lengths, routed.q.shape[1])
         return clusters if present is None else tuple(c.masked_fill(~present[:, None], -1) for c in clusters)
 
-    def _with_clusters(self, routed: Routed, lengths: Tensor | None) -> Tokens:
-        clusters = self._nearest(routed, lengths)
-        return Tokens(*routed[:3], clusters[0], clusters[-1])
+    def _attend_ordered(self, tokens: Tokens) -> Tensor:
+        q, k, v, asked, cluster = tokens
+        clusters, window, impl = self.options.clusters, self.options.window, self.options.impl
+        if self.shared:
+            order = ordered.by_rank(cluster[:, :, None], clusters, window)
+            rule = ordered.Rule(causal=True, scale=self.scale)
+            return ordered.ordered_attention(k, None, v, order, rule, impl=impl)
+        order = ordered.by_asking(cluster[:, :, None], asked[:, :, None], clusters, window)
+        return ordered.ordered_attention(q, k, v, order, ordered.Rule(causal=True), impl=impl)
 
     def _attend_near(self, tokens: Tokens, lists: buckets.Lists | None = None, start: Tensor | None = None) -> Tensor:
         q, k, v, asked, cluster = tokens
@@ -207,7 +241,7 @@ class Routing(Bucketed):
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The definition, for one row and head at a time."""
-        _, _, v, normed, _ = self._route(x)
+        _, _, v, normed, *_ = self._route(x)
         q, k = self._rotate(normed[0], normed[-1])
         q, rows = q * (self.options.scale or q.shape[-1] ** -0.5), []
         for b in range(len(x)):

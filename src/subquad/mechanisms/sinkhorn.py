@@ -24,11 +24,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
+from subquad.ops import ordered
+from subquad.ops.impl import choose
 from subquad.ops.lengths import first, padding
 from subquad.ops.precision import uncast, wide_type
 
@@ -36,7 +39,7 @@ ABSENT = 1e-20  # a sorted slot with less than this of real tokens is empty
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     block: AtLeast1 = 64  # tokens that are sorted together
     iterations: AtLeast1 = 8  # of normalising rows and columns
     temperature: float = 0.75  # of the sorting matrix; lower is closer to a permutation
@@ -59,9 +62,12 @@ class Sinkhorn(Attention):
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
+        q, k, v = self.heads.split(x)
+        if choose(self.options.impl, "ordered_attention", q, self._unsupported(q, lengths)) == "triton":
+            return self.heads.merge(self._by_kernels(q, k, v))
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
-        q, k, v = (t.masked_fill(~first(present, size)[..., None, None], 0) for t in self.heads.split(x))
+        q, k, v = (t.masked_fill(~first(present, size)[..., None, None], 0) for t in (q, k, v))
         with uncast(x):
             sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
             present = present.unflatten(1, (-1, block))  # [B, N, C]
@@ -84,6 +90,39 @@ class Sinkhorn(Attention):
         o = self._attend_biased(*(t.flatten(0, 1) for t in (q, k, v, bias)))  # [B·N, C, H, V]
         return self.heads.merge(first(o.reshape(batch, -1, *o.shape[2:]), size))
 
+    def _unsupported(self, q: Tensor, lengths: Tensor | None) -> str | None:
+        if self._dropout():
+            return "it has no dropout"
+        if self.options.sortcut is not None:
+            return "it has no sortcut"
+        reason = ordered.unsupported(q)
+        if reason is None and (lengths is not None or q.shape[1] % self.options.block):
+            reason = f"it computes whole blocks of {self.options.block}, got {q.shape[1]} tokens" + (
+                "" if lengths is None else " with lengths"
+            )
+        return reason
+
+    def _by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Whole blocks: their own keys are the second half of all keys, the sorted ones the first."""
+        batch, size, heads, _ = q.shape
+        with uncast(q):
+            sort = self._sort(q, k, torch.full((batch,), size, device=q.device)).to(v.dtype)
+        blocks, causal = size // self.options.block, self.options.causal
+        q, k = self._rotate(q, k)
+        k, v = (torch.cat((self._sorted(sort, t), t), dim=1) for t in (k, v))
+        order = ordered.by_blocks((batch, heads), blocks, self.options.block, not causal, q.device)
+        rule = ordered.Rule(causal=causal, scale=q.shape[-1] ** -0.5)
+        return ordered.ordered_attention(q, k, v, order, rule, impl=self.options.impl)
+
+    def _sorted(self, sort: Tensor, t: Tensor) -> Tensor:
+        """Sorted blocks, [B, T, H, K]. For backward only t itself is kept, not its copy in the order of the product."""
+
+        def product(sort: Tensor, t: Tensor) -> Tensor:
+            mixed = sort @ self._blocks(t).permute(0, 3, 1, 2, 4).flatten(3)  # [B, H, N, C·K]
+            return mixed.unflatten(-1, (-1, t.shape[-1])).permute(0, 2, 3, 1, 4).flatten(1, 2)
+
+        return checkpoint(product, sort, t, use_reentrant=False) if torch.is_grad_enabled() else product(sort, t)
+
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads.split(x)  # not rotated: R ignores positions
         return torch.stack([self._weights_of_row(*row) for row in zip(q, k, strict=True)]), v
@@ -101,11 +140,13 @@ class Sinkhorn(Attention):
         block, size, exact = self.options.block, q.shape[1], wide_type(q)
         starts = torch.arange(0, size + padding(size, block), block, device=q.device)
         sizes = (n[:, None] - starts).clamp(1, block)[..., None, None]  # [B, N, 1, 1]
-        mean_k = self._blocks(k.to(exact)).sum(2) / sizes
-        if self.options.causal:
-            mean_q = q.to(exact).cumsum(1)[:, starts.clamp(max=size - 1)] / (starts + 1)[:, None, None]
+        sum_q, sum_k = (self._blocks(t).sum(2, dtype=exact) for t in (q, k))
+        mean_k = sum_k / sizes
+        if self.options.causal:  # up to the first query of the block
+            before = F.pad(sum_q[:, :-1], (0, 0, 0, 0, 1, 0)).cumsum(1)
+            mean_q = (before + q[:, starts.clamp(max=size - 1)]) / (starts + 1)[:, None, None]
         else:
-            mean_q = self._blocks(q.to(exact)).sum(2) / sizes
+            mean_q = sum_q / sizes
         logits = torch.einsum("bnhk,bmhk->bhnm", mean_q, mean_k) / math.sqrt(q.shape[-1])
         if self.training:
             logits = logits - torch.empty_like(logits).exponential_().clamp(min=ABSENT).log()  # Gumbel

@@ -14,27 +14,31 @@ Verified    tests/mechanisms/test_transformer_xl.py: an explicit gather of R_{t-
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad import ranks
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.lengths import at_most, first, keep, padding
+from subquad.ops.cache import capturing
+from subquad.ops.lengths import keep
+from subquad.ops.relative import Ends, relative_attention
+from subquad.ops.rotary import Turns
+from subquad.ops.sparse.relative_step import relative_step
 
 
 class State(NamedTuple):
-    k: Tensor  # [B, memory, H, K], the last positions; those before the first token are zero and never seen
+    k: Tensor  # [B, memory, H, K], the last positions: position j is in slot j mod memory; the others are never seen
     v: Tensor  # [B, memory, H, V]
     position: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.KernelOptions):
     memory: AtLeast1 = 512  # positions back that a query sees
 
 
@@ -54,11 +58,13 @@ class TransformerXL(Attention):
 
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         q, k, v = self.heads.split(x)
+        if ranks.active() is None:
+            return self._merge(self._attend_band(q, k, v, ends=_ends(lengths)))
         around, seen = (self.options.memory, self.after), keep(lengths, x.shape[1])
         seen = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if seen is None else seen
-        k, v = (ranks.halo(t, *around) for t in (k, v))
-        seen = F.pad(seen, around) if ranks.active() is None else ranks.halo(seen.to(torch.uint8), *around) > 0
-        return self._merge(self._attend_behind(q, k, v, seen))
+        k, v, seen = (ranks.halo(t, *around) for t in (k, v, seen.to(torch.uint8)))
+        first = (seen.cumsum(1) == 0).sum(1)  # what exists is in one piece
+        return self._merge(self._attend_band(q, k, v, around[0], (first, first + seen.sum(1))))
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         past = self._zeros(batch, self.options.memory, self.options.heads, self.width)
@@ -71,46 +77,55 @@ class TransformerXL(Attention):
         q, k, v = self.heads.split(x)
         if ranks.active() is not None:
             (past_k, at), (past_v, _) = (ranks.last_tokens(t.detach(), self.options.memory, lengths) for t in (k, v))
-            past = [t.to(state.k.dtype) for t in (past_k, past_v)]
-            return self._forward(x, lengths), State(past[0], past[1], at[:, -1] + 1)
-        k, v = torch.cat((state.k.to(k.dtype), k), dim=1), torch.cat((state.v.to(v.dtype), v), dim=1)
+            position, none = at[:, -1] + 1, torch.zeros_like(state.position)
+            past = [_into_ring(t, none, position, self.options.memory).to(state.k.dtype) for t in (past_k, past_v)]
+            return self._forward(x, lengths), State(past[0], past[1], position)
+        k, v = (
+            torch.cat((_from_ring(old, state.position).to(new.dtype), new), dim=1)
+            for old, new in ((state.k, k), (state.v, v))
+        )
         memory = self.options.memory
-        slots = torch.arange(k.shape[1], device=x.device)
-        seen = slots >= memory - state.position[:, None]  # [B, memory + T]
+        ends = (memory - state.position).clamp(min=0), torch.full_like(state.position, k.shape[1])
         added = self._advance(torch.zeros_like(state.position), x, lengths)
-        last = (added[:, None] + slots[:memory])[..., None, None]  # each row's last `memory` entries
-        past = [t.detach().gather(1, last.expand(-1, -1, *t.shape[2:])).to(state.k.dtype) for t in (k, v)]
-        return self._merge(self._attend_behind(q, k, v, seen)), State(past[0], past[1], state.position + added)
+        position = state.position + added
+        past = [_into_ring(t.detach(), added, position, memory).to(state.k.dtype) for t in (k, v)]
+        return self._merge(self._attend_band(q, k, v, memory, ends)), State(past[0], past[1], position)
+
+    def _step(self, x: Tensor, state: State, inplace: bool = False) -> tuple[Tensor, State]:
+        q, k, v = (t[:, 0] for t in self.heads.split(x[:, None]))  # [B, H, K]
+        far = self._relative(q)
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (q, far, self.u, self.w))
+        if self._dropout() or gradients:
+            return super()._step_inplace(x, state) if inplace else super()._step(x, state)
+        new = state if inplace else State(*(t.clone() for t in state))
+        o = relative_step(q, k, v, *new, (self.u, self.w, far), self.width**-0.5, self.options.impl)
+        return self._merge(o), new
+
+    def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        return self._step(x, state, inplace=True)
+
+    def decodes(self, state: State) -> bool:
+        return type(self) is TransformerXL and not self._dropout() and not torch.is_grad_enabled()
+
+    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+        both, v = self.heads.cut(qkv)
+        q, k = both.chunk(2, dim=1)
+        bias = self.u, self.w, self._relative(q)
+        o = relative_step(q, k, v, *state, bias, self.width**-0.5, self.options.impl, moves=False)
+        return o.flatten(1), state
 
     def _relative(self, like: Tensor) -> Tensor:
         """W_r R for the distances memory .. -after, [memory + after + 1, H, K]."""
-        distances = self.options.memory - torch.arange(self.options.memory + self.after + 1, device=like.device)
-        waves = sinusoid(distances, self.options.dim).to(like.dtype)
+        traced = torch.compiler.is_compiling() or type(like) is not Tensor
+        make = _waves if traced or capturing(like) else _kept_waves
+        waves = make(self.options.memory, self.after, self.options.dim, like.device, like.dtype)
         return self.relative(waves).unflatten(-1, (self.options.heads, -1))
 
-    def _attend_behind(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Query t sees entries t .. t + span of k, v and `seen`, which start `memory` before the first query.
-
-        Queries go in blocks of C, each against the C + span keys that some query of the block can see.
-        """
-        size, span = q.shape[1], self.options.memory + self.after
-        c = at_most(self.options.memory, size)
-        extra = padding(size, c)
-        # flatten heads before padding: torch.compile(dynamic=True) fails on the gradient of padding in another layout
-        q = F.pad(q.flatten(2), (0, 0, 0, extra)).unflatten(2, (self.options.heads, -1))
-        q = q.unflatten(1, (-1, c))  # [B, N, C, H, K]
-        k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
-        seen = F.pad(seen, (0, extra)).unfold(1, c + span, c)  # [B, N, C + span]
-        content = torch.einsum("bnchk,bnhks->bnhcs", q + self.u, k)
-        offsets = torch.einsum("bnchk,ohk->bnhco", q + self.w, self._relative(q))  # [B, N, H, C, span + 1]
-        offset = torch.arange(c + span, device=q.device) - torch.arange(c, device=q.device)[:, None]  # [C, C + span]
-        position = offsets.gather(-1, offset.clamp(0, span).expand(*offsets.shape[:3], -1, -1))
-        visible = ((offset >= 0) & (offset <= span)) & seen[:, :, None]  # [B, N, C, C + span]
-        visible = visible | ~visible.any(-1, keepdim=True)  # padded queries see all keys, to avoid NaN
-        scores = (content + position) / math.sqrt(q.shape[-1])
-        weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
-        weights = F.dropout(weights, self._dropout())
-        return first(torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2), size)
+    def _attend_band(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, ends: Ends | None = None) -> Tensor:
+        """Attention of queries to keys that start `offset` before the first query."""
+        how = {"ends": ends, "dropout": self._dropout(), "impl": self.options.impl}
+        r, before = self._relative(q), self.options.memory
+        return relative_attention(q, k, v, r, self.u, self.w, before=before, offset=offset, **how)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         s, dim = torch.arange(q.shape[1], device=q.device), self.options.dim
@@ -122,6 +137,39 @@ class TransformerXL(Attention):
         scores = torch.einsum("bthk,bshk->bhts", q + self.u, k) + torch.einsum("bthk,tshk->bhts", q + self.w, r)
         visible = (distance <= self.options.memory) & (distance >= -self.after)
         return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf).softmax(-1)
+
+
+def _ends(lengths: Tensor | None) -> Ends | None:
+    return None if lengths is None else (torch.zeros_like(lengths), lengths)
+
+
+def _from_ring(ring: Tensor, position: Tensor) -> Tensor:
+    """The last positions of each row in order, [B, memory, H, ·]."""
+    slots = torch.arange(ring.shape[1], device=ring.device)
+    return _take(ring, (position[:, None] + slots) % ring.shape[1])
+
+
+def _into_ring(t: Tensor, first: Tensor, position: Tensor, memory: int) -> Tensor:
+    """The ring after `position` [B], of the `memory` entries of t [B, ·, H, ·] from `first` [B] on, the last ones."""
+    slots = torch.arange(memory, device=t.device)
+    return _take(t, first[:, None] + (slots - position[:, None]) % memory)
+
+
+def _take(t: Tensor, index: Tensor) -> Tensor:
+    return t.gather(1, index[..., None, None].expand(-1, -1, *t.shape[2:]))
+
+
+def _waves(memory: int, after: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """R of the distances memory .. -after."""
+    distances = memory - torch.arange(memory + after + 1, device=device)
+    return sinusoid(distances, dim).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _kept_waves(memory: int, after: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`_waves`, which take longer to make than a step."""
+    with torch.inference_mode(False):  # whose tensors training may not use
+        return _waves(memory, after, dim, device, dtype)
 
 
 def sinusoid(distances: Tensor, dim: int) -> Tensor:

@@ -18,13 +18,42 @@ from subquad.models import fused_step
 from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
-from subquad.ops.feed_forward import feed_forward, pays
-from subquad.ops.layer_norm import LayerNorm
+from subquad.ops.feed_forward import Activation, feed_forward, pays
+from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
+from subquad.ops.perceptron import keeps_less, perceptron
+from subquad.ops.precision import autocasts
 from subquad.ops.rotary import Turns
 
 Stream = tuple[Tensor, ...]
+Write = Callable[[Stream, Tensor], Stream]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
+
+
+class Waiting(NamedTuple):
+    """A stream to which a branch is yet to be added: the norm that reads it does so in the same pass, on a GPU."""
+
+    x: Tensor
+    added: Tensor
+
+
+class Twice(NamedTuple):
+    """A stream after a post-norm, which on a GPU writes it for products too, in the type of autocast."""
+
+    x: Tensor
+    short: Tensor
+
+
+def paired(stream: Stream) -> bool:
+    """Whether residuals are reversible."""
+    return len(stream) == 2 and not isinstance(stream, Waiting | Twice)
+
+
+def settled(stream: Stream) -> Stream:
+    """The stream by itself, as a block takes it too."""
+    if isinstance(stream, Waiting):
+        return (stream.x + stream.added,)
+    return (stream.x,) if isinstance(stream, Twice) else stream
 
 
 class FeedForward(nn.Module):
@@ -52,6 +81,11 @@ class FeedForward(nn.Module):
         return torch.cat([self._apply_all(*piece) for piece in pieces], dim=-2)
 
     def _apply_all(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
+        drops = self.dropout.p > 0 and self.training
+        if not self.gated and not drops and keeps_less(x, self.inner, self.out):
+            inner, out = self.inner, self.out
+            act: Activation = "relu" if self.activation == "relu" else "gelu"
+            return perceptron(x, inner.weight, inner.bias, out.weight, out.bias, activation=act)
         h = self.inner(x)
         if self.gated:
             gate, value = h.chunk(2, dim=-1)
@@ -62,7 +96,10 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """One residual connection: `read` gives the input of the branch, `write` adds its output."""
+    """One residual connection: `read` gives the input of the branch, `write` adds its output.
+
+    `enter` and `between` do the same, on a GPU in one pass over the stream.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -72,15 +109,55 @@ class Residual(nn.Module):
 
     def read(self, stream: Stream) -> Tensor:
         # a reversible stream is at least float32, even if the model computes in fewer bits
-        x = stream[-1].to(self.norm.weight.dtype) if len(stream) == 2 else stream[0]
+        x = stream[-1].to(self.norm.weight.dtype) if paired(stream) else stream[0]
         return x if self.post else self.norm(x)
 
     def write(self, stream: Stream, y: Tensor) -> Stream:
-        y = self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
-        if len(stream) == 2:
+        y = self._dropped(y)
+        if paired(stream):
             return stream[1], stream[0] + y
-        x = stream[0] + y
-        return (self.norm(x) if self.post else x,)
+        if not self.post:
+            return (stream[0] + y,)
+        return (self._add_norm(stream[0], y)[0] if fuses(y, self.norm) else self.norm(stream[0] + y),)
+
+    def enter(self, stream: Stream, products: bool = False) -> tuple[Stream, Tensor]:
+        """The stream, to be used in place of the one given, and what `read` gives; their gradients are added at once.
+
+        `products`: only products with weights read it, so that under autocast it may be of their type.
+        """
+        if isinstance(stream, Twice) and products:
+            return (stream.x,), stream.short
+        if self.post or paired(stream) or not fuses(stream[0], self.norm):
+            stream = settled(stream)
+            return stream, self.read(stream)
+        x, h = self._add_norm(stream[0], stream.added if isinstance(stream, Waiting) else None, products)
+        return (x,), h
+
+    def between(self, stream: Stream, y: Tensor, following: "Residual", products: bool) -> tuple[Stream, Tensor]:
+        """`write`, and then `enter` of the following residual."""
+        norm = self if self.post else following
+        if paired(stream) or not fuses(y, norm.norm):
+            return following.enter(self.write(stream, y), products)
+        x, h = norm._add_norm(stream[0], self._dropped(y), products)
+        return (x,), h
+
+    def leave(self, stream: Stream, y: Tensor) -> Stream:
+        """`write`, with what the next `enter` may use, which may be of another block."""
+        if paired(stream) or not fuses(y, self.norm):
+            return self.write(stream, y)
+        y = self._dropped(y)
+        if not self.post:
+            return Waiting(stream[0], y)
+        x, short = self._add_norm(stream[0], y, autocasts(y.device))
+        return (x,) if short is x else Twice(x, short)
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        return self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
+
+    def _add_norm(self, x: Tensor, y: Tensor | None, products: bool = False) -> tuple[Tensor, Tensor]:
+        out = torch.get_autocast_dtype(x.device.type) if products and autocasts(x.device) else None
+        weight, bias, eps, norm = parts_of(self.norm, x.dtype)
+        return add_norm(x, y, weight, bias, eps, norm=norm, post=self.post, out=out)
 
 
 class Tapped(NamedTuple):
@@ -114,16 +191,17 @@ class Block(nn.Module):
         memory_lengths: Tensor | None,
         turns: Turns | None = None,
     ) -> Stream:
-        """The stream after this block; with pool > 1 it is shorter, `shorten(lengths, pool)`.
+        """The stream after this block, perhaps not `settled`; with pool > 1 it is shorter, `shorten(lengths, pool)`.
 
         `turns` of the positions, as the mixer takes them; the stack makes them once for all blocks.
         """
         if self.pool > 1:
-            stream, y = self._mix_pooled(stream, lengths, turns)
+            stream, y = self._mix_pooled(settled(stream), lengths, turns)
             lengths = shorten(lengths, self.pool)
         else:
-            y = self._mix(self.mixer_residual.read(stream), lengths, turns)
-        return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths)
+            stream, h = self.mixer_residual.enter(stream, self.mixer.reads_products and self.taps is None)
+            y = self._mix(h, lengths, turns)
+        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.leave)
 
     def init_state(self, batch: int, capacity: int | None) -> Any:
         state = self.mixer.init_state(batch, capacity)
@@ -149,7 +227,7 @@ class Block(nn.Module):
             h, recent = self.taps.prefill(h, lengths, recent)
         y, mixed = self.mixer.prefill(h, lengths, mixed, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
-        return self._rest(self.mixer_residual.write(stream, y), lengths, memory, memory_lengths), state
+        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.write), state
 
     def step(
         self,
@@ -165,7 +243,7 @@ class Block(nn.Module):
 
         `late`: with it, and in place, positions may be left to the caller to move, who finds them there afterwards.
         """
-        if inplace and late is not None and self.cross is None and len(stream) == 1:
+        if inplace and late is not None and self.cross is None and not paired(stream):
             fused = fused_step.mix(self, stream[0], state, turns, late)
             if fused is not None:
                 x, state, fed = fused
@@ -176,29 +254,35 @@ class Block(nn.Module):
             h, recent = self.taps.step(h, recent, inplace)
         y, mixed = self.mixer.step(h, mixed, inplace, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
-        stream = self.mixer_residual.write(stream, y)
+        before = self.mixer_residual
         if self.cross is not None and self.cross_residual is not None:
-            query = self.cross_residual.read(stream)[:, None]  # [B, 1, D]
-            y = self.cross(query, context=memory, context_lengths=memory_lengths)[:, 0]
-            stream = self.cross_residual.write(stream, y)
-        return self._feed(stream), state
+            stream, query = before.between(stream, y, self.cross_residual, products=False)
+            y = self.cross(query[:, None], context=memory, context_lengths=memory_lengths)[:, 0]
+            before = self.cross_residual
+        return self._feed(before.write(stream, y)), state
 
     def _feed(self, stream: Stream) -> Stream:
-        """The feed-forward on its residual; for few tokens without gradients, in one fused kernel."""
+        """The feed-forward of one token on its residual; for many rows without gradients, in one fused kernel."""
         ff, residual = self.ff, self.ff_residual
-        usual = len(stream) == 2 or self.training or ff.gated
+        usual = paired(stream) or self.training or ff.gated
         usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
         if usual or not pays(stream[0], ff.inner.weight):
-            x = fused_step.feed(stream[0], ff, residual) if len(stream) == 1 else None
-            return residual.write(stream, ff(residual.read(stream))) if x is None else (x,)
-        norm = residual.norm
+            fed = None if paired(stream) else fused_step.feed(stream[0], ff, residual)
+            if fed is not None:
+                return (fed,)
+            stream, h = residual.enter(stream, products=True)
+            return residual.write(stream, ff(h))
+        (x,) = stream
+        weight, bias, eps, norm = parts_of(residual.norm, x.dtype)
         y = feed_forward(
-            stream[0], ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, norm.weight,
-            norm.bias if isinstance(norm, nn.LayerNorm) else None, eps=norm.eps or torch.finfo(stream[0].dtype).eps,
-            activation="relu" if ff.activation == "relu" else "gelu",
-            norm="layer" if isinstance(norm, nn.LayerNorm) else "rms", pre=not residual.post,
+            x, ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, weight, bias, eps=eps,
+            activation="relu" if ff.activation == "relu" else "gelu", norm=norm, pre=not residual.post,
         )  # fmt: skip
         return (y,)
+
+    def _fed(self, stream: Stream, y: Tensor, before: Residual, write: Write) -> Stream:
+        stream, h = before.between(stream, y, self.ff_residual, products=True)
+        return write(stream, self.ff(h))
 
     def branches(
         self, lengths: Tensor | None, memory_lengths: Tensor | None, turns: Turns | None = None
@@ -227,11 +311,21 @@ class Block(nn.Module):
     def _tap(self, h: Tensor, lengths: Tensor | None) -> Tensor:
         return h if self.taps is None else self.taps(h, lengths)
 
-    def _rest(self, stream: Stream, lengths: Tensor | None, memory: Any, memory_lengths: Tensor | None) -> Stream:
+    def _rest(
+        self,
+        stream: Stream,
+        y: Tensor,
+        lengths: Tensor | None,
+        memory: Any,
+        memory_lengths: Tensor | None,
+        write: Write,
+    ) -> Stream:
+        """The stream after the output y of the mixer."""
+        before = self.mixer_residual
         if self.cross is not None and self.cross_residual is not None:
-            y = self.cross(self.cross_residual.read(stream), lengths, memory, memory_lengths)
-            stream = self.cross_residual.write(stream, y)
-        return self.ff_residual.write(stream, self.ff(self.ff_residual.read(stream)))
+            stream, query = before.between(stream, y, self.cross_residual, products=False)
+            y, before = self.cross(query, lengths, memory, memory_lengths), self.cross_residual
+        return self._fed(stream, y, before, write)
 
     def _mix_pooled(self, stream: Stream, lengths: Tensor | None, turns: Turns | None) -> tuple[Stream, Tensor]:
         """Queries are means of `pool` neighbours (Dai et al. 2020, arXiv:2006.03236, §2.2).
@@ -262,6 +356,13 @@ def mean_pool(x: Tensor, lengths: Tensor | None, pool: int) -> Tensor:
     counts = (counts[:, None] - starts).clamp(1, pool)  # [B, T/pool]; 1 for groups without tokens, whose sum is 0
     x = nn.functional.pad(zero_padding(x, lengths), (0, 0, 0, missing)).unflatten(1, (-1, pool))
     return x.sum(2) / counts[..., None].to(x.dtype)
+
+
+def parts_of(norm: nn.LayerNorm | nn.RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, float, Norm]:
+    """Weight, bias, eps and kind of a norm of vectors of this type."""
+    if isinstance(norm, nn.LayerNorm):
+        return norm.weight, norm.bias, norm.eps, "layer"
+    return norm.weight, None, torch.finfo(dtype).eps if norm.eps is None else norm.eps, "rms"
 
 
 def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad import ranks
@@ -16,6 +17,7 @@ from subquad.checks import refuse
 from subquad.models.config import GRIDS, EmbeddingConfig
 from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
+from subquad.ops.impl import traced
 from subquad.ops.lengths import keep, readable, shape_of
 
 
@@ -51,7 +53,9 @@ class Embedding(nn.Module):
         """`position` [B]: where each row starts (0 if None). Padding may hold anything."""
         if self.config.vocab is not None:
             ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
-            x = nn.functional.embedding(ids, self.weight) * self.scale
+            # of many tokens the table is the smaller one to scale; a compiler scales as it looks up
+            few = traced() or ids.numel() <= self.weight.shape[0]
+            x = F.embedding(ids, self.weight) * self.scale if few else F.embedding(ids, self.weight * self.scale)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
         batch, size, _ = x.shape
@@ -122,10 +126,10 @@ class Grid(nn.Module):
         rows, *others = self.tables
         total: Tensor | float = 0.0
         for table in reversed(others):
-            total = total + nn.functional.embedding(positions % table.shape[0], table)
+            total = total + F.embedding(positions % table.shape[0], table)
             positions = positions // table.shape[0]
         # what remains is the row; the lookup should fail beyond the last row
-        return ((total + nn.functional.embedding(positions, rows)) * self.scale).to(dtype)
+        return ((total + F.embedding(positions, rows)) * self.scale).to(dtype)
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"

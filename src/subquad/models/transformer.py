@@ -13,10 +13,11 @@ from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
-from subquad.models.blocks import Block, Stream, make_norm, shorten
+from subquad.models.blocks import Block, Stream, Waiting, make_norm, parts_of, settled, shorten
 from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import check_position, check_type, clean_frames
 from subquad.models.saving import Model
+from subquad.ops.layer_norm import add_norm, fuses
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.rotary import Turns
@@ -240,7 +241,11 @@ class Transformer(Model):
         return ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
 
     def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
-        return zero_padding(self.norm(self._join(stream)), lengths)
+        norm = self.norm
+        if isinstance(stream, Waiting) and not isinstance(norm, nn.Identity) and fuses(stream.x, norm):
+            weight, bias, eps, kind = parts_of(norm, stream.x.dtype)
+            return zero_padding(add_norm(*stream, weight, bias, eps, norm=kind)[1], lengths)
+        return zero_padding(norm(self._join(settled(stream))), lengths)
 
     def _shrink_outputs(self) -> None:
         """Start with small branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).

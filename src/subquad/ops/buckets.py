@@ -206,6 +206,26 @@ def in_reach(lists: Lists, bucket: Tensor, start: Tensor) -> tuple[Tensor, Tenso
     return buckets, torch.cat((earlier.flatten(-2), new.expand_as(bucket)), dim=-1)
 
 
+@torch.library.custom_op("subquad::bucket_step", mutates_args=("keys", "values", "members", "total"))
+def step(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, members: Tensor, total: Tensor, asked: Tensor,
+    bucket: Tensor, position: Tensor, scale: float, apart: bool,
+) -> Tensor:  # fmt: skip
+    """One token of each row enters the caches and the lists of its buckets, in place, and attends: [B, H, V].
+
+    q, k, v [B, H, ·]; caches [B, C, H, ·]; lists as in `Lists` [B, H, R, ...]; bucket, and the one that is read, asked
+    [B, H, R]; position [B]. `apart`: a token reads itself only if it sees nothing else. Only on a GPU, in Triton.
+    """
+    from subquad.ops import buckets_triton
+
+    return buckets_triton.step(q, k, v, keys, values, members, total, asked, bucket, position, scale, apart)
+
+
+@step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
 def ranks(bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """Each token's rank in its bucket [G, T], and the size of each bucket [G, buckets]."""
     size = bucket.shape[-1]

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from subquad.ops.additive import additive_attention
 from subquad.ops.impl import Impl, choose
 from subquad.ops.rotary import Turns, turned
 
@@ -16,18 +17,24 @@ def with_room(cache: Tensor, position: Tensor, more: int) -> Tensor:
 
     Compiled, captured and shape-only programs cannot read `position`: there the caller must allocate the room first.
     """
-    return _with_room(cache, _read(cache, position), more)
+    return with_room_for(cache, readable_positions(cache, position), more)
 
 
-def _read(cache: Tensor, position: Tensor) -> list[int] | None:
+def readable_positions(cache: Tensor, position: Tensor) -> list[int] | None:
     """The positions, or None where they cannot be read."""
     traced = isinstance(position, FakeTensor) or position.is_meta or torch.compiler.is_compiling()
-    if traced or (cache.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if traced or capturing(cache):
         return None
     return position.tolist()  # one copy from a GPU; min() and max() would be two
 
 
-def _with_room(cache: Tensor, used: list[int] | None, more: int) -> Tensor:
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are recorded for a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def with_room_for(cache: Tensor, used: list[int] | None, more: int) -> Tensor:
+    """`with_room` for positions that were read; None: the room is there."""
     if used is None:
         return cache
     size, low, high = cache.shape[1], min(used), max(used)
@@ -45,8 +52,8 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
     Padding in `new` is written too: it is beyond the row's new position, so nothing reads it, and the next append
     overwrites it.
     """
-    used, count = _read(cache, position), new.shape[1]
-    old, cache = cache, _with_room(cache, used, count)
+    used, count = readable_positions(cache, position), new.shape[1]
+    old, cache = cache, with_room_for(cache, used, count)
     if used is not None and used.count(used[0]) == len(used):  # all rows at one place: copy, not scatter
         cache = cache.clone() if cache is old and not inplace else cache
         cache[:, used[0] : used[0] + count] = new
@@ -58,21 +65,31 @@ def append(cache: Tensor, new: Tensor, position: Tensor, inplace: bool = False) 
 
 
 def cached_attention(
-    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, *, scale: float | None = None, impl: Impl = "auto"
+    q_t: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: Tensor,
+    *,
+    scale: float | None = None,
+    score: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Softmax attention of one query per row to the first `count` [B] entries of a cache, all at least 1.
 
     q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]. It never waits for a GPU.
+    With `score` [H, K] attention is additive: the scores are score·tanh(q + k), by default unscaled.
     """
-    scale = q_t.shape[-1] ** -0.5 if scale is None else scale
+    scale = (q_t.shape[-1] ** -0.5 if score is None else 1.0) if scale is None else scale
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
     wide = f"heads wider than 256: {k.shape[-1]} and {v.shape[-1]}" if max(k.shape[-1], v.shape[-1]) > 256 else None
     fused = choose(impl, "cached_attention", q_t, "float64" if q_t.dtype == torch.float64 else wide) == "triton"
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q_t, k, v))  # rare in decoding: plain torch
+    gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q_t, k, v, score)
+    )  # rare in decoding: plain torch
     if gradients or (not fused and q_t.device.type != "cpu"):
-        return _masked(q_t, k, v, count, scale)
+        return _masked(q_t, k, v, count, scale, score)
     run = torch.ops.subquad.cached_attention if torch.compiler.is_compiling() else _attend
-    return run(q_t, k, v, count, scale, fused)
+    return run(q_t, k, v, count, scale, score, fused)
 
 
 def cached_attention_step(
@@ -105,29 +122,33 @@ def cached_attention_step(
         k = append(k, k_t[:, None], position, inplace=True)
         v = append(v, v_t[:, None], position, inplace=True)
         return cached_attention(q_t, k, v, position + 1, scale=scale, impl=impl), k, v
-    used = _read(k, position)
-    k, v = _with_room(k, used, 1), _with_room(v, used, 1)
+    used = readable_positions(k, position)
+    k, v = with_room_for(k, used, 1), with_room_for(v, used, 1)
     cos, sin = (None, None) if turns is None else turns
     q_t, k_t, v_t = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k_t, v_t))
     return torch.ops.subquad.cached_attention_step(q_t, k_t, v_t, k, v, position, cos, sin, scale), k, v
 
 
-def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Tensor:
+def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score: Tensor | None) -> Tensor:
+    if score is not None:
+        return additive_attention(q_t[:, None], k, v, count[:, None], score * scale, impl="torch")[:, 0]
     seen = torch.arange(k.shape[1], device=k.device) < count[:, None]  # [B, C]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, C, K]
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, seen[:, None, None], scale=scale)[:, :, 0]
 
 
-def _attend(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:
+def _attend(
+    q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, score: Tensor | None, fused: bool
+) -> Tensor:
     if fused:
         from subquad.ops.cache_triton import attend
 
-        return attend(q_t, k, v, count, scale)
+        return attend(q_t, k, v, count, scale, score=score)
     high = int(count.max())
-    if len(count) > 1:
+    if len(count) > 1 or score is not None:
         # always masked and in whole blocks: else a row's rounding would depend on how long the other rows are
         high = -(-high // BLOCK) * BLOCK
-        return _masked(q_t, k[:, :high], v[:, :high], count, scale)
+        return _masked(q_t, k[:, :high], v[:, :high], count, scale, score)
     k, v = k[:, :high].transpose(1, 2), v[:, :high].transpose(1, 2)
     return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
 
@@ -137,7 +158,15 @@ _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutate
 
 
 @_operator.register_fake
-def _(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, fused: bool) -> Tensor:  # noqa: ARG001
+def _(
+    q_t: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: Tensor,
+    scale: float,
+    score: Tensor | None,
+    fused: bool,  # noqa: ARG001
+) -> Tensor:
     return q_t.new_empty(*q_t.shape[:2], v.shape[-1])
 
 

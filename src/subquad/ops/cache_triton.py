@@ -16,32 +16,42 @@ from subquad.ops.turned_triton import row_stride, turned
 PROGRAMS = 1056  # about eight for each of an H200's 132 multiprocessors
 BLOCK = 8192  # elements of the keys, and of the values, at a time
 LOG2E = 1.4426950408889634
+TWICE = tl.constexpr(2.8853900817779268)  # exp(2x) = exp2(TWICE·x)
 
 
 @triton.jit
 def decode(
-    q, k, v, n, kn, vn, cos, sin, o, high, mass,
+    q, k, v, n, kn, vn, cos, sin, o, high, mass, weight,
     scale, C, H, qb, qh, kb, kc, kh, vb, vc, vh, xb, xh, wb, wh, tb,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    NEW: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
+    NEW: tl.constexpr, TURN: tl.constexpr, ADDITIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one row over one split of its keys: the running softmax of flash attention, in base 2.
 
     NEW: n is the position of the new key and value kn, vn. The first split counts them in and writes them there.
+    The score is q·k, or with ADDITIVE, which takes no new key, weight·tanh(q + k).
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
     b = (row // H).to(tl.int64)
     h = (row % H).to(tl.int64)
-    count = tl.minimum(tl.load(n + b), C).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(count, SPLITS), BC) * BC
-    start = split * share
-    end = tl.minimum(start + share, count)
     dk, dv, dc = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BC)
+    if NEW:
+        count = tl.load(n + b)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    query = turned(q + b * qb + h * qh, cos + b * tb, sin + b * tb, dk, K, TURN).to(tl.float32) * scale
+    if not NEW:  # the kernel before may have counted
+        count = tl.load(n + b)
+    count = tl.minimum(count, C).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(count, SPLITS), BC) * BC
+    start = split * share
+    end = tl.minimum(start + share, count)
+    query = turned(q + b * qb + h * qh, cos + b * tb, sin + b * tb, dk, K, TURN).to(tl.float32)
+    if ADDITIVE:
+        factor = tl.load(weight + h * K + dk, mask=dk < K, other=0.0).to(tl.float32) * scale
+    else:
+        query *= scale
     m = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((BV,), tl.float32)
@@ -63,7 +73,12 @@ def decode(
         at = at.to(tl.int64)
         keys = tl.load(k + at[:, None] * kc + dk[None, :], mask=there[:, None] & (dk < K)[None, :], other=0.0)
         values = tl.load(v + at[:, None] * vc + dv[None, :], mask=there[:, None] & (dv < V)[None, :], other=0.0)
-        scores = tl.where(there, tl.sum(keys.to(tl.float32) * query[None, :], 1), float("-inf"))
+        if ADDITIVE:
+            power = tl.exp2(tl.minimum((keys.to(tl.float32) + query[None, :]) * TWICE, 126.0))
+            scores = tl.sum((1.0 - 2.0 / (1.0 + power)) * factor[None, :], 1)  # tanh
+        else:
+            scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+        scores = tl.where(there, scores, float("-inf"))
         new = tl.maximum(m, tl.max(scores, 0))
         weights = tl.exp2(scores - new)
         fade = tl.exp2(m - new)
@@ -98,10 +113,11 @@ def gather(parts, high, mass, o, V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.c
 
 def attend(
     q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, new: tuple[Tensor, Tensor] | None = None,
-    by: Turns | None = None,
+    by: Turns | None = None, score: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q_t [B, H, K], k [B, C, H, K], v [B, C, H, V], count [B] -> o [B, H, V].
 
+    score [H, K]: the weights of additive attention, in place of the dot product.
     new: a key [B, H, K] and a value [B, H, V], written to place `count` and attended to. `by` turns q_t and that key.
     """
     q_t, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k, v))
@@ -121,10 +137,11 @@ def attend(
     numbers = (scale * LOG2E, k.shape[1], h, *strides, row_stride(None if by is None else cos))
     constants = {
         "K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block, "SPLITS": splits, "NEW": new is not None,
-        "TURN": by is not None, "EARLY": EARLY,
+        "TURN": by is not None, "ADDITIVE": score is not None, "EARLY": EARLY,
     }  # fmt: skip
     plan = Plan((b * h, splits), numbers, constants, stages=3, early=EARLY)
-    launch(decode, (q_t, k, v, count, key, value, cos, sin, o, high, mass), plan)
+    weight = q_t if score is None else score.contiguous()
+    launch(decode, (q_t, k, v, count, key, value, cos, sin, o, high, mass, weight), plan)
     if not partial:
         return o[:, :, 0]
     y = q_t.new_empty(b, h, width_v)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.impl import Impl, choose
+from subquad.ops.layer_norm import Norm
 
 Activation = Literal["relu", "gelu"]
-Norm = Literal["layer", "rms"]
 ROWS = 4096  # with fewer rows separate operations are faster: a program takes 128 rows, so most of a GPU would be idle
 
 

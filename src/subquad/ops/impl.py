@@ -4,9 +4,11 @@ import importlib.util
 import os
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Impl = Literal["auto", "torch", "triton"]
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile cannot trace the search
 
 
 def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Literal["torch", "triton"]:
@@ -19,7 +21,7 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
         return "torch"  # the interpreter is for tests, so only impl="triton" uses it
     reason = unsupported
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         reason = "triton is not installed"
     elif x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         reason = f"the tensors are on {x.device.type}, and Triton runs on cuda (on a CPU only with TRITON_INTERPRET=1)"
@@ -28,3 +30,13 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     if impl == "triton":
         raise ValueError(f'impl="triton" for {op}: {reason}; use impl="auto" or "torch"')
     return "torch"
+
+
+def traced() -> bool:
+    """A compiler fuses plain expressions, and torch.func and exported programs can only differentiate those."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def exporting() -> bool:
+    """Whether a program is being exported. torch 2.11's own function is also true while one is compiled (#176347)."""
+    return torch.compiler._is_exporting_flag

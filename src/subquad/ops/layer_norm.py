@@ -1,29 +1,60 @@
-"""Layer normalisation of narrow rows: y = (x - mean) / √(variance + eps) · weight + bias, over the last axis.
+"""The norm of each row, alone or with a residual: y = (x - mean) / √(variance + eps) · weight + bias.
 
 torch's gradient of weight and bias is slow for narrow rows: at the widths of small models, 64 to 512, it takes longer
-than the attention of the layer. Here one pass over x computes the gradients of x, weight and bias.
+than the attention of the layer. Here one pass over x computes the gradients of x, weight and bias. Wider rows gain too
+where the same pass adds a branch to the residual, and writes y in the type of the products that read it.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, traced
 
-WIDEST = 512  # for wider rows torch's kernels are fast
+Norm = Literal["layer", "rms"]
+WIDEST_ALONE = 512  # for wider rows torch's kernels are as fast
+WIDEST = 4096
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: Impl = "auto") -> Tensor:
     """x [..., D], weight and bias [D] -> [..., D]; float32 under autocast, like torch's."""
-    # a compiler fuses torch's norm with the operations around it, and torch.func can only differentiate torch's
-    elsewhere = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    elsewhere = elsewhere or (impl == "auto" and x.device.type != "cuda")
-    if elsewhere or choose(impl, "layer_norm", x, _unsupported(x, weight)) == "torch":
+    if traced() or (impl == "auto" and (x.device.type != "cuda" or x.shape[-1] > WIDEST_ALONE)):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    out = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
-    y: Tensor = _LayerNorm.apply(x, weight, bias, eps, out)
+    if choose(impl, "layer_norm", x, _unsupported(x, weight)) == "torch":
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    y: Tensor = _AddNorm.apply(x, None, weight, bias, eps, False, None)[1]
     return y
+
+
+def add_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    norm: Norm = "layer",
+    post: bool = False,
+    out: torch.dtype | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(the residual, what the next branch reads), both [..., D]: (x + added, norm(x + added)).
+
+    added: None adds nothing; then only the gradients of both results are added in one pass
+    post   the residual is norm(x + added) too
+    out    the type of what the branch reads; None is that of torch's norm: float32 under autocast
+    """
+    plain = traced() or (impl == "auto" and x.device.type != "cuda")
+    if plain or choose(impl, "add_norm", x, _unsupported(x, weight, added)) == "torch":
+        total = x if added is None else x + added
+        if norm == "rms":
+            y = nn.functional.rms_norm(total, total.shape[-1:], weight, eps)
+        else:
+            y = torch.layer_norm(total, total.shape[-1:], weight, bias, eps)
+        return y if post else total, y if out is None else y.to(out)
+    residual, y = _AddNorm.apply(x, added, weight, bias, eps, post, out)
+    return residual, residual if y is None else y
 
 
 class LayerNorm(nn.LayerNorm):
@@ -33,27 +64,64 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def _unsupported(x: Tensor, weight: Tensor) -> str | None:
+def fuses(x: Tensor, norm: nn.Module) -> bool:
+    """Whether `add_norm` with the weights of this module replaces it: it runs as a kernel, and nobody watches."""
+    if x.device.type != "cuda" or type(norm) not in (LayerNorm, nn.RMSNorm) or traced():
+        return False
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return False
+    return isinstance(norm.weight, Tensor) and choose("auto", "add_norm", x, _unsupported(x, norm.weight)) == "triton"
+
+
+def _unsupported(x: Tensor, weight: Tensor, added: Tensor | None = None) -> str | None:
     if x.shape[-1] > WIDEST:
         return f"it takes rows of at most {WIDEST}, not {x.shape[-1]}"
-    if not all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (x, weight)):
+    if added is not None and added.shape != x.shape:
+        return f"it adds what has the shape of x, {list(x.shape)}, not {list(added.shape)}"
+    kinds = [t.dtype for t in (x, weight, added) if t is not None]
+    if not all(kind in (torch.float32, torch.bfloat16, torch.float16) for kind in kinds):
         return f"it computes float32, bfloat16 and float16, not {x.dtype} with weights in {weight.dtype}"
     return "no elements" if x.numel() == 0 else None
 
 
-class _LayerNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
+    """(the residual, what the next branch reads if it is another tensor); without a bias, root mean square norm."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        post: bool,
+        out: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor | None]:
         from subquad.ops import layer_norm_triton
 
-        x = x.contiguous()
-        y, mean, scale = layer_norm_triton.forward(x, weight, bias, eps, out)
-        ctx.save_for_backward(x, weight, mean, scale)
-        return y
+        total = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
+        wide = bias is not None and torch.is_autocast_enabled(x.device.type)
+        kind = torch.float32 if wide else total  # of torch's norm
+        kinds = total, kind if post else out or kind, out if post and out not in (None, kind) else None
+        s, y, h, mean, scale = layer_norm_triton.forward(x, added, weight, bias, eps, *kinds)
+        ctx.save_for_backward(s, weight, mean, scale)
+        ctx.set_materialize_grads(False)
+        ctx.post, ctx.rms = post, bias is None
+        ctx.added = None if added is None else added.dtype
+        if post:
+            return y, h
+        return x if added is None else s, y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, ...]:
         from subquad.ops import layer_norm_triton
 
-        return (*layer_norm_triton.backward(grad.contiguous(), *ctx.saved_tensors), None, None)
+        of_norm = [grad.contiguous() for grad in ((first, second) if ctx.post else (second,)) if grad is not None]
+        of_sum = None if ctx.post or first is None else first.contiguous()
+        if not of_norm:
+            return of_sum, None if of_sum is None or ctx.added is None else of_sum.to(ctx.added), *[None] * 5
+        saved = ctx.saved_tensors
+        dx, da, dg, dc = layer_norm_triton.backward(of_sum, of_norm, *saved, rms=ctx.rms, added=ctx.added)
+        return dx, da, dg, dc, None, None, None

@@ -1,7 +1,9 @@
-"""The kernels of `layer_norm`: tiles of whole rows, which stay in registers after they are read.
+"""The kernels of `layer_norm` and `add_norm`: tiles of whole rows, which stay in registers after they are read.
 
 Legend: R rows, D width, W its next power of two, BM rows of a tile, P programs.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,29 +18,42 @@ WARPS, STAGES = 4, 2
 
 
 @triton.jit
-def normalise(x, g, c, y, mean, scale, R, eps, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr):
-    """y, and the mean and scale of each row."""
+def normalise(
+    x, a, g, c, s, y, h, mean, scale, R, eps,
+    D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """s = x + a, y = norm(s), h = y in another type, and the mean and scale of each row."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, W)
     tile = r.to(tl.int64)[:, None] * D + d[None, :]
     there = (r < R)[:, None] & (d < D)[None, :]
-    h = tl.load(x + tile, mask=there, other=0.0).to(tl.float32)
-    m = tl.sum(h, 1) / D
-    h = tl.where(there, h - m[:, None], 0.0)
-    s = tl.rsqrt(tl.sum(h * h, 1) / D + eps)
-    gain = tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)
-    shift = tl.load(c + d, mask=d < D, other=0.0).to(tl.float32)
-    h = h * s[:, None] * gain[None, :] + shift[None, :]
-    tl.store(y + tile, h.to(y.dtype.element_ty), mask=there)
-    tl.store(mean + r, m, mask=r < R)
-    tl.store(scale + r, s, mask=r < R)
+    u = tl.load(x + tile, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        total = (u + tl.load(a + tile, mask=there, other=0.0).to(tl.float32)).to(s.dtype.element_ty)
+        tl.store(s + tile, total, mask=there)
+        u = total.to(tl.float32)
+    if not RMS:
+        m = tl.sum(u, 1) / D
+        tl.store(mean + r, m, mask=r < R)
+        u = tl.where(there, u - m[:, None], 0.0)
+    k = tl.rsqrt(tl.sum(u * u, 1) / D + eps)
+    tl.store(scale + r, k, mask=r < R)
+    u = u * k[:, None] * tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    if not RMS:
+        u += tl.load(c + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + tile, u.to(y.dtype.element_ty), mask=there)
+    if TWO:
+        tl.store(h + tile, u.to(h.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def gradients(
-    dy, x, g, mean, scale, dx, parts, R, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, P: tl.constexpr
+    ds, dy, dh, x, g, mean, scale, dx, da, parts, R,
+    D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, P: tl.constexpr, RMS: tl.constexpr,
+    SUM: tl.constexpr, TWO: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """dx, and the part of this program's rows in dg and dc: parts [P, 2, D]."""
+    """dx from the gradients ds of the sum and dy + dh of its norm, da = dx in another type, and the part of this
+    program's rows in dg and dc: parts [P, 2, D]."""
     d = tl.arange(0, W)
     gain = tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)
     dg, dc = tl.zeros((BM, W), tl.float32), tl.zeros((BM, W), tl.float32)
@@ -47,44 +62,72 @@ def gradients(
         tile = r.to(tl.int64)[:, None] * D + d[None, :]
         there = (r < R)[:, None] & (d < D)[None, :]
         u = tl.load(dy + tile, mask=there, other=0.0).to(tl.float32)
+        if TWO:
+            u += tl.load(dh + tile, mask=there, other=0.0).to(tl.float32)
         h = tl.load(x + tile, mask=there, other=0.0).to(tl.float32)
-        m, s = tl.load(mean + r, mask=r < R, other=0.0), tl.load(scale + r, mask=r < R, other=0.0)
-        h = tl.where(there, (h - m[:, None]) * s[:, None], 0.0)
+        k = tl.load(scale + r, mask=r < R, other=0.0)
+        if not RMS:
+            h = tl.where(there, h - tl.load(mean + r, mask=r < R, other=0.0)[:, None], 0.0)
+        h *= k[:, None]
         dg += u * h
         dc += u
         u *= gain[None, :]
-        u = (u - (tl.sum(u, 1) / D)[:, None] - h * (tl.sum(u * h, 1) / D)[:, None]) * s[:, None]
+        along = (tl.sum(u * h, 1) / D)[:, None] * h
+        if not RMS:
+            along += (tl.sum(u, 1) / D)[:, None]
+        u = (u - along) * k[:, None]
+        if SUM:
+            u += tl.load(ds + tile, mask=there, other=0.0).to(tl.float32)
         tl.store(dx + tile, u.to(dx.dtype.element_ty), mask=there)
+        if ADDED:
+            tl.store(da + tile, u.to(da.dtype.element_ty), mask=there)
     at = parts + tl.program_id(0) * 2 * D + d
     tl.store(at, tl.sum(dg, 0), mask=d < D)
     tl.store(at + D, tl.sum(dc, 0), mask=d < D)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., D], and the mean and 1/√(variance + eps) of each row [R]"""
-    rows, width, wide, tile = _sizes(x)
+def forward(
+    x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    total: torch.dtype, out: torch.dtype, twice: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """x + added in the type `total`, its norm in `out` and in `twice`, each row's mean and 1/√(variance + eps) [R]"""
+    x = x.contiguous()
+    rows, width, wide, tile, warps = _sizes(x)
+    s = x if added is None else torch.empty_like(x, dtype=total)
     y = torch.empty_like(x, dtype=out)
+    h = None if twice is None else torch.empty_like(x, dtype=twice)
     mean, scale = x.new_empty((2, rows), dtype=torch.float32)
-    constants = {"D": width, "W": wide, "BM": tile}
-    plan = Plan((blocks_of(rows, tile),), (rows, eps), constants, WARPS, STAGES)
-    launch(normalise, (x, weight, bias, y, mean, scale), plan)
-    return y, mean, scale
+    constants = {
+        "D": width, "W": wide, "BM": tile, "ADD": added is not None, "RMS": bias is None, "TWO": h is not None
+    }  # fmt: skip
+    plan = Plan((blocks_of(rows, tile),), (rows, eps), constants, warps, STAGES)
+    tensors = x, x if added is None else added.contiguous(), weight, weight if bias is None else bias
+    launch(normalise, (*tensors, s, y, y if h is None else h, mean, scale), plan)
+    return s, y, h, mean, scale
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [..., D], dweight [D], dbias [D]"""
-    rows, width, wide, tile = _sizes(x)
+def backward(
+    of_sum: Tensor | None, of_norm: Sequence[Tensor], x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, *,
+    rms: bool, added: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """dx [..., D], the same in the type `added`, dweight [D], dbias [D]"""
+    rows, width, wide, tile, warps = _sizes(x)
     most = 3 if INTERPRETED else PROGRAMS * torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = min(blocks_of(rows, tile), most)
     dx = torch.empty_like(x)
+    da = dx if added in (None, x.dtype) else torch.empty_like(x, dtype=added)
     parts = x.new_empty((programs, 2, width), dtype=torch.float32)
-    constants = {"D": width, "W": wide, "BM": tile, "P": programs}
-    launch(gradients, (grad, x, weight, mean, scale, dx, parts), Plan((programs,), (rows,), constants, WARPS, STAGES))
+    constants = {
+        "D": width, "W": wide, "BM": tile, "P": programs, "RMS": rms,
+        "SUM": of_sum is not None, "TWO": len(of_norm) == 2, "ADDED": da is not dx,
+    }  # fmt: skip
+    tensors = of_norm[0] if of_sum is None else of_sum, of_norm[0], of_norm[-1], x, weight, mean, scale, dx, da, parts
+    launch(gradients, tensors, Plan((programs,), (rows,), constants, warps, STAGES))
     dg, dc = parts.sum(0).to(weight.dtype)
-    return dx, dg, dc
+    return dx, None if added is None else da, dg, None if rms else dc
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int, int]:
+def _sizes(x: Tensor) -> tuple[int, int, int, int, int]:
     width = x.shape[-1]
     wide: int = triton.next_power_of_2(width)
-    return x.numel() // width, width, wide, max(1, TILE // wide)
+    return x.numel() // width, width, wide, max(1, TILE // wide), WARPS * max(1, wide // TILE)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import check_heads, check_strided
+from subquad.ops.impl import exporting
 
 
 def check_lengths(lengths: Tensor | None, x: Tensor, name: str = "lengths") -> Tensor | None:
@@ -84,7 +85,7 @@ def readable(x: Tensor) -> bool:
 
 def symbolic(*sizes: int) -> bool:
     """Whether a size is symbolic, as in an exported program: then no branch may depend on it."""
-    strict = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()  # shows symbols as plain integers
+    strict = exporting() and torch.compiler.is_dynamo_compiling()  # shows symbols as plain integers
     return strict or any(isinstance(size, torch.SymInt) for size in sizes)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops.impl import exporting
+
 
 def wide_type(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
@@ -22,6 +24,6 @@ def autocasts(device: torch.device) -> bool:
 
 def uncast(x: Tensor) -> AbstractContextManager[Any]:
     """A context that turns off autocast on x's device."""
-    if not (torch.compiler.is_exporting() or autocasts(x.device)):  # an exported program may meet autocast later
+    if not (exporting() or autocasts(x.device)):  # an exported program may meet autocast later
         return nullcontext()
     return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from subquad.ops.impl import exporting
 from subquad.ops.precision import uncast, wide, wide_type
 
 Norms = Literal["chi", "sqrt"]
@@ -68,7 +69,7 @@ def project(x: Tensor, directions: Tensor) -> Tensor:
 
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """Features of the Gaussian kernel, [B, T, H, 2M], in at least float32 or in `dtype`; with `unit`, of x/|x|."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return _plain_fourier(x, directions, unit, dtype or wide_type(x))
     with uncast(x):
         return _Fourier.apply(x, directions, unit, dtype or wide_type(x))
@@ -106,7 +107,7 @@ def positive(
     eps    in units of a token's own largest feature
     dtype  of the result: at least float32 by default
     """
-    if torch.compiler.is_exporting():
+    if exporting():
         return _plain_positive(x, directions, scale, unit, eps, dtype or wide_type(x))
     origin = parts.largest if unit is None else parts.half + unit
     b = eps * (parts.largest - origin).exp()[..., None]

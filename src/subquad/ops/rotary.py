@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.ops.impl import choose
+from subquad.ops.impl import Impl, choose, exporting, traced
 from subquad.ops.precision import wide, wide_type
 
 
@@ -26,7 +26,7 @@ def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32, bas
     """
     # Under torch.compile one operator: Inductor would put plain expressions into the loops of those who read them, and
     # compute cosines anew for each head of each layer. An exported program has plain expressions, and needs no subquad.
-    inside = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    inside = torch.compiler.is_compiling() and not exporting()
     return Turns(*(torch.ops.subquad.turns if inside else _turns)(positions, width, dtype, base))
 
 
@@ -71,38 +71,62 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return turned(x, turns(positions, width, wide_type(x), base))
 
 
-def turned(x: Tensor, by: Turns, way: int = 1) -> Tensor:
+def turned(x: Tensor, by: Turns, way: int = 1, *, impl: Impl = "auto") -> Tensor:
     """`rotate` with the turns of x's positions; way=-1 turns back. Products and sums are at least float32."""
-    if _traced():
+    if traced():
         return _plain(x, by if way == 1 else Turns(by.cos, -by.sin))
+    how = choose(impl, "rotary", x, _unsupported(x))
     if torch.is_grad_enabled() and x.requires_grad:
-        y: Tensor = _Turned.apply(x, *by, way)
+        y: Tensor = _Turned.apply(x, *by, way, how)
         return y
-    return _fast(x, *by, way)
+    return _fast(x, *by, way, how)
 
 
-def turned_pair(both: Tensor, by: Turns) -> tuple[Tensor, Tensor]:
-    """q and k, turned, of `both` [B, T, 2·H, D], which has the heads of q and then those of k."""
-    if not _traced() and torch.is_grad_enabled() and both.requires_grad:
-        pair: tuple[Tensor, Tensor] = _TurnedPair.apply(both, *by)
-        return pair
-    q, k = turned(both, by).chunk(2, dim=2)
-    return q, k
+def turned_qkv(qkv: Tensor, by: Turns, heads: int, keys: int, *, impl: Impl = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, turned, and v, of all three side by side: qkv [B, T, 2·keys + H·V] -> [B, T, H, ·] each.
+
+    Its gradient is written at once, where autograd would turn the parts back, and then put them side by side.
+    """
+    if not traced() and torch.is_grad_enabled() and qkv.requires_grad:
+        how = choose(impl, "rotary", qkv, _unsupported(qkv))
+        q, k, v = _TurnedQKV.apply(qkv, *by, heads, keys, how)
+        return q, k, v
+    both, v = _in_two(qkv, heads, keys)
+    q, k = turned(both, by, impl=impl).chunk(2, dim=2)
+    return q, k, v
 
 
-def _traced() -> bool:
-    """A compiler fuses the plain expression, and torch.func and exported programs can only differentiate that one."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+def _in_two(qkv: Tensor, heads: int, keys: int) -> tuple[Tensor, Tensor]:
+    """q and k [B, T, 2·H, K], v [B, T, H, V]"""
+    # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
+    both, v = qkv.split_with_sizes((2 * keys, qkv.shape[-1] - 2 * keys), -1)
+    shape = qkv.shape[:-1]
+    return both.view(*shape, 2 * heads, -1), v.view(*shape, heads, -1)
+
+
+def _unsupported(x: Tensor) -> str | None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it computes float32, bfloat16 and float16, not {x.dtype}"
+    return "no elements" if x.numel() == 0 else None
 
 
 def _plain(x: Tensor, by: Turns) -> Tensor:
-    (a, b), (cos, sin) = wide(x).chunk(2, dim=-1), by
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    # a compiler reads a flipped pair in the same loop, where it would make a cat of two halves one half at a time
+    pairs, (cos, sin) = wide(x).unflatten(-1, (2, -1)), by
+    signed = sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=x.device, dtype=sin.dtype)[:, None]  # [..., 2, D/2]
+    return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signed).flatten(-2).to(x.dtype)
 
 
-def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int, y: Tensor | None = None) -> Tensor:
-    """`_plain` in three operations, into y if given. A new y is contiguous, so that heads are merged without a copy."""
-    y = x.new_empty(x.shape) if y is None else y
+def _fast(x: Tensor, cos: Tensor, sin: Tensor, way: int, how: str) -> Tensor:
+    """`_plain` in few operations. The result is contiguous, so that heads are merged without a copy."""
+    if how == "triton":
+        from subquad.ops import rotary_triton
+
+        return rotary_triton.turned(x, cos, sin, way)
+    return _turn_into(x, cos, sin, way, x.new_empty(x.shape))
+
+
+def _turn_into(x: Tensor, cos: Tensor, sin: Tensor, way: int, y: Tensor) -> Tensor:
     halves = (*x.shape[:-1], 2, x.shape[-1] // 2)
     pairs = x.view(halves)
     (a, b), (to_a, to_b) = pairs.unbind(-2), y.view(halves).unbind(-2)
@@ -116,31 +140,43 @@ class _Turned(torch.autograd.Function):
     """Its gradient is turned back, so only the turns are kept, which all layers share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, way: int, how: Impl) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.way = way
-        return _fast(x, cos, sin, way)
+        ctx.way, ctx.how = way, how
+        return _fast(x, cos, sin, way, how)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return turned(grad, Turns(*ctx.saved_tensors), -ctx.way), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return turned(grad, Turns(*ctx.saved_tensors), -ctx.way, impl=ctx.how), None, None, None, None
 
 
-class _TurnedPair(torch.autograd.Function):
-    """The same, where the gradients of q and k are turned back into one tensor."""
+class _TurnedQKV(torch.autograd.Function):
+    """The same, where the gradients of q and k are turned back into one tensor, beside that of v."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, keys: int, how: Impl
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _fast(both, cos, sin, 1).chunk(2, dim=2)
+        ctx.how = how
+        both, v = _in_two(qkv, heads, keys)
+        return *_fast(both, cos, sin, 1, how).chunk(2, dim=2), v
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         by = Turns(*ctx.saved_tensors)
         if torch.is_grad_enabled():  # of a gradient that is differentiated itself
-            return turned(torch.cat(grads, dim=2), by, -1), None, None
-        batch, size, heads, width = grads[0].shape
-        both = grads[0].new_empty(batch, size, 2 * heads, width)
-        for grad, part in zip(grads, both.chunk(2, dim=2), strict=True):
-            _fast(grad, *by, -1, part)
-        return both, None, None
+            both = turned(torch.cat((dq, dk), dim=2), by, -1, impl=ctx.how)
+            return torch.cat((both.flatten(2), dv.flatten(2)), -1), None, None, None, None, None
+        keys, values = dq.shape[2] * dq.shape[3], dv.shape[2] * dv.shape[3]
+        dqkv = dq.new_empty(*dq.shape[:2], 2 * keys + values)
+        if ctx.how == "triton":
+            from subquad.ops import rotary_triton
+
+            rotary_triton.turned_back(dq, dk, dv, *by, dqkv)
+        else:
+            both, to_v = _in_two(dqkv, dq.shape[2], keys)
+            for grad, part in zip((dq, dk), both.chunk(2, dim=2), strict=True):
+                _turn_into(grad, *by, -1, part)
+            to_v.copy_(dv)
+        return dqkv, None, None, None, None, None

@@ -136,6 +136,9 @@ def _figures(run: Run) -> dict[str, Any]:
         if row.skipped or row.error:
             reason = f"skipped: {row.skipped}" if row.skipped else f"failed: {row.error}"
             missing.append([Cell(row.mechanism), Cell(f"T = {row.length:,}"), Cell(reason, css="long")])
+        if row.uncaptured:
+            reason = f"a decoding step without the time of Python: {row.uncaptured}"
+            missing.append([Cell(row.mechanism), Cell(f"T = {row.length:,}"), Cell(reason, css="long")])
         figures = {column: getattr(row, column.field) for column in COLUMNS}
         if any(figure is not None for figure in figures.values()):
             cells = (_figure(column, figure) for column, figure in figures.items())

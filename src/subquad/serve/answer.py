@@ -5,7 +5,8 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,11 @@ from subquad.serve.exchange import Job
 from subquad.serve.request import Drawn, Request, Update
 from subquad.serve.vocabulary import Vocabulary
 
+DIRECT = "subquad.send"  # in a scope: the connection's own `send`, without what is wrapped around it for headers
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect events
+
+
+_quoted = json.JSONEncoder().encode  # of text, quicker than json.dumps
 
 
 def to_json(value: Any) -> bytes:
@@ -54,16 +59,16 @@ class Answer:
         self.created = int(time.time())
         self.sending: float | None = None  # since when the client has not taken what was sent
         self.task: asyncio.Task[Any] | None = None
+        self.rest: asyncio.Task[None] | None = None  # of a part that the client did not take at once
         self.started = False
         self.failure: Exception | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.task = asyncio.current_task()
         watch = asyncio.create_task(self._watch(receive))
         status = 499  # as proxies log it: the client has left
         try:
-            work = self._stream(send) if self.asked.stream else self._whole(send)
-            status = await asyncio.create_task(work)  # waking a task of its own does not go through Starlette's frames
+            status = await (self._stream(send, scope.get(DIRECT, send)) if self.asked.stream else self._whole(send))
         except asyncio.CancelledError:
             if not self.job.gone:
                 raise
@@ -76,6 +81,8 @@ class Answer:
                 await self._send_json(send, 500, content)
         finally:
             watch.cancel()
+            if self.rest is not None:
+                self.rest.cancel()
             self.job.cancel()
             self.ended(self, status)
 
@@ -92,12 +99,12 @@ class Answer:
                 if self.job.gone:
                     return 499
                 for number, update in self.job.take():
-                    pieces[number] += self._push(number, update)
+                    pieces[number] += self.push(number, update)
         except Refused as refused:
             return await self._send_json(send, refused.status, refused.content())
         return await self._send_json(send, 200, self._object(pieces))
 
-    async def _stream(self, send: Send) -> int:
+    async def _stream(self, send: Send, direct: Send) -> int:
         await self.job.wait()  # before the first event an error still has a status
         headers = {"content-type": "text/event-stream; charset=utf-8", **HEADERS}
         first = self.job.inbox[0][1] if self.job.inbox else None
@@ -105,46 +112,14 @@ class Answer:
             refused = _failed(first)
             return await self._send_json(send, refused.status, refused.content())
         await self._start(send, 200, headers)
-        usage = ',"usage":null' if self.asked.usage else ""
-        head = "data: " + to_json(self._head())[:-1].decode() + ',"choices":['
-        tail = f"]{usage}}}\n\n"
-        roles = [f"{head}{self._role(choice)}{tail}" for choice in self.choices if self.asked.chat]
-        status = 200
-        while self.open:
-            await self.job.wait()
-            if self.job.gone:
-                return 499
-            events, roles = roles, []
-            try:
-                for number, pieces in self._joined(self.job.take()):
-                    if pieces or self.choices[number].finish is not None:
-                        events.append(f"{head}{self._delta(number, pieces)}{tail}")
-            except Refused as refused:
-                events.append(f"data: {to_json(refused.content()).decode()}\n\n")
-                status, self.open = refused.status, 0
-            if not self.open and status == 200 and self.asked.usage:
-                events.append(f'{head}],"usage":{to_json(self.usage()).decode()}}}\n\n')
-            if not self.open:
-                events.append("data: [DONE]\n\n")
-            if events:
-                await self._body(send, "".join(events).encode(), more=bool(self.open))
-        return status
+        writer = Events(self, direct)
+        self.job.listener = writer.write
+        writer.write()
+        return await writer.done
 
-    def _joined(self, inbox: list[tuple[int, Update]]) -> Iterable[tuple[int, list[Piece]]]:
-        """Choices and what may be given of each."""
-        if len(inbox) == 1:
-            ((number, update),) = inbox
-            return ((number, self._push(number, update)),)
-        joined: dict[int, list[Piece]] = {}
-        for number, update in inbox:
-            joined.setdefault(number, []).extend(self._push(number, update))
-        return joined.items()
-
-    def _push(self, number: int, update: Update) -> list[Piece]:
+    def push(self, number: int, update: Update) -> list[Piece]:
         """What may be given of a choice after an update."""
         choice = self.choices[number]
-        if self.plain and update.end is None and update.drawn:
-            return [choice.quick(update.drawn)]
         if choice.finish is not None:
             return []
         if update.end in ("error", "cancelled"):
@@ -167,29 +142,10 @@ class Answer:
         self.echo[number] = piece
         return piece
 
-    def _head(self) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
         kind = "text_completion" if not self.asked.chat else "chat.completion"
         kind += ".chunk" if self.asked.chat and self.asked.stream else ""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _role(self, choice: Choice) -> str:
-        delta = {"role": "assistant", "content": ""}
-        return to_json({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}).decode()
-
-    def _delta(self, number: int, pieces: list[Piece]) -> str:
-        """One choice in an event; written by hand, because it is written for every token."""
-        if len(pieces) == 1 and self.plain:
-            (piece,) = pieces
-            written, drawn = piece.text, piece.drawn
-        else:
-            written, drawn = "".join([piece.text for piece in pieces]), self._new(pieces, number)
-        text = json.dumps(written)
-        tokens = str(drawn[0].token) if len(drawn) == 1 else ",".join([str(one.token) for one in drawn])
-        finish = self.choices[number].finish
-        said = "null" if finish is None else f'"{finish}"'
-        what = f'"delta":{{"content":{text}}}' if self.asked.chat else f'"text":{text}'
-        logprobs = "null" if self.asked.logprobs is None else to_json(self._logprobs(number, pieces)).decode()
-        return f'{{"index":{number},{what},"logprobs":{logprobs},"finish_reason":{said},"tokens":[{tokens}]}}'
 
     def _object(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -199,17 +155,17 @@ class Answer:
             choices.append({
                 "index": number,
                 **({"message": message} if self.asked.chat else {"text": text}),
-                "logprobs": None if self.asked.logprobs is None else self._logprobs(number, parts),
+                "logprobs": None if self.asked.logprobs is None else self.logprobs(number, parts),
                 "finish_reason": self.choices[number].finish,
-                "tokens": [one.token for one in self._new(parts, number)],
+                "tokens": [one.token for one in self.new(parts, number)],
             })  # fmt: skip
-        return {**self._head(), "choices": choices, "usage": self.usage()}
+        return {**self.head(), "choices": choices, "usage": self.usage()}
 
-    def _new(self, pieces: list[Piece], number: int) -> list[Drawn]:
+    def new(self, pieces: list[Piece], number: int) -> list[Drawn]:
         """The tokens that were drawn, without those of the prompt."""
         return list(itertools.chain(*(piece.drawn for piece in pieces if piece is not self.echo[number])))
 
-    def _logprobs(self, number: int, pieces: list[Piece]) -> dict[str, Any]:
+    def logprobs(self, number: int, pieces: list[Piece]) -> dict[str, Any]:
         if self.asked.chat:
             text, drawn = "".join(p.text for p in pieces), [one for p in pieces for one in p.drawn]
             return chat_logprobs(Piece(text, drawn, []), self.vocabulary)
@@ -243,6 +199,134 @@ class Answer:
         self.sending = time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending = None
+
+
+class Events:
+    """Writes an answer as server-sent events.
+
+    For almost every token there is an event, so it costs little: it is put together from ready parts, and given to the
+    connection in the call that brought the token, with no task to wake. Only where a client does not take it at once a
+    task waits until it does, while what comes next gathers in the job's inbox.
+    """
+
+    def __init__(self, answer: Answer, send: Send):
+        self.answer, self.job, self.send = answer, answer.job, send
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the status
+        self.status = 200
+        asked = answer.asked
+        usage = ',"usage":null' if asked.usage else ""
+        self.head = "data: " + to_json(answer.head())[:-1].decode() + ',"choices":['
+        self.tail = f"]{usage}}}\n\n"
+        self.opening = "".join(self._role(choice) for choice in answer.choices if asked.chat)
+        self.begin, self.end = ('"delta":{"content":', "}") if asked.chat else ('"text":', "")
+        self.between = f'{self.end},"logprobs":null,"finish_reason":null,"tokens":['
+        self.begins = [f'{self.head}{{"index":{choice.index},{self.begin}' for choice in answer.choices]
+        self.ends = f"]}}{self.tail}"
+
+    def write(self) -> None:
+        """Send what came, unless the client has not yet taken what was sent before."""
+        answer = self.answer
+        if self.done.done():
+            return
+        if self.job.gone:
+            self.done.set_result(499)
+        elif answer.rest is None:
+            try:
+                if answer.open and (events := self._events()):
+                    self._send(events.encode())
+            except Exception as error:
+                self.done.set_exception(error)
+            else:
+                if not answer.open and answer.rest is None:
+                    self.done.set_result(self.status)
+
+    def _send(self, data: bytes) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": bool(self.answer.open)}
+        steps = self.send(message).__await__()
+        try:
+            waits = next(steps)
+        except StopIteration:
+            return
+        self.answer.sending = time.monotonic()
+        self.answer.rest = asyncio.ensure_future(_continued(steps, waits))
+        self.answer.rest.add_done_callback(self._sent)
+
+    def _sent(self, rest: asyncio.Task[None]) -> None:
+        if rest.cancelled():
+            return
+        self.answer.sending = self.answer.rest = None
+        if (error := rest.exception()) is not None and not self.done.done():
+            self.done.set_exception(error)
+        else:
+            self.write()
+
+    def _events(self) -> str:
+        answer, inbox = self.answer, self.job.take()
+        if answer.plain and all(update.end is None for _, update in inbox):  # almost always
+            events = self._quick(inbox)
+        else:
+            try:
+                events = "".join(self._joined(inbox))
+            except Refused as refused:
+                events = f"data: {to_json(refused.content()).decode()}\n\n"
+                self.status, answer.open = refused.status, 0
+        if self.opening:
+            events, self.opening = self.opening + events, ""
+        if answer.open:
+            return events
+        if self.status == 200 and answer.asked.usage:
+            events += f'{self.head}],"usage":{to_json(answer.usage()).decode()}}}\n\n'
+        return f"{events}data: [DONE]\n\n"
+
+    def _quick(self, inbox: list[tuple[int, Update]]) -> str:
+        """What `_joined` gives for updates that hold nothing but new tokens."""
+        if len(inbox) == 1:
+            ((number, update),) = inbox
+            return self._tokens(number, update.drawn)
+        joined: dict[int, list[Drawn]] = {}
+        for number, update in inbox:
+            joined.setdefault(number, []).extend(update.drawn)
+        return "".join([self._tokens(number, drawn) for number, drawn in joined.items()])
+
+    def _tokens(self, number: int, drawn: Sequence[Drawn]) -> str:
+        text = _quoted(self.answer.choices[number].quick(drawn))
+        tokens = drawn[0].token if len(drawn) == 1 else ",".join([str(one.token) for one in drawn])
+        return f"{self.begins[number]}{text}{self.between}{tokens}{self.ends}"
+
+    def _joined(self, inbox: list[tuple[int, Update]]) -> Iterable[str]:
+        """One event for each choice of which something can be given."""
+        answer = self.answer
+        joined: dict[int, list[Piece]] = {}
+        for number, update in inbox:
+            joined.setdefault(number, []).extend(answer.push(number, update))
+        for number, pieces in joined.items():
+            if pieces or answer.choices[number].finish is not None:
+                yield self._event(number, pieces)
+
+    def _event(self, number: int, pieces: list[Piece]) -> str:
+        answer, finish = self.answer, self.answer.choices[number].finish
+        text = _quoted("".join([piece.text for piece in pieces]))
+        tokens = ",".join([str(one.token) for one in answer.new(pieces, number)])
+        logprobs = "null" if answer.asked.logprobs is None else to_json(answer.logprobs(number, pieces)).decode()
+        reason = "null" if finish is None else f'"{finish}"'
+        what = f'{text}{self.end},"logprobs":{logprobs},"finish_reason":{reason},"tokens":[{tokens}'
+        return f"{self.begins[number]}{what}{self.ends}"
+
+    def _role(self, choice: Choice) -> str:
+        delta = {"role": "assistant", "content": ""}
+        first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return f"{self.head}{to_json(first).decode()}{self.tail}"
+
+
+@types.coroutine
+def _continued(steps: Generator[Any, None, Any], waits: Any) -> Generator[Any, None, None]:
+    """The rest of a coroutine that was begun without a task, and waits."""
+    try:
+        yield waits
+    except BaseException:
+        steps.close()
+        raise
+    yield from steps
 
 
 def _failed(update: Update) -> Refused:

@@ -19,11 +19,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from subquad.checks import shown
 from subquad.disk import parse_json
-from subquad.serve.answer import Answer, requests_of, to_json
+from subquad.serve.answer import DIRECT, Answer, requests_of, to_json
 from subquad.serve.body import Asked, Reader, Refused
 from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
@@ -54,10 +54,10 @@ class Service:
     draining: bool = False
     answers: set[Answer] = field(default_factory=set)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         cors = Middleware(CORSMiddleware, allow_origins=self.origins, allow_methods=("*",), allow_headers=("*",))
         get, post = ("GET", "HEAD"), ("POST",)
-        return Starlette(
+        routed = Starlette(
             routes=[
                 Route("/v1/completions", self._guarded(self.complete), methods=post),
                 Route("/v1/chat/completions", self._guarded(self.chat), methods=post),
@@ -72,6 +72,12 @@ class Service:
             exception_handlers={HTTPException: _http_error, Refused: _refused},
             lifespan=self.lifespan,
         )
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[DIRECT] = send
+            await routed(scope, receive, send)
+
+        return app
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: ASGIApp) -> AsyncIterator[None]:

@@ -41,13 +41,13 @@ class Choice:
                 self.finish = end
         return False
 
-    def quick(self, drawn: Sequence[Drawn]) -> Piece:
-        """`push` and `take` where there is no stop text, no end and no log-probability: almost every token."""
+    def quick(self, drawn: Sequence[Drawn]) -> str:
+        """The text of `push` and `take` where there is no stop text, no end and no log-probability."""
         push = self.decoder.push
         text = push(drawn[0].token) if len(drawn) == 1 else "".join([push(one.token) for one in drawn])
         self.made += len(drawn)
         self.written = self.given = self.given + len(text)
-        return Piece(text, drawn, ())
+        return text
 
     def take(self) -> Piece | None:
         """What may be given now; None if nothing."""

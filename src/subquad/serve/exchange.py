@@ -1,8 +1,9 @@
 """Between the engine's thread and the event loop: requests go one way, updates the other."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from subquad.serve.engine import Engine
@@ -10,6 +11,7 @@ from subquad.serve.metrics import Metrics
 from subquad.serve.request import Request, Update
 
 JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
+LAG = 1.0  # seconds for which the engine waits for a loop that has much else to do
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
 
 
@@ -21,6 +23,7 @@ class Job:
         self.numbers: dict[int, int] = {}  # of the engine's requests to choices
         self.inbox: list[tuple[int, Update]] = []
         self.waiter: asyncio.Future[None] | None = None  # of who writes the answer
+        self.listener: Callable[[], None] | None = None  # called in place of waking a task
         self.begun = time.monotonic()
         self.first: float | None = None  # seconds to the first token
         self.behind = 0  # tokens in the inbox
@@ -33,7 +36,7 @@ class Job:
             for choice, request in enumerate(requests):
                 number = engine.submit(request)
                 self.numbers[number] = choice
-                self.exchange.jobs[number] = self
+                self.exchange.jobs[number] = (self, choice)
         except BaseException:
             self.cancel()
             raise
@@ -49,7 +52,9 @@ class Job:
             await self.waiter
 
     def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
+        if self.listener is not None:
+            self.listener()
+        elif self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
     def end(self, choice: int) -> None:
@@ -74,57 +79,76 @@ class Job:
 
 
 class Exchange:
-    """Made and used in the event loop; only `deliver` is called from the engine's thread."""
+    """Made and used in the event loop; only `deliver` is called from the engine's thread.
+
+    in_turn  the engine goes on when its updates are taken. On a CPU the two threads would get into each other's way:
+             every operation of one hands the interpreter over to the other, which costs more than the wait. On a GPU
+             the next step runs meanwhile, and only its updates wait
+    """
 
     engine: Engine
 
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
-        self.jobs: dict[int, Job] = {}
+    def __init__(self, metrics: Metrics, in_turn: bool = False):
+        self.metrics, self.in_turn = metrics, in_turn
+        self.jobs: dict[int, tuple[Job, int]] = {}  # by the engine's number of a request, with the choice that it is
         self.ready: set[Job] = set()
         self.turned = 0.0  # when the last updates came
         self.timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.taken = threading.Event()
+        self.taken.set()
 
     def deliver(self, updates: list[Update]) -> None:
         if self.loop is not None and updates:
-            self.loop.call_soon_threadsafe(self._take, updates)
+            self.taken.wait(LAG)
+            self.taken.clear()
+            self.loop.call_soon_threadsafe(self._receive, updates)
+            if self.in_turn:
+                self.taken.wait(LAG)
+
+    def _receive(self, updates: list[Update]) -> None:
+        try:
+            self._take(updates)
+        finally:
+            self.taken.set()
 
     def _take(self, updates: list[Update]) -> None:
         assert self.loop is not None
-        now, made = time.monotonic(), 0
+        now, made, jobs, ready = time.monotonic(), 0, self.jobs, self.ready
         for update in updates:
-            job = self.jobs.get(update.number)
-            made += len(update.drawn)
-            if job is None:
+            number, drawn, end = update[:3]
+            count = len(drawn)
+            made += count
+            if (found := jobs.get(number)) is None:
                 continue
-            job.inbox.append((job.numbers[update.number], update))
-            job.behind += len(update.drawn)
-            first = job.first is None and bool(update.drawn)
+            job, choice = found
+            job.inbox.append((choice, update))
+            job.behind += count
+            first = job.first is None and count
             if first:
                 job.first = now - job.begun
                 self.metrics.first_token.observe(job.first)
-            if update.end is not None:
-                del self.jobs[update.number]
-                del job.numbers[update.number]
+            if end is not None:
+                del jobs[number], job.numbers[number]
             if job.streams and job.behind > BEHIND:
                 job.leave(f"the client reads too slowly: it is more than {BEHIND:,} tokens behind")
-            elif first or update.end is not None:
+            elif first or end is not None:
                 job.wake()  # without waiting for others
             elif job.streams:
-                self.ready.add(job)
+                ready.add(job)
         self.metrics.made(made, now)
         if self.ready and self.timer is None:
-            # nothing to wait for if the turns of the engine are further apart than updates may wait
-            wait = JOIN if now - self.turned < JOIN else 0.0
-            self.timer = self.loop.call_later(wait, self._flush)
+            if now - self.turned < JOIN:
+                self.timer = self.loop.call_later(JOIN, self._flush)
+            else:  # turns of the engine are further apart than updates may wait
+                self._flush()
         self.turned = now
 
     def _flush(self) -> None:
         self.timer = None
-        for job in self.ready:
+        ready, self.ready = self.ready, set()
+        for job in ready:
             job.wake()
-        self.ready.clear()
 
     @property
     def counts(self) -> Any:

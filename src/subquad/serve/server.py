@@ -95,7 +95,7 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
     cache = _cache(model, settings)
     metrics = Metrics()
-    exchange = Exchange(metrics)
+    exchange = Exchange(metrics, in_turn=model.device.type == "cpu")
     slots = settings.slots or SLOTS[model.device.type]
     exchange.engine = Engine(
         model, slots=slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,

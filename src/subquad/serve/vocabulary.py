@@ -90,9 +90,14 @@ class Bytes(Vocabulary):
 class _ByteDecoder:
     def __init__(self) -> None:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.inside = False  # a character
 
     def push(self, token: int) -> str:
-        return self.utf8.decode(bytes((token,))) if token < BYTES else ""
+        if token < 128 and not self.inside:  # almost every token
+            return chr(token)
+        text = self.utf8.decode(bytes((token,))) if token < BYTES else ""
+        self.inside = bool(self.utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self.utf8.decode(b"", final=True)

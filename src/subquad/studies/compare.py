@@ -6,8 +6,11 @@ crash nor Ctrl-C loses what was measured.
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,28 +41,38 @@ Work = Callable[[Settings, list[Job], list[Row]], Iterator[Event]]
 
 
 def compare(
-    settings: Settings, out: Path, console: Console, *, remember: bool = True, work: Work | None = None
+    settings: Settings,
+    out: Path,
+    console: Console,
+    *,
+    remember: bool = True,
+    work: Work | None = None,
+    earlier: Sequence[Row] = (),
+    seconds: float = math.inf,
 ) -> Comparison:
     """Measure, write out/results.json after each figure, and return what it holds.
 
     `remember`: keep a copy for `subquad recommend` if the comparison is complete. A copy with only a few mechanisms
     would hide better figures. `work` does the measuring: by default in its own process, which may die without harm.
-    Ctrl-C stops the measuring, and this function still returns.
+    Ctrl-C stops the measuring, and this function still returns. So does the first figure after `seconds`. What
+    `earlier` has is not measured again; it says what would take too long or does not fit.
     """
+    until = time.monotonic() + seconds
     if settings.data is not None:
         load_tokens(Path(settings.data))  # refuse bad data before anything is measured
     _check_room(settings)
     work = work or _elsewhere
     out.mkdir(parents=True, exist_ok=True)
     results = Comparison(**origin(settings.device), settings=to_json(settings.to_dict()))
-    left = plan(settings)
+    have = {(row.mechanism, row.length, row.causal) for row in earlier}
+    left = [job for job in plan(settings) if job["kind"] != "row" or _key(job) not in have]
     if work is _elsewhere and torch.device(settings.device).type == "cuda":
         _warm(settings, left, console)
     set_aside(out / "results.json", console)
     with _progress(console, len(left)) as report:
         try:
             while left:
-                left = _run(settings, left, results, work, out, report)
+                left = _run(settings, left, results, work, out, report, earlier, until)
         except KeyboardInterrupt:
             results.interrupted = True
     save(results, out / "results.json")
@@ -118,13 +131,22 @@ def plan(settings: Settings) -> list[Job]:
 
 
 def _run(
-    settings: Settings, jobs: list[Job], results: Comparison, work: Work, out: Path, report: Callable[[Job, str], None]
+    settings: Settings,
+    jobs: list[Job],
+    results: Comparison,
+    work: Work,
+    out: Path,
+    report: Callable[[Job, str], None],
+    earlier: Sequence[Row],
+    until: float,
 ) -> list[Job]:
     """Do jobs until all are done or the process dies; returns the remaining jobs."""
     done = 0
     try:
-        for event in work(settings, jobs, results.rows):
+        for event in work(settings, jobs, [*earlier, *results.rows]):
             if "begin" in event:
+                if time.monotonic() > until:
+                    raise KeyboardInterrupt
                 report(event["begin"], "")
                 continue
             if "row" in event:
@@ -148,6 +170,44 @@ def _run(
             _keep_quality(results, {"mechanism": job["mechanism"], "task": task_name(settings), "reason": message})
         _save(results, out)
         return left
+
+
+def _key(job: Job) -> tuple[str, int, bool]:
+    return job["mechanism"], job["length"], job["causal"]
+
+
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """One comparison of rows that were measured in several runs, on one machine and with the same shapes.
+
+    The first says where most comes from; of a row in several parts the last counts. It is interrupted if a mechanism
+    lacks a length. Ratios stay those to the softmax of the run they come from.
+    """
+    whole, *others = parts
+    rows = {(row.mechanism, row.length, row.causal): row for row in whole.rows}
+    settings, added = dict(whole.settings), list(whole.added or [])
+    for part in others:
+        for key in ("dim", "heads", "batch", "device", "dtype"):
+            if part.settings[key] != settings[key]:
+                raise ValueError(f"{key} is {part.settings[key]} in one part and {settings[key]} in another")
+        rows |= {(row.mechanism, row.length, row.causal): row for row in part.rows}
+        names, lengths = growth.names(part.rows), sorted({row.length for row in part.rows})
+        about = {"rows": names, "lengths": lengths}
+        about |= {"commit": part.commit, "date": part.date, "machine": part.machine}
+        added += [entry for entry in (*(part.added or []), about) if names and entry not in added]
+    lengths = sorted({row.length for row in rows.values()})
+    names = [name for name in MECHANISMS if name in {row.mechanism for row in rows.values()}]
+    order = {key: n for n, key in enumerate(itertools.product(lengths, names))}
+    settings |= {"lengths": lengths, "mechanisms": names}
+    kept = sorted(rows.values(), key=lambda row: order[row.length, row.mechanism])
+    return dataclasses.replace(
+        whole,
+        settings=settings,
+        rows=kept,
+        growth=growth.growths(kept),
+        crossovers=growth.crossovers(kept),
+        interrupted=len(kept) < len(order),
+        added=added or None,
+    )
 
 
 def _row(job: Job, **why: Any) -> Row:
@@ -207,6 +267,8 @@ def _title(job: Job) -> str:
 
 
 def _summary(row: Row) -> str:
+    if row.decode_ms is not None and row.training_ms is None:
+        return f"one token {milliseconds(row.decode_ms)}"
     if row.training_ms is None:
         return row.error or row.skipped or "nothing measured"
     beside = row.mechanism != YARDSTICK and row.training_ratio is not None
@@ -259,6 +321,9 @@ def reasons(results: Comparison) -> Table:
         if lost:  # only the first reason: those of longer lengths follow from it
             until = "" if len(lost) == 1 else f" to {lost[-1].length:,}"
             table.add_row(name, f"{lost[0].length:,}{until}", escape(lost[0].error or lost[0].skipped or ""))
+    for row in results.rows:
+        if row.uncaptured:
+            table.add_row(row.mechanism, f"{row.length:,}", escape(f"a step without Python: {row.uncaptured}"))
     for missing in results.quality_missing:
         table.add_row(missing.mechanism, missing.task, escape(missing.reason))
     return table

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,12 +41,13 @@ class Skip(Exception):
     """Why something is not measured."""
 
 
-def warm(name: str, shape: Shape) -> None:
+def warm(name: str, shape: Shape, decode_only: bool) -> None:
     """Run everything once, so that kernels are compiled. Errors are ignored here: measuring reports them later."""
     with contextlib.suppress(Exception):
         subject = Subject(name, shape)
-        subject.forward()
-        subject.training()
+        if not decode_only:
+            subject.forward()
+            subject.training()
         if subject.mix.traits.state is not None:
             Decode(subject)()
 
@@ -64,7 +66,9 @@ class Bench:
             return {"quality": quality(self.settings, job["mechanism"])}
         if job["kind"] == "row":
             return {"row": self.row(job["mechanism"], job["length"], job["causal"])}
-        warm(job["mechanism"], self.settings.shape(job["length"], job["causal"]))
+        shape, decode_only = self.settings.shape(job["length"], job["causal"]), self.settings.decode_only
+        # several processes do this at once, and large batches would not fit beside each other
+        warm(job["mechanism"], replace(shape, batch=1) if decode_only else shape, decode_only)
         return {"warmed": job["mechanism"]}
 
     def row(self, name: str, length: int, causal: bool) -> Row:
@@ -92,15 +96,20 @@ class Bench:
         self._refuse_slow(name, shape, self.settings.limit * (2 if name == YARDSTICK else 1))
         self._refuse_large(name, shape)
         subject = _build(name, shape)
-        row.peak_bytes, slow = first_run(subject)
-        yardstick = self._yardstick_of(shape)
-        if yardstick is not None:
-            row.memory_ratio = row.peak_bytes / yardstick.peak
-        runs = {"forward": subject.forward, "training": subject.training}
-        self._time(row, runs, shape, yardstick, slow)
+        if self.settings.decode_only and subject.mix.traits.state is None:
+            raise Skip(f"has no {form} decoding")
+        if self.settings.decode_only:
+            yardstick = self._yardstick_of(shape)
+        else:
+            row.peak_bytes, slow = first_run(subject)
+            yardstick = self._yardstick_of(shape)
+            if yardstick is not None and yardstick.peak is not None:
+                row.memory_ratio = row.peak_bytes / yardstick.peak
+            runs = {"forward": subject.forward, "training": subject.training}
+            self._time(row, runs, shape, yardstick, slow)
         if subject.mix.traits.state is not None:
             decode = Decode(subject)
-            row.state_bytes = decode.bytes
+            row.state_bytes, row.uncaptured = decode.bytes, decode.uncaptured
             self._time(row, {"decode": decode}, shape, yardstick, False)
 
     def _time(self, row: Row, runs: dict[str, Any], shape: Shape, yardstick: Yardstick | None, slow: bool) -> None:
@@ -117,7 +126,7 @@ class Bench:
             try:
                 self._refuse_slow(YARDSTICK, shape, 2 * self.settings.limit)  # all ratios need it
                 self._refuse_large(YARDSTICK, shape)
-                self.yardstick = Yardstick(shape)
+                self.yardstick = Yardstick(shape, self.settings.decode_only)
             except Exception as error:
                 if not isinstance(error, Skip) and out_of_memory(error) is None:
                     raise
@@ -138,6 +147,8 @@ class Bench:
             )
 
     def _refuse_large(self, name: str, shape: Shape) -> None:
+        if self.settings.decode_only:  # no training step, from which memory is estimated
+            return
         free = self.settings.memory or int(SAFE * free_bytes(shape.device))
         least = shape.least_bytes
         if least > free:

@@ -69,6 +69,13 @@ class MissingQuality:
 
 
 @dataclass(kw_only=True)
+class BatchRow(Row):
+    """Decoding with another batch than that of the other rows."""
+
+    batch: int
+
+
+@dataclass(kw_only=True)
 class Comparison(Figures):
     """Written by `subquad compare` and `subquad demo`."""
 
@@ -84,6 +91,7 @@ class Comparison(Figures):
     quality_measured: Json | None = field(default=None, metadata=OPTIONAL)  # on which machine, if on another one
     added: list[Json] | None = field(default=None, metadata=OPTIONAL)  # figures of later runs, and where they come from
     summary: list[str] | None = field(default=None, metadata=OPTIONAL)  # subquad demo only
+    batches: list[BatchRow] | None = field(default=None, metadata=OPTIONAL)  # shipped figures only
 
 
 @dataclass(kw_only=True)

@@ -32,6 +32,7 @@ class Settings:
     seconds: float = 0.3  # stop sampling a mechanism at a length after this time
     # softmax may take twice as long as the limit
     limit: float = field(default=2.5, metadata={"help": "Skip a training step that would take more seconds."})
+    decode_only: bool = False  # measure no training
     memory: int | None = None  # bytes that may be used; None: most of what is free
     task: str | None = field(
         default=None, metadata={"help": "Also measure quality: train shortly on copy, digits or listops."}

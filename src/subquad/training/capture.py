@@ -1,9 +1,10 @@
-"""Gradients of a micro-batch as a CUDA graph: one launch instead of hundreds, whose cost dominates in small models."""
+"""Work on a batch as a CUDA graph: one launch instead of hundreds, whose cost dominates in small models."""
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from subquad.training.task import Batch, Loss
 
@@ -11,39 +12,36 @@ WARMUP = 3  # runs before the capture, to compile and choose kernels and make wo
 MOST = 8  # graphs, one per shape of batch; batches of other shapes are computed without a graph
 
 Key = tuple[tuple[str, torch.Size, torch.dtype], ...]
+T = TypeVar("T")
 
 
-class Captured:
-    """Like compute(batch), which adds to the gradients and returns the loss, but with a graph for each shape of batch.
+class Captured(Generic[T]):
+    """Like compute(batch), but with a graph for each shape of batch.
 
-    The gradients must keep their memory: zero them, do not delete them. Random numbers come from the generator's seed
-    at the time of the call. The next call overwrites the loss that this one returned.
+    `state` lists the tensors that compute changes, and that warming up must not: they must keep their memory. Those
+    that warming up makes are zeros afterwards. Random numbers come from the generator's seed at the time of the call.
+    The next call overwrites what this one returned.
     """
 
-    def __init__(self, compute: Callable[[Batch], Loss], model: nn.Module):
-        self.compute, self.model = compute, model
-        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Batch, Loss]] = {}
+    def __init__(self, compute: Callable[[Batch], T], state: Callable[[], list[Tensor]]):
+        self.compute, self.state = compute, state
+        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Batch, T]] = {}
 
-    def __call__(self, batch: Batch) -> Loss:
+    def __call__(self, batch: Batch) -> T:
         key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.items()))
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 return self.compute(batch)
             self.graphs[key] = self._capture(batch)
-        graph, inputs, loss = self.graphs[key]
+        graph, inputs, result = self.graphs[key]
         for name, tensor in batch.items():
             inputs[name].copy_(tensor, non_blocking=True)
         graph.replay()
-        return loss
+        return result
 
-    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, Loss]:
+    def _capture(self, batch: Batch) -> tuple[torch.cuda.CUDAGraph, Batch, T]:
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for p in parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        # warming up must not change gradients, buffers that depend on the data, or the seed
-        gradients = [p.grad.clone() for p in parameters if p.grad is not None]
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        before = [(tensor, tensor.detach().clone()) for tensor in self.state()]
         seed = torch.cuda.get_rng_state()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -61,7 +59,7 @@ class Captured:
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
             ):
-                loss = self.compute(inputs)
+                result = self.compute(inputs)
         except RuntimeError as error:
             generator.graphsafe_set_state(unused)
             raise ValueError(
@@ -69,8 +67,28 @@ class Captured:
                 f"({str(error).strip().splitlines()[0]}); accepted is false"
             ) from error
         with torch.no_grad():
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients)
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            for tensor, value in before:
+                tensor.copy_(value)
+            known = {id(tensor) for tensor, _ in before}
+            for tensor in self.state():
+                if id(tensor) not in known:
+                    tensor.zero_()
         torch.cuda.set_rng_state(seed)
-        return graph, inputs, Loss(loss.total.detach(), loss.count.detach())
+        return graph, inputs, result
+
+
+def captured_gradients(compute: Callable[[Batch], Loss], model: nn.Module) -> Captured[Loss]:
+    """compute(batch), which adds to the gradients and returns the loss, as graphs. Zero gradients, do not delete them:
+    they must keep their memory."""
+
+    def detached(batch: Batch) -> Loss:
+        loss = compute(batch)
+        return Loss(loss.total.detach(), loss.count.detach())
+
+    def state() -> list[Tensor]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return [*(p.grad for p in parameters if p.grad is not None), *model.buffers()]
+
+    return Captured(detached, state)

@@ -43,7 +43,7 @@ class TrainingConfig(Config):
     ema: float | None = None  # decay of averaged weights, which are evaluated and saved instead
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool = False
-    capture: bool = False  # gradients as a CUDA graph: for small models on one GPU, with few shapes of batches
+    capture: bool = False  # updates as CUDA graphs: for small models on one GPU, with few shapes of batches
     evaluate_every: int | None = None  # steps; None: ten times per run
     evaluate_batches: int | None = None  # batches of each validation; None: the whole split
     evaluate_batch: int | None = None  # examples in a batch; None: as micro_batch

@@ -21,7 +21,7 @@ from subquad.data.order import Order
 from subquad.disk import write_sealed
 from subquad.models.saving import tensors_of
 from subquad.training import checkpoints
-from subquad.training.capture import Captured
+from subquad.training.capture import Captured, captured_gradients
 from subquad.training.checkpoints import Checkpoint
 from subquad.training.config import RunConfig
 from subquad.training.distributed import Ranks, blocks_of, whole
@@ -32,7 +32,7 @@ from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
 from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
 from subquad.training.optimisers import Optimiser, scale_and_clip
-from subquad.training.precision import Precision
+from subquad.training.precision import AtOnce, Precision
 from subquad.training.schedules import Schedule
 from subquad.training.signals import Interrupted, Signals
 from subquad.training.task import SPLITS, Batch, Loss, Source, Split, Task
@@ -81,10 +81,17 @@ class Run:
         ranks.shard(self.wired, blocks_of(self.model))
         if training.compile:
             self.wired.compile()
-        self.wrapped = ranks.wrap(self.wired)
+        self.wrapped: Any = ranks.wrap(self.wired)
         self.precision = Precision(training.precision, device)
-        self.captured = self._capture() if training.capture else None
-        self.optimiser = Optimiser(training, self.model)
+        self.optimiser = Optimiser(training, self.model, self._may_capture())
+        self.captured: Captured[Loss] | None = None  # the gradients of a micro-batch
+        self.whole: Captured[bool] | None = None  # an update of one batch
+        if training.capture and self.optimiser.capturable and self.pieces == 1:
+            self.whole = Captured(lambda batch: self._take([batch]), self._changed)
+            if self.precision.name == "bf16" and not training.compile:  # a compiler casts in the passes it makes anyway
+                self.wrapped = AtOnce(self.wired, self.precision.dtype)
+        elif training.capture:
+            self.captured = captured_gradients(self._gradients, self.model)
         self.schedule = Schedule(training, task.higher_is_better)
         self.ema = None if training.ema is None else Ema(self.model, training.ema)
         self.step, self.earlier_seconds, self.lr = 0, 0.0, 0.0
@@ -175,11 +182,18 @@ class Run:
         return self.step % (self.training.evaluate_every or max(1, self.training.steps // TENTHS)) == 0
 
     def _update(self, feed: Feed, seconds: float) -> None:
-        training, precision, ranks = self.training, self.precision, self.ranks
-        self.lr = training.lr * self.schedule.factor(self.step, seconds)
+        self.lr = self.training.lr * self.schedule.factor(self.step, seconds)
         self.optimiser.set_lr(self.lr)
         self._seed()
         batches = feed.update(self.step)
+        accepted = self._take(batches) if self.whole is None else self.whole(batches[0])
+        self.step += 1
+        if self.ema is not None and accepted:
+            self.ema.update(self.step)
+
+    def _take(self, batches: list[Batch]) -> bool:
+        """An update by the gradients of these batches; False if they overflowed."""
+        training, precision, ranks = self.training, self.precision, self.ranks
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for number, batch in enumerate(batches, start=1):
             with ranks.accumulating(self.wrapped, last=number == len(batches)):
@@ -194,15 +208,19 @@ class Run:
         if accepted:
             self.optimiser.step()
         self.optimiser.zero_grad(keep=self.captured is not None)
-        self.step += 1
-        if self.ema is not None and accepted:
-            self.ema.update(self.step)
         norm = norm.double() if accepted else torch.zeros_like(sums[0])
         self.window += torch.stack((*sums, norm, torch.ones_like(norm)))
+        return accepted
 
     def _seed(self, *purpose: int) -> None:
         key = [self.training.seed, self.step, self.ranks.data_rank, *purpose]
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        # torch.manual_seed also seeds devices that are not there, and notes the stack of each call
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        elif self.ranks.device.type != "cpu":
+            torch.manual_seed(seed)
 
     def _gradients(self, batch: Batch) -> Loss:
         with self.precision.autocast():
@@ -213,13 +231,19 @@ class Run:
         (loss.total if scale == 1 else loss.total * scale).backward()
         return loss
 
-    def _capture(self) -> Captured:
+    def _may_capture(self) -> bool:
+        """training.capture; raises if it cannot work here."""
         ranks, name = self.ranks, self.precision.name
-        if ranks.device.type != "cuda" or ranks.world > 1 or self.precision.scaled:  # fp16's scale changes
+        # fp16's scale changes
+        if self.training.capture and (ranks.device.type != "cuda" or ranks.world > 1 or self.precision.scaled):
             run = f"on {ranks.device} in {name} with {ranks.world} process" + "es" * (ranks.world > 1)
             accepted = "accepted is false, or one process on a GPU in bf16 or fp32"
             raise ValueError(f"training.capture=true cannot work {run}: {accepted}")
-        return Captured(self._gradients, self.model)
+        return self.training.capture
+
+    def _changed(self) -> list[Tensor]:
+        """The tensors that an update changes."""
+        return [*self.model.parameters(), *self.model.buffers(), *self.optimiser.state(), self.window]
 
     def _read_window(self) -> list[float]:
         """Read the window, which waits for the device; raises if the loss or the gradient is not finite."""

@@ -20,17 +20,22 @@ from subquad.training.config import TrainingConfig
 class Optimiser:
     """One or two of torch's optimisers behind one interface; the state uses the names of the parameters."""
 
-    def __init__(self, config: TrainingConfig, model: nn.Module):
+    def __init__(self, config: TrainingConfig, model: nn.Module, capture: bool = False):
+        """`capture`: make its steps fit for a CUDA graph, if it can; `capturable` says whether they are."""
         self.config = config
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.named:
             raise ValueError("the model has no parameters to train")
-        self.parts = _make(config, model, self.named)
+        self.capturable = capture and config.optimiser in ("adam", "adamw")
+        self.parts = _make(config, model, self.named, self.capturable)
 
     def set_lr(self, lr: float) -> None:
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = lr
+                if self.capturable:
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
 
     def zero_grad(self, keep: bool = False) -> None:
         """`keep`: fill the gradients with zeros instead of deleting them."""
@@ -40,6 +45,11 @@ class Optimiser:
     def step(self) -> None:
         for part in self.parts:
             part.step()
+
+    def state(self) -> list[Tensor]:
+        """The tensors of the state that exist by now."""
+        parts = [part.state[p] for part in self.parts for p in self.named.values() if p in part.state]
+        return [value for state in parts for value in state.values() if isinstance(value, Tensor)]
 
     def tensors(self) -> dict[str, Tensor]:
         """The state, by names such as "blocks.0.ff.inner.weight/exp_avg"."""
@@ -100,7 +110,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+def _make(
+    config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Parameter], capturable: bool
+) -> list[Optimizer]:
     lookups = _lookups(model)
     decayed = {name for name, p in named.items() if p.ndim >= 2 and name not in lookups}
     hidden = set()
@@ -116,6 +128,10 @@ def _make(config: TrainingConfig, model: nn.Module, named: Mapping[str, nn.Param
     kinds = {local(p).device.type for p in named.values()}
     adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     fused: dict[str, Any] = {"fused": True} if kinds == {"cuda"} else {}
+    if capturable:
+        device = next(iter(named.values())).device
+        adam |= {"lr": torch.tensor(config.lr, device=device)}
+        fused |= {"capturable": True}
     kind, options = {
         "radam": (RAdam, {"decoupled_weight_decay": True, "foreach": True}),
         "adam": (Adam, {"decoupled_weight_decay": True, **fused}),

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HIGHEST = 2.0**16  # the first scale of a mean loss, as in torch's GradScaler
@@ -52,3 +54,41 @@ class Precision:
     def load(self, state: dict[str, Any]) -> None:
         if self.scaled:
             self.scale, self.good = state["scale"], state["good"]
+
+
+class AtOnce:
+    """A module under autocast, whose weights of products are cast at once, and their gradients too.
+
+    Autocast casts every weight by itself: in a small model that is a third of all kernels. Numbers are the same.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        self.module, self.dtype = module, dtype
+        layers = [(path, layer) for path, layer in module.named_modules() if type(layer) is nn.Linear]
+        parts = [(f"{path}.{name}", p) for path, layer in layers for name, p in layer.named_parameters()]
+        self.cast = {name: p for name, p in parts if p.dtype == torch.float32}
+
+    def __call__(self, *args: Any) -> Any:
+        copies = _Cast.apply(self.dtype, *self.cast.values())
+        return functional_call(self.module, dict(zip(self.cast, copies, strict=True)), args)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [t.dtype for t in tensors]
+        return _cast(tensors, [dtype] * len(tensors))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [(n, grad) for n, grad in enumerate(grads) if grad is not None]
+        cast = iter(_cast(tuple(grad for _, grad in given), [ctx.dtypes[n] for n, _ in given]))
+        return None, *(None if grad is None else next(cast) for grad in grads)
+
+
+def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+    made = tuple(torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=True))
+    torch._foreach_copy_(made, tensors)
+    return made

@@ -6,6 +6,7 @@ skipped.
 
 from itertools import product
 from math import inf
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -87,6 +88,15 @@ def agree(
         loss = (sparse_attention(*low, pattern, causal=causal, lengths=lengths, impl="triton") * w.float()).sum()  # type: ignore[call-overload]
     for a, b in zip(torch.autograd.grad(loss, low), torch.autograd.grad(want_loss, (q, k, v)), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_a_call_is_one_graph_for_the_compiler() -> None:
+    x = [torch.randn(1, 20, 2, 16) for _ in range(3)]
+    patterns: list[Pattern] = [Local(4, 0) | Global(2), Local(6, 0)]
+    attend: Any = torch.compile(sparse_attention, fullgraph=True, backend="eager")
+    wanted = sparse_attention(x[0], x[1], x[2], patterns, causal=True, impl="triton")
+    assert torch.equal(attend(*x, patterns, causal=True, impl="triton"), wanted)
 
 
 @interpreted

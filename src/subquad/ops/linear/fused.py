@@ -19,15 +19,10 @@ def state_type(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def segment_of(q: Tensor, k: Tensor, log_gate: Tensor | None, causal: bool) -> int:
-    """Tokens per segment: the shortest power of two that leaves no more programs than keep the chip busy.
-
-    The gradient of a gate is a sum to the end of its segment: in a longer one more rounding adds up.
-    """
+def segment_of(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Tokens per segment: the shortest power of two that leaves no more programs than keep the chip busy."""
     b, h = q.shape[0], q.shape[2]
     longest = max(q.shape[1], k.shape[1])
-    if log_gate is not None:
-        return 2 * MIN_SEGMENT
     length = MIN_SEGMENT
     programs = WALKS if causal and b * h >= WALKS else PROGRAMS if causal else 2 * PROGRAMS
     while length < longest and b * h * longest > length * programs:
@@ -56,7 +51,7 @@ def outputs(x: Inputs, spec: Spec, save: bool) -> Outputs:
     s = q.new_empty((n, h, width_k, width_v), dtype=state)
     z = q.new_empty((n, h, width_k), dtype=state)
     inv = q.new_empty(shape[:3], dtype=state) if save and spec.normalize else None
-    slots, _, several = cut(x, x.k.shape[1], segment_of(q, x.k, x.log_gate, spec.causal))
+    slots, _, several = cut(x, x.k.shape[1], segment_of(q, x.k, spec.causal))
     keep = save and spec.causal and several
     rows = q.new_empty((slots, h, width_k * (width_v + 1)), dtype=state) if keep else None
     return o, s, z, inv, rows

@@ -25,15 +25,19 @@ import triton
 import triton.language as tl
 
 from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
-from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
+from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, rest_of, store_rows
 
 
 @triton.jit
 def _fit(x, DOT: tl.constexpr):
-    """x as a dot operand, and what it was divided by: sums outgrow float16, so a tile is scaled to its largest."""
+    """x as a dot operand, and what it was divided by: sums outgrow float16, so a tile is scaled to its largest.
+
+    By a power of two: features that fit keep all their digits.
+    """
     if DOT == tl.float16:
         peak = tl.max(tl.max(tl.abs(x), 1), 0)
-        scale = tl.where(peak > 0.0, peak * 0.000244140625, 1.0)
+        power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^floor(log2(peak))
+        scale = tl.where(peak > 1e-30, power * 0.000244140625, 1.0)
         y = (x * (1.0 / scale)).to(DOT)
     else:
         scale = 1.0
@@ -86,6 +90,16 @@ def _state(s, z, row, h, H, K: tl.constexpr, V: tl.constexpr, JOINED: tl.constex
 
 
 @triton.jit
+def _kept(held, zheld, n, h, first, T, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr):
+    """Where the state before the first chunk of sequence n is, of those before each chunk: [chunks, H, V, K] and z."""
+    if PACKED:
+        at = (first // C + n) * H + h
+    else:
+        at = n.to(tl.int64) * ((T + C - 1) // C) * H + h
+    return held + at * (K * V), zheld + at * K
+
+
+@triton.jit
 def _decay_add(f0, x0, f1, x1):
     return f0 * f1, x0 * f1 + x1
 
@@ -135,7 +149,7 @@ def states(
         if GATED:
             gate = load_gate(g, t, left, gt, C, ACC)
             whole = tl.sum(gate, 0)
-            f = f * tl.exp(tl.minimum(whole - tl.cumsum(gate, 0), 0.0))[:, None]
+            f = f * tl.exp(rest_of(gate))[:, None]
             s = s * tl.exp(whole)
             z = z * tl.exp(whole)
             total += whole
@@ -282,7 +296,7 @@ def forward(
                 a = a * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
                 num = num * tl.exp(age)[:, None]
                 d = d * tl.exp(age)
-                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                f = f * tl.exp(rest_of(gate))[:, None]
                 kx = f.to(DOT)
                 s = s * tl.exp(whole)
                 z = z * tl.exp(whole) + tl.sum(f, 0)
@@ -316,7 +330,8 @@ def forward(
 
 @triton.jit
 def backward_q(
-    q, k, v, g, o, inv, do, pull, dq, qdq, init, zinit, start, zstart, sums, zsums, gsums, cu, owner, lengths,
+    q, k, v, g, o, inv, do, pull, dq, qdq, held, zheld, init, zinit, start, zstart, sums, zsums, gsums,
+    cu, owner, lengths,
     eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -328,7 +343,7 @@ def backward_q(
     """dq and the pull of one segment, and what it adds to R and r, decayed to its start.
 
     Causal, those go to the row of the segment before it, and are needed only where sequences are cut.
-    Gated: also q·dq, which d log_gate needs, for each block of K.
+    Gated: also q·dq for each block of K, and the state before each chunk, which d log_gate needs.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     SUMS: tl.constexpr = SPLIT or not CAUSAL
@@ -349,6 +364,7 @@ def backward_q(
     inv += first * H + h
     pull += first * H + h
     qdq += (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
+    held, zheld = _kept(held, zheld, n, h, first, T, H, K, V, C, PACKED)
 
     dk = k0 + tl.arange(0, BK)
     dv = tl.arange(0, BV)
@@ -380,6 +396,11 @@ def backward_q(
         ox = load_rows(o, begin, real - begin, H * V, 0, V, C, BV, EVEN)
     for t in range(begin, stop, C):
         left = real - t
+        if GATED:
+            at = tl.cast(t // C, tl.int64) * H
+            turned = dv[:, None] * K + dk[None, :]
+            tl.store(held + at * (K * V) + turned, s, mask=(dv < V)[:, None] & (dk < K)[None, :])
+            tl.store(zheld + at * K + dk, z, mask=dk < K)
         dox = load_rows(do, t, left, OT, 0, V, C, BV, EVEN)
         if NORM:
             w = load_column(inv, t, left, H, C, ACC, 0.0)
@@ -417,7 +438,7 @@ def backward_q(
             dax, dascale = _fit(da, DOT)
             back += tl.dot(dax, kx, input_precision=PREC, out_dtype=ACC) * dascale
             if GATED:
-                f = f * tl.exp(tl.minimum(whole - age, 0.0))[:, None]
+                f = f * tl.exp(rest_of(gate))[:, None]
                 kx = f.to(DOT)
                 s = s * tl.exp(whole)
                 z = z * tl.exp(whole) + tl.sum(f, 0)
@@ -458,7 +479,7 @@ def backward_q(
 
 @triton.jit
 def backward_kv(
-    q, k, v, g, inv, do, pull, qdq, dk, dv, dg, init, zinit, ahead, end, zend, fin, zfin, cu, owner, lengths,
+    q, k, v, g, inv, do, pull, qdq, held, zheld, dk, dv, dg, init, zinit, end, zend, fin, zfin, cu, owner, lengths,
     eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -470,7 +491,8 @@ def backward_kv(
     """dk and d log_gate (DK), dv (DV) of one segment, last chunk first, from R and r after it; those before to `fin`.
 
     Each score and each state at the end holds exp of a sum of log_gates, so d log_gateₜ = ⟨R, S⟩ + ⟨r, z⟩ at the
-    segment's end + Σ q·dq - k·dk over the tokens from t to there. S is in the row `ahead`, or after the last in `end`.
+    chunk's end + Σ q·dq - k·dk over the tokens from t to there: over more tokens more rounding would add up. S and z
+    before each chunk are in `held`, after the last one in `end`.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -511,17 +533,23 @@ def backward_kv(
             rz += tl.load(zafter + ck, mask=ck < K, other=0.0)
     if not CAUSAL:
         rx, rscale = _fit(rs, DOT)
-    if GATED and DK:
-        if j == segments - 1:
-            last, zlast = _state(end, zend, n, h, H, K, V, False)
-        else:
-            last, zlast = _state(ahead, ahead, slot + 1, h, H, K, V, True)
-        held = tl.load(last + tile, mask=inside, other=0.0) * tl.trans(rs)
-        carried = tl.sum(tl.sum(held, 1) + tl.load(zlast + ck, mask=ck < K, other=0.0) * rz, 0)
-    ones = tl.full([C, 16], 0.0625, DOT)
-    i = tl.arange(0, C)
     start = j * L
     stop = tl.minimum(start + L, size)
+    if GATED and DK:
+        held, zheld = _kept(held, zheld, n, h, first, T, H, K, V, C, PACKED)
+        turned = cv[:, None] * K + ck[None, :]
+        fits = (cv < V)[:, None] & (ck < K)[None, :]
+        if j == segments - 1:
+            last, zlast = _state(end, zend, n, h, H, K, V, False)
+            pulled = tl.sum(tl.load(last + tile, mask=inside, other=0.0) * tl.trans(rs), 1)
+            pulled += tl.load(zlast + ck, mask=ck < K, other=0.0) * rz
+        else:
+            at = tl.cast(stop // C, tl.int64) * H
+            pulled = tl.sum(tl.load(held + at * (K * V) + turned, mask=fits, other=0.0).to(ACC) * rs, 0)
+            pulled += tl.load(zheld + at * K + ck, mask=ck < K, other=0.0) * rz
+        carried = tl.sum(pulled, 0)
+    ones = tl.full([C, 16], 0.0625, DOT)
+    i = tl.arange(0, C)
     chunks = (stop - start + C - 1) // C
     for c in range(chunks):
         t = start + (chunks - 1 - c) * C
@@ -545,7 +573,7 @@ def backward_kv(
                 gate = load_gate(g, t, left, gt, C, ACC)
                 age = tl.cumsum(gate, 0)
                 whole = tl.sum(gate, 0)
-                rest = tl.exp(tl.minimum(whole - age, 0.0))
+                rest = tl.exp(rest_of(gate))
                 fade = tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))  # [C keys, C queries]
                 f = f * tl.exp(age)[:, None]
                 rs = rs * tl.exp(whole)
@@ -593,7 +621,10 @@ def backward_kv(
                 push = load_column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f_k * gk, 1)
                 here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
                 tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
-                carried += tl.sum(push, 0)
+                at = tl.cast(t // C, tl.int64) * H
+                pulled = tl.sum(tl.load(held + at * (K * V) + turned, mask=fits, other=0.0).to(ACC) * rs, 0)
+                pulled += tl.load(zheld + at * K + ck, mask=ck < K, other=0.0) * rz
+                carried = tl.sum(pulled, 0)
             gk = phi_pull(gk, f_k, MAP)
             if not EVEN:
                 gk = tl.where((i < left)[:, None], gk, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, tile_of
 from subquad.ops.linear import kernels_triton as kernels
-from subquad.ops.linear.fused import Outputs, cut, segment_of
+from subquad.ops.linear.fused import Outputs, cut, segment_of, state_type
 from subquad.ops.linear.spec import Inputs, Spec
 
 Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z after s
@@ -97,7 +97,7 @@ class Call:
         q, k, v, gate, lengths, cu = x[:6]
         self.x, self.spec, self.gated = x, spec, gate is not None
         self.inputs = {"Q": q, "K": k, "V": v, "O": q if do is None else do}
-        self.segment = segment_of(q, k, gate, spec.causal)
+        self.segment = segment_of(q, k, spec.causal)
         self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], v.shape[3]
         self.gate = q if gate is None else gate
         owner = q
@@ -155,6 +155,16 @@ class Call:
             return Plan((programs,), numbers, constants, cfg.warps, cfg.stages, cfg.registers)
 
         launch_by_key((self.kind, name, *own.values()), kernel, (*tensors, *self.where), plan)
+
+    def held(self) -> Sums:
+        """Scratch for the state before each chunk, s [chunks, H, V, K] and z: as the walks back need it for gates."""
+        q, packed = self.x.q, self.x.cu_seqlens is not None
+        chunk = self.config("backward_q").chunk
+        chunks = q.shape[1] // chunk + self.x.sequences if packed else q.shape[0] * blocks_of(q.shape[1], chunk)
+        wide = state_type(q)
+        kept = torch.bfloat16 if q.dtype is torch.bfloat16 else wide
+        shape = (chunks, self.heads, self.width_v, self.width_k)
+        return q.new_empty(shape, dtype=kept), q.new_empty(shape[:2] + shape[3:], dtype=wide)
 
     def scan(
         self, tokens: int, rows: Tensor, grows: Tensor | None, init: Sums | None, final: Sums | None, reverse: bool
@@ -228,13 +238,14 @@ def backward(
     elif before is not None and len(before):
         init = before, before
     pull = torch.empty_like(inv)
-    grows, gates, sums = None, none, None  # gates: q·dq and d log_gate, by block of K
+    grows, gates, held, sums = None, none, none, None  # gates: q·dq and d log_gate, by block of K
     if several:
         rows = s.new_empty((slots, call.heads, call.width_k * (call.width_v + 1)))
         sums = rows, rows
     if x.log_gate is not None:
         shape = blocks_of(call.width_k, call.config("backward_k").block), *x.log_gate.shape
         gates = s.new_empty(shape), s.new_empty(shape)
+        held = call.held()
         grows = s.new_empty((slots, call.heads))
     after, first = dend, dinit
     if not causal:  # R and r are the same after every token, and before
@@ -244,16 +255,16 @@ def backward(
 
     start = None if several or causal else dend
     call.walk(
-        "backward_q", x.q, x.k, x.v, call.gate, o, inv, do, pull, dq, gates[0], *(init or none), *(start or none),
-        *(sums or none), inv if grows is None else grows,
+        "backward_q", x.q, x.k, x.v, call.gate, o, inv, do, pull, dq, gates[0], *held, *(init or none),
+        *(start or none), *(sums or none), inv if grows is None else grows,
         SPLIT=several, INIT=init is not None, SIGNED=spec.signed, START=start is not None,
     )  # fmt: skip
     if several:
         call.scan(x.q.shape[1], rows, grows, dend, None if causal else after, reverse=True)
         after = sums if causal else after
     tensors = (
-        x.q, x.k, x.v, call.gate, inv, do, pull, gates[0], dk, dv, gates[1], *(after or none),
-        inv if init is None else init[0], s, z, *(first or none),
+        x.q, x.k, x.v, call.gate, inv, do, pull, gates[0], *held, dk, dv, gates[1], *(after or none), s, z,
+        *(first or none),
     )  # fmt: skip
     k, v = tile_of(call.width_k), tile_of(call.width_v)
     together = k * v <= 4096 and call.config("backward_k").block == k and call.config("backward_v").block == v

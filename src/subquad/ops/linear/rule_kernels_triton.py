@@ -31,7 +31,7 @@ Legend: C chunk, N sequences; a slot is a (sequence, chunk) pair. GATE: 0 none, 
 import triton
 import triton.language as tl
 
-from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, store_rows
+from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, rest_of, store_rows
 
 MILD = tl.constexpr(-60.0)  # a sum of log gates whose exponential, and its inverse, leave room in float32
 BLOCK = tl.constexpr(64)  # `decay` writes the steepest gate of this many channels
@@ -41,12 +41,6 @@ BLOCK = tl.constexpr(64)  # `decay` writes the steepest gate of this many channe
 def _gates(ptr, t, left, stride: tl.constexpr, d0, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
     """log gates of a chunk for each channel, [C, BD]; below the floor the exponential is zero anyway."""
     return tl.maximum(load_rows(ptr, t, left, stride, d0, D, C, BD, False).to(tl.float32), -110.0)
-
-
-@triton.jit
-def _rest(gate):
-    """The sum of the log gates after each token: a sum from the end keeps the digits of the last ones."""
-    return tl.minimum(tl.cumsum(gate, 0, reverse=True) - gate, 0.0)
 
 
 @triton.jit
@@ -173,7 +167,7 @@ def decay(
     age = tl.cumsum(gate, 0)
     total = tl.sum(gate, 0)
     x = load_rows(k, t, left, KT, k0, K, C, BK, False).to(tl.float32)
-    store_rows(kd + at, x * tl.exp(_rest(gate)), t, size - t, H * K, k0, K, C, BK, False)
+    store_rows(kd + at, x * tl.exp(rest_of(gate)), t, size - t, H * K, k0, K, C, BK, False)
     c = k0 + tl.arange(0, BK)
     tl.store(fade + (slot.to(tl.int64) * H + h) * K + c, tl.exp(total), mask=c < K)
     tl.store(worst + pid, tl.min(total, 0))
@@ -379,7 +373,7 @@ def walk(
         if GATE == 1:
             gate = load_gate(g, t, left, gt, C, tl.float32)
             whole = tl.sum(gate, 0)
-            x = x.to(tl.float32) * tl.exp(_rest(gate))[:, None]
+            x = x.to(tl.float32) * tl.exp(rest_of(gate))[:, None]
             s = s * tl.exp(whole)
         if GATE == 2:
             s = s * tl.load(fade + at * K + dk, mask=dk < K, other=0.0)[:, None]
@@ -501,7 +495,7 @@ def walk_back(
             gate = load_gate(g, t, left, gt, C, tl.float32)
             whole = tl.sum(gate, 0)
             age = tl.cumsum(gate, 0)
-            x = x * tl.exp(_rest(gate))[:, None]
+            x = x * tl.exp(rest_of(gate))[:, None]
             dox = dox.to(tl.float32) * tl.exp(age)[:, None]
             ds = ds * tl.exp(whole)
         if GATE == 2:
@@ -602,7 +596,7 @@ def gradients(
         whole = tl.sum(gate, 0)
         gq, gk, push = _scores_back(da, qf, kf, gate, STEEP, C, DOT, PREC)
         from_s = from_s * tl.exp(age)
-        to_s = to_s * tl.exp(_rest(gate))
+        to_s = to_s * tl.exp(rest_of(gate))
         gq += from_s
         gk += to_s
         push += qf * from_s - kf * to_s
@@ -622,7 +616,7 @@ def gradients(
             reach = tl.exp(age)[:, None]
             da = da * fade
             from_s = from_s * reach
-            to_s = to_s * tl.exp(_rest(gate))[:, None]
+            to_s = to_s * tl.exp(rest_of(gate))[:, None]
         gq = from_s + _dot(da, kx, DOT, PREC)
         gk = to_s + _dot(tl.trans(da), qx, DOT, PREC)
         if GATE == 1:
@@ -635,8 +629,12 @@ def gradients(
                 from_w = from_w * reach
             writes = from_w + _dot(da_keys, kx, DOT, PREC)
             db -= tl.sum(writes * kf, 1)
-            writes = writes * bx[:, None]  # of the token that writes
-            reads = _dot(tl.trans(da_keys * bx[:, None]), kx, DOT, PREC)  # of the tokens before it
+            written = (da_keys * bx[:, None]).to(DOT)
+            reads = _dot(tl.trans(written), kx, DOT, PREC)  # of the tokens before it
+            if GATE == 1:  # d log_gate is a sum of differences, so both are made of the same rounded products
+                writes = from_w * bx[:, None] + _dot(written, kx, DOT, PREC)
+            else:
+                writes = writes * bx[:, None]  # of the token that writes
             gk -= writes + reads
             if GATE == 1:
                 push += tl.sum(kf * (reads - writes), 1)

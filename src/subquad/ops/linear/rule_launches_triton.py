@@ -114,7 +114,8 @@ class Call:
                 numbers += strides[::2]
                 constants[f"{letter}T"] = strides[1]
         whole = self.length % CHUNK == 0 and self.width_k % block_k == 0 and self.width_v % block_v == 0
-        exact = "tf32x3" if self.q.dtype is torch.float16 else "ieee"
+        # operands of tf32x3 take three times the shared memory, and wider ones do not fit
+        exact = "tf32x3" if self.q.dtype is torch.float16 and self.width_k <= 128 else "ieee"
         constants |= {
             "K": self.width_k, "V": self.width_v, "H": self.heads, "C": CHUNK, "BK": block_k, "BV": block_v,
             "EVEN": whole and x.lengths is None and x.cu_seqlens is None,

@@ -61,6 +61,12 @@ def load_gate(ptr, t, left, stride, ROWS: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def rest_of(gate):
+    """The sum of the log gates after each token: a sum from the end keeps the digits of the last ones."""
+    return tl.minimum(tl.cumsum(gate, 0, reverse=True) - gate, 0.0)
+
+
+@triton.jit
 def locate(slot, cu, owner, lengths, T, L, NS, PACKED: tl.constexpr, LENGTHS: tl.constexpr):
     """Slot -> sequence n, segment j, first token, tokens, tokens that are not padding, segments of n."""
     if PACKED:

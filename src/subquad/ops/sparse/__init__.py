@@ -6,6 +6,7 @@ operator.py     the operator of torch, so that programs compile and export
 torch_path.py   the plain torch path, over the dense tiles that tiles.py cuts a pattern into
 triton_path.py  the GPU path, which launches the Triton kernels of kernels.py
 cache.py        decoding token by token
+reads.py        what a token reads of a cache, for the kernel of cache_triton.py
 """
 
 from subquad.ops.sparse.api import sparse_attention

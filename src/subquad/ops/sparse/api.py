@@ -78,14 +78,17 @@ def sparse_attention(
     if ranks.active() is not None:
         o, lse = _over_ranks(q, k, v, pattern, causal, lengths, key_lengths, scale, impl, return_lse)
         return (o, lse) if return_lse else o
-    texts = (_text(pattern),) * H if isinstance(pattern, Pattern) else tuple(_text(one) for one in pattern)
+    each = (pattern,) * H if isinstance(pattern, Pattern) else tuple(pattern)
+    if not all(isinstance(one, Pattern) for one in each):
+        raise ValueError(f"pattern: one Pattern, or one for each query head; got {pattern!r}")
+    texts = tuple(one.text for one in each)
     groups = _groups(texts, H, k.shape[2], impl == "triton")
     parts: list[tuple[Tensor, Tensor]] = []
-    for text, draws, shifts, heads, kv in groups:
-        inputs = Inputs(
-            _heads(q, heads), _heads(k, kv), _heads(v, kv), lengths, lengths if key_lengths is None else key_lengths
-        )
-        parts.append(attend(inputs, Spec(text, draws, shifts, causal, scale, return_lse, impl)))
+    hidden = lengths if key_lengths is None else key_lengths
+    for group in groups:  # not unpacked: torch.compile of torch 2.11 cannot unpack a NamedTuple
+        inputs = Inputs(_heads(q, group.heads), _heads(k, group.kv), _heads(v, group.kv), lengths, hidden)
+        spec = Spec(group.pattern, group.draws, group.shifts, causal, scale, return_lse, impl)
+        parts.append(attend(inputs, spec))
     o, lse = parts[0]
     if len(parts) > 1:
         order = [h for group in groups for h in group.heads]
@@ -128,17 +131,6 @@ def _constant(function: Fn) -> Fn:
     """torch.compiler.assume_constant_result, which would import the whole compiler and Triton."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-@_constant
-def _text(pattern: Pattern) -> str:
-    """A pattern as JSON: torch.compile accepts strings as constants, but not patterns."""
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: one Pattern, or one for each query head; got {pattern!r}")
-    return _json(pattern)
-
-
-_json = lru_cache(maxsize=1024)(Pattern.to_json)
 
 
 class Group(NamedTuple):

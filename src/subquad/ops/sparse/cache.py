@@ -7,21 +7,24 @@ The slots of a row have three parts, [pinned | ring | log]:
     log     keys that are kept for ever: the summary columns, or every key (for Strided, Random and Dense); it grows
 
 The number of tokens so far tells which position each slot holds, so only keys and values are stored. A key that belongs
-to several parts is stored in the first of: pinned, log, ring.
+to several parts is stored in the first of: pinned, log, ring. On a GPU a step is one kernel, cache_triton.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.checks import check_count, check_heads, check_methods, check_tensor, refuse
-from subquad.ops.cache import append, with_room
+from subquad.ops.cache import append, readable_positions, with_room, with_room_for
+from subquad.ops.impl import Impl, choose
 from subquad.ops.lengths import check_op_lengths
 from subquad.ops.precision import wide
+from subquad.ops.rotary import Turns, turned
 from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Pattern, Random, Strided, Summary
+from subquad.ops.sparse.reads import Reads, reads_of
 
 ROWS = 256  # queries that attend to the cache at once
 GATHERED = 1 << 24  # elements of keys that are gathered at once
@@ -39,7 +42,8 @@ class SparseCache:
 
     cache = SparseCache(Local(256, 0) | Global(4))
     state = cache.empty(batch, heads, width, capacity, like=k)
-    o, state = cache.attend(q, k, v, state)     # [B, T, H, D]: a prompt, or T = 1 for a token
+    o, state = cache.attend(q, k, v, state)     # [B, T, H, D]: a prompt
+    o, state = cache.step(q, k, v, state)       # [B, H, D]: a token
     """
 
     def __init__(self, patterns: Pattern | Sequence[Pattern]):
@@ -67,6 +71,8 @@ class SparseCache:
         for pattern in dict.fromkeys(self.patterns):
             family, head = pattern._without_head()
             self.families.setdefault(family, []).append((head or 0, pattern))
+        self.reads = self._reads()
+        self.reads_text = str(self.reads)
 
     def size(self, length: int) -> int:
         """The number of slots for a row of that many tokens."""
@@ -137,6 +143,105 @@ class SparseCache:
             state = self._extend(state, ks, vs, seen)
         return torch.cat(outputs, 1), state
 
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SparseState,
+        scale: float | None = None,
+        inplace: bool = False,
+        impl: Impl = "auto",
+    ) -> tuple[Tensor, SparseState]:
+        """Attention of one new token of each row, [B, H, ·], to the state and itself, and the new state.
+
+        The old state is left alone unless `inplace`. Use the returned one even then: a state that must grow is new.
+        """
+        check_heads("[B, H, D]", q=q, k=k, v=v)
+        self._check(state, None, q=q[:, None], k=k[:, None], v=v[:, None])
+        return self._step(q, k, v, state, scale, inplace, impl)
+
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: SparseState,
+        scale: float | None,
+        inplace: bool,
+        impl: Impl,
+        moves: bool = True,
+        by: Turns | None = None,
+    ) -> tuple[Tensor, SparseState]:
+        """`step`; without `moves` it leaves the position where it is. `by` turns q and k first."""
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        reason = self.reads if isinstance(self.reads, str) else unfit(q, *state)
+        fused = choose(impl, "a step over a pattern", q, reason) == "triton"
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, state.k, state.v)):
+            fused = False  # the kernel has no gradients
+        if not fused:
+            if by is not None:
+                q, k = (turned(x[:, None], by)[:, 0] for x in (q, k))
+            return self._step_plainly(q, k, v, state, scale, inplace, moves)
+        keys, values = self._with_place(state)
+        if not inplace:
+            keys, values = (new.clone() if new is old else new for new, old in ((keys, state.k), (values, state.v)))
+        position = state.position if inplace or not moves else state.position.clone()
+        cos, sin = by or (None, None)
+        o = fused_step(q, k, v, keys, values, position, self.reads_text, scale, moves, cos, sin)
+        if keys is state.k and position is state.position:
+            return o, state
+        return o, state._replace(k=keys, v=values, position=position)
+
+    def _step_plainly(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SparseState, scale: float, inplace: bool, moves: bool
+    ) -> tuple[Tensor, SparseState]:
+        at, write = state.position, torch.Tensor.index_put_ if inplace else torch.Tensor.index_put
+        if self.everything:
+            caches = [append(old, new[:, None], at, inplace) for old, new in zip(state[:2], (k, v), strict=True)]
+        else:
+            slot = self._per_head(lambda p: self._slot(p, at)).expand(k.shape[:2])  # [B, H]
+            rows, heads = (torch.arange(n, device=k.device) for n in slot.shape)
+            where = rows[:, None], slot.clamp(min=0), heads[None]
+            caches = []
+            for cache, new in zip(self._with_place(state), (k, v), strict=True):
+                new = new.to(cache.dtype)
+                new = new if self.ring else torch.where(slot[..., None] >= 0, new, cache[where])
+                caches.append(write(cache, where, new))
+        after = state._replace(k=caches[0], v=caches[1], position=at + 1)
+        if self.everything:
+            o = self._gathered(q[:, None], after, at, scale)[:, 0]
+        else:
+            keys, values = after.k.to(q.dtype), after.v.to(q.dtype)
+            scores = torch.einsum("bhk,bshk->bhs", wide(q), wide(keys)) * scale
+            weights = _softmax_over(scores, self._visible_slots(after))
+            o = torch.einsum("bhs,bshv->bhv", weights.to(values.dtype), values)
+        if not moves or inplace:
+            after = after._replace(position=at.add_(1) if moves else at)
+        return o, after
+
+    def _with_place(self, state: SparseState) -> list[Tensor]:
+        """The caches, with a slot for the next token of each row."""
+        used = readable_positions(state.k, state.position) if self.growing else None
+        if used is not None and not self.everything:
+            used = [self.pinned + self.ring + n // self.block * self.columns for n in used]
+        return [with_room_for(cache, used, self.columns) for cache in state[:2]]
+
+    def _reads(self) -> Reads | str:
+        """What a step reads, for its kernel, or why that cannot be said."""
+        heads = []
+        for pattern in dict.fromkeys(self.patterns):
+            summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
+            kept = -1 if summary is None or self.everything else summary.l - summary.c * (summary.shift + 1)
+            head = reads_of(pattern, kept)
+            if isinstance(head, str):
+                return head
+            heads.append(head)
+        if len(heads) > 1:
+            known = dict(zip(dict.fromkeys(self.patterns), heads, strict=True))
+            heads = [known[pattern] for pattern in self.patterns]
+        return Reads(self.everything, self.pinned, self.ring, self.block, self.columns, tuple(heads))
+
     def _check(self, state: SparseState, lengths: Tensor | None, **tokens: Tensor) -> None:
         """Refuse tokens [B, T, H, ·] and a state that do not fit together."""
         check_heads("[B, T, H, D]", **tokens)
@@ -181,6 +286,27 @@ class SparseCache:
             elsewhere = elsewhere | summary._allowed(ring, ring)
         ring = torch.where(elsewhere, -1, ring)
         return torch.cat((pinned, ring, log), 1)
+
+    def _slot(self, pattern: Pattern, at: Tensor) -> Tensor:
+        """The slot for the key at positions `at` [B], for heads of that pattern; -1 if it is not kept."""
+        slot = at % self.ring + self.pinned if self.ring else torch.full_like(at, -1)
+        summary = next((atom for atom in pattern.atoms if isinstance(atom, Summary)), None)
+        if summary is not None:
+            column = at % summary.l - (summary.l - summary.c * (summary.shift + 1))
+            in_log = (column >= 0) & (column < summary.c)
+            log = self.pinned + self.ring + at // summary.l * summary.c + column
+            slot = torch.where(in_log, log, slot)
+        return torch.where(at < self.pinned, at, slot) if self.pinned else slot
+
+    def _visible_slots(self, state: SparseState) -> Tensor:
+        """Whether the newest token of each row reads the slots: [B, H or 1, C]."""
+        at = state.position[:, None] - 1
+
+        def visible(pattern: Pattern) -> Tensor:
+            held = self._held(pattern, state.k.shape[1], state.position)
+            return pattern._allowed(at, held, True) & (held >= 0)
+
+        return self._per_head(visible).movedim(-1, 1)
 
     def _visible(self, state: SparseState, at: Tensor) -> Tensor:
         """Whether queries at positions `at` [B, T] read the cached keys and their own: [B, H or 1, T, C + T]."""
@@ -231,6 +357,54 @@ class SparseCache:
         results = {pattern: compute(pattern) for pattern in dict.fromkeys(self.patterns)}
         heads = self.patterns if len(results) > 1 else self.patterns[:1]
         return torch.stack([results[pattern] for pattern in heads], -1)
+
+
+def unfit(q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> str | None:
+    """What the kernel of a step cannot do with these."""
+    if q.dtype == torch.float64:
+        return "float64"
+    if max(keys.shape[-1], values.shape[-1]) > 256:
+        return f"heads wider than 256: {keys.shape[-1]} and {values.shape[-1]}"
+    if keys.stride(-1) != 1 or values.stride(-1) != 1 or position.stride(0) != 1:
+        return "a state whose keys, values or positions are not in order"
+    return None
+
+
+def fused_step(*inputs: Any) -> Tensor:
+    """The kernel of a step; its inputs are those of subquad::sparse_step."""
+    run = torch.ops.subquad.sparse_step if torch.compiler.is_compiling() else _fused_step
+    return run(*inputs)
+
+
+def _fused_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    reads: str,
+    scale: float,
+    moves: bool = True,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    u: Tensor | None = None,
+    w: Tensor | None = None,
+    far: Tensor | None = None,
+) -> Tensor:
+    from subquad.ops.sparse.cache_triton import step_
+
+    bias = None if u is None or w is None or far is None else (u, w, far)
+    by = None if cos is None or sin is None else Turns(cos, sin)
+    return step_(q, k, v, keys, values, position, Reads.parse(reads), scale, moves, by, bias)
+
+
+_operator = torch.library.custom_op("subquad::sparse_step", _fused_step, mutates_args=("keys", "values", "position"))
+
+
+@_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:  # noqa: ARG001
+    return q.new_empty(v.shape)
 
 
 def _newest(atom: Atom) -> int:

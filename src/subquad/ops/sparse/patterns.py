@@ -36,6 +36,12 @@ class Pattern(ABC):
         super().__init_subclass__()
         check_methods(cls)
 
+    text: str  # as JSON: torch.compile takes strings as constants, but not patterns
+
+    def __post_init__(self) -> None:
+        atoms = [{"atom": type(atom).__name__, **asdict(atom)} for atom in self.atoms]  # type: ignore[call-overload]
+        object.__setattr__(self, "text", json.dumps(atoms))
+
     @property
     @abstractmethod
     def atoms(self) -> "tuple[Atom, ...]":
@@ -122,7 +128,7 @@ class Pattern(ABC):
         return self  # nothing in it can change
 
     def to_json(self) -> str:
-        return json.dumps([{"atom": type(atom).__name__, **asdict(atom)} for atom in self.atoms])  # type: ignore[call-overload]
+        return self.text
 
     @staticmethod
     def from_json(text: str) -> "Pattern":
@@ -181,6 +187,7 @@ class Atom(Pattern):
 
     def __post_init__(self) -> None:
         at_least(self, **{f.name: int(f.name in POSITIVE) for f in fields(self)})  # type: ignore[arg-type]
+        super().__post_init__()
 
     @property
     def atoms(self) -> "tuple[Atom, ...]":

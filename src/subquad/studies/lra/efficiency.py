@@ -44,7 +44,7 @@ from subquad.studies.results import EfficiencyRow, EfficiencyTable, save, set_as
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
-from subquad.training.capture import Captured
+from subquad.training.capture import Captured, captured_gradients
 from subquad.training.task import Batch, Loss
 
 NAIVE = "softmax, naive"
@@ -99,7 +99,7 @@ class Step(Subject):
 
     def capture(self) -> bool:
         """Compute gradients by a CUDA graph from now on; False if the mechanism cannot be captured."""
-        captured = Captured(self._gradients, self.model)
+        captured = captured_gradients(self._gradients, self.model)
         try:
             captured(self.batch)
         except ValueError:

@@ -19,6 +19,7 @@ from subquad.studies.results import Json, ScalingRow, to_json
 from subquad.tasks.kinds import is_lstm
 from subquad.training.capture import Captured
 from subquad.training.evaluate import Wired
+from subquad.training.precision import AtOnce
 from subquad.training.task import Batch, Loss, Task
 
 LENGTHS = tuple(2**n for n in range(9, 17))
@@ -123,7 +124,7 @@ def growth(rows: Sequence[ScalingRow]) -> list[Growth]:
 class Iteration:
     """Forward, backward and update of a task's model on one batch, as in training.
 
-    compile  use torch.compile; capture  gradients from a CUDA graph, like training.capture
+    compile  use torch.compile; capture  all of it from a CUDA graph, like training.capture
     """
 
     def __init__(
@@ -142,21 +143,27 @@ class Iteration:
         self.wired = Wired(task, model)
         if compile:
             self.wired.compile()
-        self.keep = capture
-        self.gradients = Captured(self._gradients, model) if capture else self._gradients
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
-
-    def _gradients(self, batch: Batch) -> Loss:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            loss: Loss = self.wired(batch)
-        (loss.total / loss.count).backward()
-        return loss
+        self.optimiser = torch.optim.AdamW(
+            model.parameters(), lr=1e-5, fused=self.device.type == "cuda", capturable=capture
+        )
+        at_once = capture and precision == "bf16" and not compile  # as the trainer does
+        self.loss = AtOnce(self.wired, torch.bfloat16) if at_once else self.wired
+        self.update = Captured(self._update, self._changed) if capture else self._update
 
     def __call__(self) -> None:
-        self.gradients(self.batch)
+        self.update(self.batch)
+
+    def _update(self, batch: Batch) -> None:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            loss: Loss = self.loss(batch)
+        (loss.total / loss.count).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=not self.keep)
+        self.optimiser.zero_grad()
+
+    def _changed(self) -> list[Tensor]:
+        states = [value for state in self.optimiser.state.values() for value in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *states]
 
 
 def iterations(

@@ -1,0 +1,436 @@
+"""The kernels of `additive.additive_attention`: flash attention whose scores are Σₕ scoreₕ·tanh(qₕ + kₕ).
+
+Almost all time goes into the units, one tanh for each pair and hidden unit, so they are written for few instructions:
+with E = exp(2(a + b)) = exp(2a)·exp(2b), which is a product of two numbers computed once, tanh(a + b) = 1 - 2y for
+y = 1 / (1 + E). Two units share one reciprocal: 1/x₁ = x₂/(x₁x₂). The 1 moves all scores alike, so softmax ignores it.
+Where the product might overflow, x is computed from a + b.
+
+The backward goes through some queries at a time. It keeps the gradients of their scores, and sums over units from
+them, once for the queries and once for the keys: a program holds a tile of [units, positions] and adds up what each of
+the other positions gives, so no sum crosses threads.
+
+Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E [N, U, T] or [N, U, S] powers.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
+ROOM = tl.constexpr(62.0)  # (1 + 2**62)² is finite in float32
+FAST = not INTERPRETED  # the interpreter has no assembly
+QUERIES = KEYS = 64  # of a tile of scores
+UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
+ROWS = 256  # queries of one piece of the backward
+PIECE = 256  # keys that a program adds up for the gradient of queries
+HELD = 2**25  # gradients of scores in memory at once
+# warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
+LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
+
+# Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
+# others, such as row0, are always multiples.
+CHANGING = ["T", "S", "size", "others", "U", "tiles", "slice0"]
+
+
+@triton.jit
+def _inverse(x, FAST: tl.constexpr):
+    """1/x with a relative error of 2^-23."""
+    if FAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return 1.0 / x
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _powers(
+    x, powers, largest, batch, stride, head, size, wide, U, H: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr
+):
+    """exp(2x) of a tile of positions, as [units, positions], and the largest |exponent| among them, in base 2."""
+    tile = tl.program_id(0)
+    n = tl.program_id(1)
+    x += (n // H).to(tl.int64) * batch + n % H * head
+    p = tile * BP + tl.arange(0, BP)
+    top = tl.full([BP], 0.0, tl.float32)
+    for u0 in tl.range(0, tl.cdiv(U, BU) * BU, BU):
+        u = u0 + tl.arange(0, BU)
+        ok = (p < size)[:, None] & (u < U)[None, :]
+        e = tl.load(x + p.to(tl.int64)[:, None] * stride + u[None, :], mask=ok, other=0.0).to(tl.float32) * TWICE
+        top = tl.maximum(top, tl.max(tl.abs(e), 1))
+        e = tl.exp2(tl.minimum(tl.maximum(e, -126.0), 126.0))
+        place = (n.to(tl.int64) * (tl.cdiv(U, BU) * BU) + u)[None, :] * wide + p[:, None]
+        tl.store(powers + place, e)
+    tl.store(largest + n * (wide // BP) + tile, tl.max(top, 0))
+
+
+@triton.jit
+def _largest(largest, n, wide, p0, POSITIONS: tl.constexpr, BP: tl.constexpr):
+    """The largest exponent of POSITIONS positions from p0 on."""
+    return tl.max(tl.load(largest + n * (wide // BP) + p0 // BP + tl.arange(0, POSITIONS // BP)), 0)
+
+
+@triton.jit
+def _scores(
+    eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM: tl.constexpr,
+    BN: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile in base 2, up to a constant of the head: `score` holds -2·log₂e·score."""
+    # a product of zeros has the layout that tensor cores want, in which few threads share a row
+    s = tl.dot(tl.full([BM, 16], zero, tl.bfloat16), tl.full([16, BN], zero, tl.bfloat16))
+    if big:
+        for u in tl.range(0, U):
+            a = tl.load(q + i.to(tl.int64) * q_stride + u, mask=i < T, other=0.0).to(tl.float32)
+            b = tl.load(k + j.to(tl.int64) * k_stride + u, mask=j < S, other=0.0).to(tl.float32)
+            x = (a[:, None] + b[None, :]) * TWICE
+            s += tl.load(score + u) / (1.0 + tl.exp2(tl.minimum(x, ROOM)))
+    else:
+        for u in tl.range(0, U, 2):
+            x = tl.load(eq + u * wide_q + i)[:, None] * tl.load(ek + u * wide_k + j)[None, :] + 1.0
+            y = tl.load(eq + (u + 1) * wide_q + i)[:, None] * tl.load(ek + (u + 1) * wide_k + j)[None, :] + 1.0
+            s += (tl.load(score + u) * y + tl.load(score + u + 1) * x) * _inverse(x * y, FAST)
+    return s
+
+
+@triton.jit
+def _rows(x, at, ok, stride, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a head at positions `at`, zeros where not ok."""
+    d = tl.arange(0, BD)
+    ok = ok[:, None]
+    if D != BD:
+        ok = ok & (d[None, :] < D)
+    return tl.load(x + at.to(tl.int64)[:, None] * stride + d[None, :], mask=ok, other=0.0)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _forward(
+    q, k, v, counts, score, eq, ek, large_q, large_k, o, lse,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, T, S, U, tiles, wide_q, wide_k, zero,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i0 = (tiles - 1 - tl.program_id(0) % tiles) * BM  # long rows first
+    n = tl.program_id(0) // tiles
+    b = (n // H).to(tl.int64)
+    h = n % H
+    room = tl.cdiv(U, BU) * BU
+    score += h * room
+    eq += n.to(tl.int64) * room * wide_q
+    ek += n.to(tl.int64) * room * wide_k
+    q += b * q_batch + h * q_head
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    i = i0 + tl.arange(0, BM)
+    count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
+    least = tl.min(tl.where(i < T, count, S), 0)
+    top_q = _largest(large_q, n, wide_q, i0, BM, BP)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    z = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    for j0 in tl.range(0, tl.max(count, 0), BN):
+        j = j0 + tl.arange(0, BN)
+        big = top_q + _largest(large_k, n, wide_k, j0, BN, BP) > ROOM
+        s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
+        if j0 + BN > least:
+            s = tl.where(j[None, :] < count[:, None], s, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(m - base)
+        z = z * fade + tl.sum(p, 1)
+        vt = _rows(v, j, j < S, v_stride, V, BV)
+        acc = tl.dot(p.to(vt.dtype), vt, acc * fade[:, None], input_precision=PRECISION)
+        m = top
+    alive = z > 0
+    z = tl.where(alive, z, 1.0)
+    d = tl.arange(0, BV)
+    place = o + ((b * T + i) * H + h)[:, None] * V + d[None, :]
+    tl.store(place, (acc / z[:, None]).to(o.dtype.element_ty), mask=(i < T)[:, None] & (d < V)[None, :])
+    tl.store(lse + n.to(tl.int64) * T + i, tl.where(alive, m + tl.log2(z), float("inf")), mask=i < T)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _pairs(
+    q, k, v, do, counts, score, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
+    T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, zero,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores of the queries row0 .. row0 + rows - 1 and a tile of keys, written in both orders.
+
+    by_query [slices, rows, wide_k], by_key [slices, wide_k, rows]. Adds to dv [N, S, V] what these queries give.
+    """
+    j0 = tl.program_id(0) % tiles * BN
+    own = tl.program_id(0) // tiles
+    n = slice0 + own
+    b = (n // H).to(tl.int64)
+    h = n % H
+    room = tl.cdiv(U, BU) * BU
+    score += h * room
+    eq += n.to(tl.int64) * room * wide_q
+    ek += n.to(tl.int64) * room * wide_k
+    q += b * q_batch + h * q_head
+    k += b * k_batch + h * k_head
+    do += b * do_batch + h * do_head
+    by_query += own.to(tl.int64) * rows * wide_k
+    by_key += own.to(tl.int64) * rows * wide_k
+    j = j0 + tl.arange(0, BN)
+    top_k = _largest(large_k, n, wide_k, j0, BN, BP)
+    vt = _rows(v + b * v_batch + h * v_head, j, j < S, v_stride, V, BV)
+    grad = tl.zeros([BN, BV], tl.float32)
+    for i0 in tl.range(row0, tl.minimum(row0 + rows, T), BM):
+        i = i0 + tl.arange(0, BM)
+        count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
+        if tl.max(count, 0) > j0:
+            big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
+            s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
+            norm = tl.load(lse + n.to(tl.int64) * T + i, mask=i < T, other=float("inf"))
+            p = tl.where(j[None, :] < count[:, None], tl.exp2(s - norm[:, None]), 0.0)
+            dot = _rows(do, i, i < T, do_stride, V, BV)
+            grad = tl.dot(tl.trans(p.to(dot.dtype)), dot, grad, input_precision=PRECISION)
+            dp = tl.dot(dot, vt.T, input_precision=PRECISION)
+            ds = p * (dp - tl.load(delta + n.to(tl.int64) * T + i, mask=i < T, other=0.0)[:, None])
+            ds = ds.to(by_query.dtype.element_ty)
+            tl.store(by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :], ds)
+            tl.store(by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :], tl.trans(ds))
+    d = tl.arange(0, BV)
+    place = dv + (n.to(tl.int64) * S + j)[:, None] * V + d[None, :]
+    ok = (j < S)[:, None] & (d < V)[None, :]
+    tl.store(place, tl.load(place, mask=ok, other=0.0) + grad, mask=ok)
+
+
+@triton.jit
+def _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS: tl.constexpr):
+    """Gradients of the scores of positions p with the position `at` of the other side."""
+    if KEYS:
+        d = tl.load(ds + (at - row0) * wide_k + p).to(tl.float32)
+        return tl.where(p < tl.load(counts + at, mask=at < T, other=0), d, 0.0)
+    else:  # noqa: RET505
+        d = tl.load(ds + at * rows + p - row0).to(tl.float32)
+        return tl.where(at < count, d, 0.0)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _units(
+    x, y, counts, ex, ey, large_x, large_y, ds, dx, dscore,
+    x_batch, x_stride, x_head, y_batch, y_stride, y_head,
+    T, S, size, others, U, tiles, wide_q, wide_k, row0, rows, slice0, piece,
+    KEYS: tl.constexpr, H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BP: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Σ ds·(1 - tanh²) over positions y, for a tile of units and positions x.
+
+    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1; adds to dx [N, units, wide_k]. Otherwise x are these
+    queries and y a piece of the keys; writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
+    [pieces, slices, tiles, units].
+    """
+    groups = tl.cdiv(U, BU)
+    u0 = tl.program_id(0) % groups * BU
+    tile = tl.program_id(0) // groups % tiles
+    own = tl.program_id(0) // groups // tiles
+    n = slice0 + own
+    b = (n // H).to(tl.int64)
+    h = n % H
+    x += b * x_batch + h * x_head
+    y += b * y_batch + h * y_head
+    ds += own.to(tl.int64) * rows * wide_k
+    counts += b * T
+    line = tl.arange(0, BU)
+    u = u0 + line
+    p0 = tile * BX
+    wide_x = wide_k
+    wide_y = wide_q
+    lo = row0
+    hi = tl.minimum(row0 + rows, T)
+    if not KEYS:
+        p0 += row0
+        wide_x = wide_q
+        wide_y = wide_k
+        lo = tl.program_id(1) * piece
+        hi = tl.minimum(S, lo + piece)
+    p = p0 + tl.arange(0, BX)
+    count = tl.load(counts + p, mask=p < T, other=0).to(tl.int32)  # of x, if these are queries
+    ex += (n.to(tl.int64) * groups * BU + u0) * wide_x
+    ey += (n.to(tl.int64) * groups * BU + u0) * wide_y
+    a = tl.load(ex + line[:, None] * wide_x + p[None, :])
+    top_x = _largest(large_x, n, wide_x, p0, BX, BP)
+    acc = tl.zeros([BU, BX], tl.float32)
+    first = tl.zeros([BU, BX], tl.float32)
+    total = tl.zeros([BX], tl.float32)
+    for y0 in tl.range(lo, hi, BY):
+        reach = tl.max(count, 0)
+        least = y0
+        if KEYS:
+            i = y0 + tl.arange(0, BY)
+            reach = tl.max(tl.load(counts + i, mask=i < T, other=0), 0).to(tl.int32)
+            least = p0
+        if reach > least:
+            big = top_x + _largest(large_y, n, wide_y, y0, BY, BP) > ROOM
+            if big:
+                # row by row: a load of the whole tile would have another layout, and change that of the faster branch
+                raw = tl.zeros([BU, BX], tl.float32)
+                for unit in tl.range(u0, tl.minimum(u0 + BU, U)):
+                    row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
+                    raw = tl.where((u == unit)[:, None], row[None, :], raw)
+                for at in tl.range(y0, y0 + BY):
+                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
+                    x1 = 1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, ROOM))
+                    t1 = 1.0 / x1 - 0.5
+                    w1 = d1[None, :] * t1
+                    acc += w1 * t1
+                    total += d1
+                    if not KEYS:
+                        first += w1
+            else:
+                for at in tl.range(y0, y0 + BY, 2):
+                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    d2 = _coefficients(ds, counts, count, at + 1, p, row0, rows, wide_k, T, KEYS)
+                    two = tl.load(ey + (line * wide_y + tl.multiple_of(at, 2))[:, None] + tl.arange(0, 2)[None, :])
+                    b1, b2 = tl.split(two)
+                    x1 = a * b1[:, None] + 1.0
+                    x2 = a * b2[:, None] + 1.0
+                    r = _inverse(x1 * x2, FAST)
+                    t1 = x2 * r - 0.5  # -tanh/2
+                    t2 = x1 * r - 0.5
+                    w1 = d1[None, :] * t1
+                    w2 = d2[None, :] * t2
+                    acc += w1 * t1
+                    acc += w2 * t2
+                    total += d1 + d2
+                    if not KEYS:
+                        first += w1 + w2
+    grad = total[None, :] - 4.0 * acc
+    if KEYS:
+        place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
+        tl.store(place, tl.load(place) + grad)
+    else:
+        slices = tl.num_programs(0) // groups // tiles
+        which = tl.program_id(1).to(tl.int64) * slices + own
+        tl.store(dx + (which * groups * BU + u)[:, None] * rows + (p - row0)[None, :], grad)
+        tl.store(dscore + (which * tiles + tile) * groups * BU + u, -2.0 * tl.sum(first, 1))
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _delta(
+    o, do, delta, do_batch, do_stride, do_head, T, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr
+):
+    """Σ do·o of each query, [N, T]."""
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1)
+    b = (n // H).to(tl.int64)
+    h = n % H
+    x = _rows(o + b * T * H * V + h * V, i, i < T, H * V, V, BV).to(tl.float32)
+    y = _rows(do + b * do_batch + h * do_head, i, i < T, do_stride, V, BV).to(tl.float32)
+    tl.store(delta + n.to(tl.int64) * T + i, tl.sum(x * y, 1), mask=i < T)
+
+
+class Call(NamedTuple):
+    """One call of the operator."""
+
+    q: Tensor  # [B, T, H, U]
+    k: Tensor  # [B, S, H, U]
+    v: Tensor  # [B, S, H, V]
+    counts: Tensor  # [B, T] int32: each query sees the first keys
+    score: Tensor  # [H, U]
+
+    @property
+    def constants(self) -> dict[str, object]:
+        V = self.v.shape[3]
+        precision = "tf32x3" if self.q.dtype == torch.float32 else "tf32"
+        tiles = {"BU": UNITS, "BM": QUERIES, "BN": KEYS, "BP": OTHERS}
+        return {"H": self.q.shape[2], "V": V, "BV": tile_of(V), **tiles, "FAST": FAST, "PRECISION": precision}
+
+    def powers(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Powers [N, U, wide] of q or k, the largest exponents [N, tiles], and `wide`, a multiple of all tiles."""
+        B, size, H, U = x.shape
+        wide = blocks_of(size, ROWS) * ROWS
+        powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
+        largest = torch.empty(B * H, wide // OTHERS, device=x.device)
+        plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
+        launch(_powers, (x, powers, largest), plan)
+        return powers, largest, wide
+
+    def weights(self) -> Tensor:
+        """What the kernels multiply 1/(1 + E) by, [H, units]: in base 2, and 0 for units that do not exist."""
+        room = blocks_of(self.score.shape[1], UNITS) * UNITS
+        score = self.score.float() * -TWICE.value
+        return torch.nn.functional.pad(score, (0, room - score.shape[1])).contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(n for x in tensors for n in x.stride()[:3])
+
+
+def forward(x: Call) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, V], and its log-sum-exp in base 2 [N, T], without the constant that all scores share."""
+    q, k, v, counts, _ = x
+    (B, T, H, U), S = q.shape, k.shape[1]
+    o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
+    lse = torch.empty(B * H, T, device=q.device)
+    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
+    tiles = blocks_of(T, QUERIES)
+    plan = Plan(
+        (tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, *LAUNCHES["forward"]
+    )
+    launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
+    return o, lse
+
+
+def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the score."""
+    q, k, v, counts, score = x
+    (B, T, H, U), (S, V), device = q.shape, (k.shape[1], v.shape[3]), q.device
+    N, constants, weights = B * H, x.constants, x.weights()
+    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
+    delta = torch.empty_like(lse)
+    numbers = (*_strides(do), T)
+    small = {name: constants[name] for name in ("H", "V", "BV", "BM")}
+    launch(_delta, (o, do, delta), Plan((blocks_of(T, QUERIES), N), numbers, small))
+    dq, dk = torch.empty_like(eq), torch.zeros_like(ek)
+    dv = torch.zeros(N, S, V, device=device)
+    rows = ROWS
+    slices = max(1, min(N, HELD // (rows * wide_k)))
+    by_query, by_key = (torch.empty(slices * rows * wide_k, device=device, dtype=v.dtype) for _ in range(2))
+    groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // POSITIONS
+    part = torch.empty(pieces, slices, groups * UNITS, rows, device=device)
+    dscore = torch.zeros(N, groups * UNITS, device=device)
+    share = torch.empty(pieces, slices, across, groups * UNITS, device=device)
+    units = {"H": H, "BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
+    for slice0 in range(0, N, slices):
+        here = min(slices, N - slice0)
+        for row0 in range(0, T, rows):
+            tiles = blocks_of(S, KEYS)
+            numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, 0.0)
+            tensors = (q, k, v, do, counts, weights, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key)
+            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants, *LAUNCHES["pairs"]))
+            tiles = blocks_of(S, POSITIONS)
+            numbers = (*_strides(k, q), T, S, S, T, U, tiles, wide_q, wide_k, row0, rows, slice0, PIECE)
+            tensors = (k, q, counts, ek, eq, large_k, large_q, by_query, dk, share)
+            launch(
+                _units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *LAUNCHES["units"])
+            )
+            numbers = (*_strides(q, k), T, S, T, S, U, across, wide_q, wide_k, row0, rows, slice0, PIECE)
+            tensors = (q, k, counts, eq, ek, large_q, large_k, by_key, part, share)
+            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *LAUNCHES["units"])
+            launch(_units, tensors, plan)
+            size = pieces * here
+            done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
+            dq[slice0 : slice0 + here, :, row0 : row0 + rows] = done.sum(0)
+            done = share.flatten()[: size * across * groups * UNITS].view(pieces, here, across, -1).sum((0, 2))
+            dscore[slice0 : slice0 + here] += done
+    score = score.float()[:, :, None]
+
+    def of_tokens(grad: Tensor, size: int) -> Tensor:
+        """[N, units, wide] -> [B, size, H, U]"""
+        grad = grad.unflatten(0, (B, H))[:, :, :U, :size] * score
+        return grad.permute(0, 3, 1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+
+    dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format)
+    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)

@@ -1,0 +1,125 @@
+"""Additive attention in Triton: through the interpreter against the plain torch expression, and compiled for sm_90.
+
+Interpreted tests need their own process, as in test_linear_triton.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from subquad.ops.additive import additive_attention
+from tests.ops.own_process import compiled, interpreted, outside
+
+pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from subquad.ops import additive_triton
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and pieces so small that a short sequence has several."""
+    sizes = {"QUERIES": 16, "KEYS": 32, "UNITS": 16, "POSITIONS": 32, "OTHERS": 16, "ROWS": 32, "PIECE": 32}
+    for name, size in {**sizes, "HELD": 2 * 32 * 64}.items():
+        monkeypatch.setattr(additive_triton, name, size)
+
+
+def results(parts: list[Tensor], counts: Tensor, grad: Tensor, **how: Any) -> list[Tensor]:
+    given = [part.clone().requires_grad_() for part in parts]
+    q, k, v, score = given
+    o = additive_attention(q, k, v, counts, score, **how)
+    return [o.detach(), *torch.autograd.grad(o, given, grad.to(o.dtype))]
+
+
+def agree(T: int, S: int, H: int, U: int, V: int, counts: Tensor, size: float = 1.0) -> None:
+    torch.manual_seed(0)
+    B = len(counts)
+    parts = [size * torch.randn(B, T, H, U), size * torch.randn(B, S, H, U), torch.randn(B, S, H, V), torch.randn(H, U)]
+    grad = torch.randn(B, T, H, V)
+    wanted = results([part.double() for part in parts], counts, grad, impl="torch")
+    for name, got, exact in zip("oqkvs", results(parts, counts, grad, impl="triton"), wanted, strict=True):
+        assert (got - exact).norm() <= 2e-5 * exact.norm(), name
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [(1, 20, 2, 8, 8), (2, 70, 2, 20, 7)], ids=str)
+def test_causal(case: tuple[int, ...]) -> None:
+    B, T, H, U, V = case
+    agree(T, T, H, U, V, torch.arange(1, T + 1).expand(B, T))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_of_other_lengths_and_a_query_after_a_cache() -> None:
+    agree(33, 50, 1, 3, 16, torch.tensor([[50], [11]]).expand(2, 33))
+    agree(1, 9, 1, 1, 4, torch.tensor([[4]]))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("size", [8.0, 100.0])
+def test_exponents_that_overflow_are_added_before(size: float) -> None:
+    T = 40
+    agree(T, T, 1, 20, 4, torch.arange(1, T + 1).expand(1, T), size)
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_only_the_counted_keys_are_read() -> None:
+    torch.manual_seed(0)
+    q, k, v, score = torch.randn(1, 5, 1, 4), torch.randn(1, 40, 1, 4), torch.randn(1, 40, 1, 4), torch.randn(1, 4)
+    counts = torch.full((1, 5), 7)
+    want = additive_attention(q, k, v, counts, score, impl="triton")
+    v[:, 7:] = 1e30
+    torch.testing.assert_close(additive_attention(q, k, v, counts, score, impl="triton"), want)
+
+
+@interpreted
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    x, counts = torch.randn(1, 4, 1, 4), torch.full((1, 4), 4)
+    for how, message in (({"dropout": 0.1}, "dropout=0.1"), ({}, "float64")):
+        parts = [part if how else part.double() for part in (x, x, x)]
+        with pytest.raises(ValueError, match=message):
+            additive_attention(parts[0], parts[1], parts[2], counts, x[0, 0], impl="triton", **how)  # type: ignore[arg-type]
+
+
+@outside
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, counts = torch.randn(1, 4, 2, 4), torch.full((1, 4), 4)
+    for k, score, n in ((x[:, :, :1], x[0, 0], counts), (x, x[0, 0, :, :3], counts), (x, x[0, 0], counts[:, :3])):
+        with pytest.raises(ValueError, match="accepted are"):
+            additive_attention(x, k, x, n, score)
+
+
+KINDS = {
+    **dict.fromkeys(("q", "k", "v", "o", "do", "x", "y", "ds", "by_query", "by_key"), "*bf16"),
+    **dict.fromkeys(("lse", "delta", "score", "eq", "ek", "ex", "ey", "dv", "dx", "dscore", "powers"), "*fp32"),
+    **dict.fromkeys(("large_q", "large_k", "large_x", "large_y", "largest"), "*fp32"),
+    "counts": "*i32",
+    "zero": "fp32",
+}
+
+
+@compiled
+@pytest.mark.parametrize(("name", "warps"), [("_forward", 4), ("_pairs", 4), ("_units", 8)])
+def test_compiles_for_hopper_and_two_units_share_a_reciprocal(name: str, warps: int) -> None:
+    kernel, constants = getattr(additive_triton, name), {"KEYS": True, "BX": 128, "BY": 32, "BU": 64, "BP": 32}
+    constants |= {"H": 8, "V": 64, "BV": 64, "BM": 64, "BN": 64, "FAST": True, "PRECISION": "tf32"}
+    names = [p.name for p in kernel.params]
+    constants = {n: value for n, value in constants.items() if n in names}
+    signature = {n: "constexpr" if n in constants else KINDS.get(n, "i32") for n in names}
+    whole = ("wide_q", "wide_k", "row0", "rows", "piece")
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, n in enumerate(names)
+        if KINDS.get(n, "")[:1] == "*" or n in whole or n.endswith(("_batch", "_stride", "_head"))
+    }
+    source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, aligned)
+    binary = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1})
+    assert binary.metadata.shared <= 48 * 1024
+    elements = (128 if name == "_units" else 64) * 64 // (32 * warps)
+    assert binary.asm["ptx"].count("rcp.approx.ftz.f32") == elements
