@@ -246,7 +246,8 @@ class Block(nn.Module):
         if inplace and late is not None and self.cross is None and not paired(stream):
             fused = fused_step.mix(self, stream[0], state, turns, late)
             if fused is not None:
-                return self._feed((fused[0],)), fused[1]
+                x, state, fed = fused
+                return ((x,) if fed else self._feed((x,))), state
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:
