@@ -426,19 +426,46 @@ def lra(
     tasks: Annotated[
         str, Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
     ] = "all",
-    mechanisms: Annotated[str, Option(help="Names with commas; or published: the paper's eleven; or all.")] = "all",
+    mechanisms: Annotated[
+        str, Option(help="Names with commas, linear+taps and linear+local too; or published, flagships, all.")
+    ] = "all",
+    pretrain: Annotated[
+        bool, Option("--pretrain", help="Fill in hidden inputs of the training data first, then train on the task.")
+    ] = False,
+    control: Annotated[
+        str | None, Option(help="With --pretrain: a mechanism to train from scratch as well, for as many examples.")
+    ] = None,
     minutes: Annotated[float | None, Option(help="Minutes of this call; repeat the command to continue.")] = None,
     seeds: Annotated[int, Option(help="Runs per task and mechanism, with seeds 0, 1, ...")] = 1,
-    size: Annotated[str, Option(help="small: 2 layers of width 64; original: as in the paper.")] = "small",
+    size: Annotated[
+        str | None,
+        Option(help="small: 2 layers of width 64; original: as in the paper; deep: 3 to 6 layers, for --pretrain."),
+    ] = None,
     steps: Annotated[int | None, Option(help="Steps of every run; by default those of the task's recipe.")] = None,
+    pretrain_steps: Annotated[int | None, Option(help="Steps of every pretraining; by default the recipe's.")] = None,
     cap: Annotated[float | None, Option(help="Seconds per run; by default 1.5 times its share of --minutes.")] = None,
     jobs: Annotated[int, Option(help="Runs in parallel.")] = 1,
     device: AnyDevice = "auto",
     compile: Annotated[bool, Option(help="Use torch.compile: takes a minute per run, pays off in long runs.")] = False,
-    capture: Annotated[bool, Option(help="Compute gradients in CUDA graphs, if the mechanism can.")] = True,
+    capture: Annotated[bool, Option(help="Run updates as CUDA graphs, if the mechanism can.")] = True,
     data: Annotated[
-        list[str] | None, Option("--data", metavar="TASK.KEY=VALUE", help="Such as text.length=2000; repeatable.")
+        list[str] | None,
+        Option(
+            "--data", metavar="TASK.KEY=VALUE", help="text.length=2000, image.augment=flips+crops, ...; repeatable."
+        ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="TASK.PART.KEY=VALUE",
+            help="PART is model, training or pretraining: text.model.depth=4, ...; repeatable.",
+        ),
+    ] = None,
+    prepare: Annotated[bool, Option("--prepare", help="Only make the data, on all cores, and keep it.")] = False,
+    look: Annotated[
+        bool, Option("--look", help="Only draw what pretrained models fill in so far, into PNG files in --out.")
+    ] = False,
     efficiency: Annotated[bool, Option("--efficiency", help="Measure speed and memory by length instead.")] = False,
     lengths: Annotated[str, Option(help="Lengths for --efficiency.")] = "1k,2k,3k,4k,8k,16k",
     batch: Annotated[int, Option(help="Batch for --efficiency.")] = 32,
@@ -449,10 +476,9 @@ def lra(
     """Run the Long Range Arena: every mechanism on every task, with the paper's table beside ours."""
     from subquad.machine import tell_commit
     from subquad.report import lra as table
+    from subquad.studies.lra import arena as harness
     from subquad.studies.lra import efficiency as speed
     from subquad.studies.lra import recipes
-    from subquad.studies.lra.arena import Arena
-    from subquad.studies.lra.arena import lra as run
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
@@ -475,12 +501,21 @@ def lra(
         if speeds.interrupted:
             raise typer.Exit(130)
         return
-    arena = Arena(
-        tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
-        steps=steps, cap=cap, jobs=jobs, device=device, compile=compile, capture=capture, data=tuple(data or ()),
+    chosen = recipes.check_size(("deep" if pretrain else "small") if size is None else size)
+    arena = harness.Arena(
+        tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=chosen, pretrain=pretrain,
+        control=control, minutes=minutes, steps=steps, pretrain_steps=pretrain_steps, cap=cap, jobs=jobs, device=device, compile=compile,
+        capture=capture, data=tuple(data or ()), settings=tuple(settings or ()),
     )  # fmt: skip
+    if prepare:
+        harness.prepare(arena, out, console)
+        return
+    if look:
+        for path in harness.look_at(arena, out):
+            _say(f"pictures: {path}")
+        return
     notes = table.read_notes(out / "notes.json")
-    results = run(arena, out, console)
+    results = harness.lra(arena, out, console)
     for shown in table.tables(results, notes):
         console.print(shown)
     for line in table.note_lines(results, notes):
