@@ -459,7 +459,7 @@ def lra(
         Option(
             "--set",
             metavar="TASK.PART.KEY=VALUE",
-            help="PART is model, training or pretraining: text.model.depth=4, ...; repeatable.",
+            help="PART is model, training, pretraining or fill: text.model.depth=4, ...; repeatable.",
         ),
     ] = None,
     prepare: Annotated[bool, Option("--prepare", help="Only make the data, on all cores, and keep it.")] = False,
@@ -504,8 +504,8 @@ def lra(
     chosen = recipes.check_size(("deep" if pretrain else "small") if size is None else size)
     arena = harness.Arena(
         tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=chosen, pretrain=pretrain,
-        control=control, minutes=minutes, steps=steps, pretrain_steps=pretrain_steps, cap=cap, jobs=jobs, device=device, compile=compile,
-        capture=capture, data=tuple(data or ()), settings=tuple(settings or ()),
+        control=control, minutes=minutes, steps=steps, pretrain_steps=pretrain_steps, cap=cap, jobs=jobs,
+        device=device, compile=compile, capture=capture, data=tuple(data or ()), settings=tuple(settings or ()),
     )  # fmt: skip
     if prepare:
         harness.prepare(arena, out, console)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -16,6 +16,7 @@ from subquad.studies.lra.recipes import PUBLISHED, RECIPES, directions, position
 from subquad.studies.published import TABLES
 from subquad.studies.results import ArenaRun, ArenaTable
 
+Json = dict[str, Any]
 PAPER = TABLES["lra"]
 AT_CHANCE = 2.0  # points above always giving the most frequent answer: up to here, nothing was learned
 FAR = 8.0  # a figure this many points from the paper's needs a note
@@ -55,7 +56,7 @@ def averages(results: ArenaTable, columns: Sequence[str]) -> dict[str, tuple[flo
 
 def tables(results: ArenaTable, notes: dict[str, str] | None = None) -> list[Table]:
     """All tables; none before the first run is finished."""
-    return [accuracy_table(results, notes), how_table(results), *cost_tables(results)] if cells(results) else []
+    return [accuracy_table(results, notes), *how_tables(results), *cost_tables(results)] if cells(results) else []
 
 
 def accuracy_table(results: ArenaTable, notes: dict[str, str] | None = None) -> Table:
@@ -106,18 +107,24 @@ def caption(results: ArenaTable) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def how_table(results: ArenaTable) -> Table:
-    """How each figure came about: each task and row with its pretraining, data, positions, updates and time."""
-    folds = ("pretrained", "augmentation", "positions", "updates", "examples")
-    columns = ["task, row", "%", "best", "seeds", *folds, "GPU s"]
-    table = plain_table("how each figure came about, before + on the task; means over seeds", columns, folds=folds)
-    for line in how(results):
-        table.add_row(*line.cells())
-    jobs = {run.jobs for runs in cells(results).values() for run in runs if run.jobs}
-    if jobs - {1}:
-        shared = "GPU s: seconds of a run over the runs that shared the device with it, at most"
-        table.caption, table.caption_justify = f"{shared} {max(jobs)}.", "left"
-    return table
+def how_tables(results: ArenaTable) -> list[Table]:
+    """For each task how its figures came about: pretraining, augmentation, positions, updates, examples and time."""
+    jobs = max((run.jobs or 1 for runs in cells(results).values() for run in runs), default=1)
+    tables = []
+    for task, lines in grouped((line.task, line) for line in how(results)).items():
+        title = f"{task}: how each figure came about; before + on the task"
+        table = plain_table(title, ["mechanism", "%", "how", "updates", "examples", "GPU s"], folds=["how"])
+        table.columns[2].min_width, table.columns[2].justify = 24, "left"
+        for line in lines:
+            about = [line.pretrained, line.augmentation, line.positions]
+            about += [f"best of {line.seeds} seeds {line.best:.2f}"] if line.seeds > 1 else []
+            counted = [_both(line.updates), _both(line.examples), f"{line.seconds:,.0f}"]
+            table.add_row(line.row, f"{line.accuracy:.2f}", "; ".join(about), *counted)
+        if jobs > 1:
+            table.caption = f"GPU s: seconds of a run over the runs beside it on the device, {jobs} at most."
+            table.caption_justify = "left"
+        tables.append(table)
+    return tables
 
 
 class How(NamedTuple):
@@ -128,17 +135,12 @@ class How(NamedTuple):
     accuracy: float
     best: float  # of the seeds
     seeds: int
-    pretrained: str  # "no", "50 % hidden", "next input"
-    augmentation: str
+    pretrained: str  # "not pretrained", "50 % hidden", "next input"
+    augmentation: str  # "not augmented", "flips"
     positions: str
     updates: tuple[float, float]  # before, on the task
     examples: tuple[float, float]
     seconds: float  # of the device
-
-    def cells(self) -> list[str]:
-        figures = [f"{self.accuracy:.2f}", f"{self.best:.2f}", str(self.seeds)]
-        about = [self.pretrained, self.augmentation, self.positions, _both(self.updates), _both(self.examples)]
-        return [f"{self.task}, {self.row}", *figures, *about, f"{self.seconds:,.0f}"]
 
 
 def how(results: ArenaTable) -> list[How]:
@@ -162,8 +164,8 @@ def how(results: ArenaTable) -> list[How]:
                     accuracy=_mean(runs),
                     best=max(run.accuracy or 0.0 for run in runs),
                     seeds=len(runs),
-                    pretrained=before[0].way if before else "no",
-                    augmentation=settings.get("data", {}).get("augment", "none"),
+                    pretrained=before[0].way if before else "not pretrained",
+                    augmentation=_augmentation(settings),
                     positions=positions_of(settings.get("model", {})),
                     updates=(ahead, steps),
                     examples=(filled, steps * batch),
@@ -179,9 +181,14 @@ def _device_seconds(run: ArenaRun) -> float:
     return (before + (run.seconds or 0.0)) / (run.jobs or 1)
 
 
+def _augmentation(settings: Json) -> str:
+    chosen = str(settings.get("data", {}).get("augment", "none"))
+    return "not augmented" if chosen == "none" else chosen
+
+
 def _both(values: tuple[float, float]) -> str:
-    before, after = values
-    return f"{before:,.0f} + {after:,.0f}" if before else f"{after:,.0f}"
+    before, after = (f"{v:,.0f}" if v < 10_000 else f"{v / 1000:,.0f}k" for v in values)
+    return f"{before} + {after}" if values[0] else after
 
 
 def _named(row: str) -> str:

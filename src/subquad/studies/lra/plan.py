@@ -19,7 +19,7 @@ Start = Literal["scratch", "pretrained", "control"]
 SLACK = 1.5  # a run may take this many times its share of the minutes: slow runs use the time that fast ones leave
 SEEDS = 1000  # at most: all runs are planned before the first one starts
 SHORTEST = 10.0  # seconds: with less time left no run is started
-PARTS = ("model", "training", "pretraining")  # of a run's settings
+PARTS = ("model", "training", "pretraining", "fill")  # of a run's settings; fill: what pretraining hides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +70,20 @@ class Arena:
 
     def _check_setting(self, setting: str) -> None:
         column, part, key, _ = _parse_setting(setting)
-        known = [field.name for field in fields(TrainingConfig)]
         if column not in self.tasks:
             raise ValueError(f"--set {setting} cannot work: the tasks are {', '.join(self.tasks)}")
         if part not in PARTS:
             raise ValueError(f"--set {setting} names no settings{nearest(part, PARTS)} Accepted: {', '.join(PARTS)}")
-        if part == "pretraining" and not self.pretrain:
+        if part in ("pretraining", "fill") and not self.pretrain:
             raise ValueError(f"--set {setting} cannot work without --pretrain")
+        known = (
+            [*Fill.defaults().keys() - {"of", "settings"}]
+            if part == "fill"
+            else [field.name for field in fields(TrainingConfig)]
+        )
         if part != "model" and key not in known:
-            raise ValueError(
-                f"--set {setting} names no setting of training{nearest(key, known)} Accepted: {', '.join(known)}"
-            )
+            wrong = f"--set {setting} names no setting of {part}{nearest(key, known)}"
+            raise ValueError(f"{wrong} Accepted: {', '.join(known)}")
 
     @property
     def place(self) -> str:
@@ -140,7 +143,8 @@ def _job(arena: Arena, out: Path, cap: float | None, seed: int, task: str, name:
     if start == "pretrained":
         _limit(filling, folder / "pretraining", cap, share, arena.cap is None)
         recipe = RECIPES[task]
-        fill = Fill(of=recipe.task, settings=data, hidden=recipe.hidden, **recipe.predict)
+        options = {"of": recipe.task, "settings": data, "hidden": recipe.hidden, **recipe.predict}
+        fill = Fill.from_options({**options, **arena.set_of(task, "fill")})
         job["pretraining"] = {"data": fill.options(), "training": filling}
     return job
 

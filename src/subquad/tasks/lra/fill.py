@@ -87,6 +87,7 @@ class Fill(Task):
     of: str = "listops"  # the task whose inputs are filled in: listops, imdb, retrieval, image, pathfinder, pathx
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # its data.* options
     hidden: float = 0.15  # the share of inputs
+    patch: int = 1  # the side of the squares that are hidden in pictures: 1 hides each pixel by itself
     # of pixels: one of `levels` of brightness by cross-entropy, or the brightness itself by its absolute error
     predict: Literal["levels", "brightness"] = "levels"
     levels: int = 16
@@ -106,12 +107,14 @@ class Fill(Task):
             )
         if not 0 < self.hidden < 1:
             refuse("hidden", self.hidden, "a share of the inputs, above 0 and below 1")
-        at_least(self, levels=2)
+        at_least(self, levels=2, patch=1)
         if self.levels > 256:
             refuse("levels", self.levels, "an integer of at most 256, the values of a pixel")
         if self.predict == "brightness" and not issubclass(INNER[self.of], Picture):
             refuse("predict", self.predict, f'"levels": {self.of} has no pixels')
-        _ = self.inner  # wrong settings raise here
+        inner = self.inner  # wrong settings raise here
+        if self.patch > 1 and not (isinstance(inner, Picture) and inner.side % self.patch == 0):
+            refuse("patch", self.patch, f"1, or for pictures a divisor of their side; the task is {self.of}")
 
     @cached_property
     def inner(self) -> Classification:
@@ -152,11 +155,22 @@ class Fill(Task):
             outputs = model(self.inner.inputs(tokens), None, lengths)
             counted = torch.ones_like(targets, dtype=torch.bool)
         else:
-            chance = torch.rand(tokens.shape, device=tokens.device, generator=generator)
-            targets, counted = tokens, chance < self.hidden
+            targets, counted = tokens, self.hide(tokens, generator)
             outputs = self.filled(model, tokens, counted, lengths)
         there = keep(lengths, targets.shape[1])
         return Prediction(outputs, self.wanted(targets), counted if there is None else counted & there)
+
+    def hide(self, tokens: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Which of the tokens [B, T] to hide, at random."""
+        inner, patch = self.inner, self.patch
+        shape = tokens.shape
+        if patch > 1:
+            assert isinstance(inner, Picture)
+            shape = torch.Size((len(tokens), inner.side // patch, inner.side // patch))
+        hidden = torch.rand(shape, device=tokens.device, generator=generator) < self.hidden
+        if patch > 1:
+            hidden = hidden.repeat_interleave(patch, 1).repeat_interleave(patch, 2).flatten(1)
+        return hidden
 
     def filled(self, model: Filler, tokens: Tensor, hidden: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Predictions [B, T, outputs] of a model that does not see the hidden ones of the tokens [B, T]."""
@@ -196,7 +210,8 @@ class Fill(Task):
 
     def way(self, causal: bool) -> str:
         """How a model of this task is pretrained, in words."""
-        return "next input" if causal else f"{100 * self.hidden:g} % hidden"
+        squares = f" in squares of {self.patch}" if self.patch > 1 else ""
+        return "next input" if causal else f"{100 * self.hidden:g} % hidden{squares}"
 
     def brightness(self, outputs: Tensor) -> Tensor:
         """The expected brightness, 0 to 255, of predictions for pixels."""
@@ -238,18 +253,13 @@ def look(run: Path, path: Path, count: int = 6, device: str = "cpu") -> None:
     tokens = source.batch(np.arange(min(count, len(source))), 0)["tokens"].to(device)
     columns = _causal_columns(task, model, tokens) if model.causal else _hidden_columns(task, model, tokens)
     side = int(tokens.shape[1] ** 0.5)
-    figure, axes = plt.subplots(
-        len(tokens),
-        len(columns),
-        figsize=(2.3 * len(columns), 2.3 * len(tokens) + 0.3),
-        squeeze=False,
-        layout="constrained",
-    )
-    for at, (title, pictures) in enumerate(columns.items()):
-        axes[0, at].set_title(title, fontsize=9)
-        for row, picture in enumerate(pictures):
-            axes[row, at].imshow(picture.reshape(side, side, -1).clip(0, 1), interpolation="nearest")
-            axes[row, at].set_axis_off()
+    size = (2.3 * len(columns), 2.3 * len(tokens) + 0.3)
+    figure, axes = plt.subplots(1, len(columns), figsize=size, layout="constrained")
+    for axis, (title, pictures) in zip(axes, columns.items(), strict=True):
+        tall = np.pad(pictures.reshape(-1, side, side, 3), ((0, 0), (1, 1), (0, 0), (0, 0)), constant_values=1)
+        axis.imshow(tall.reshape(-1, side, 3).clip(0, 1), interpolation="nearest")
+        axis.set_title(title, fontsize=9)
+        axis.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -261,7 +271,7 @@ HIDDEN_COLOUR = (0.75, 0.25, 0.1)  # no grey
 def _hidden_columns(task: Fill, model: Filler, tokens: Tensor) -> dict[str, np.ndarray]:
     """Pictures with pixels hidden as in training, and with a hidden square, where what leads in must be continued."""
     generator = torch.Generator(tokens.device).manual_seed(0)
-    scattered = torch.rand(tokens.shape, device=tokens.device, generator=generator) < task.hidden
+    scattered = task.hide(tokens, generator)
     side = int(tokens.shape[1] ** 0.5)
     square = torch.zeros(side, side, dtype=torch.bool, device=tokens.device)
     square[side * 3 // 8 : side * 5 // 8, side * 3 // 8 : side * 5 // 8] = True

@@ -78,7 +78,7 @@ def bag_of_words(task: "Retrieval") -> float:
         text = bytes(texts["text"][start : min(texts["starts"][row + 1], start + task.length)])
         used[row] = np.array(sorted({words.setdefault(word, len(words)) for word in WORD.findall(text.lower())}), int)
     seen = np.bincount(np.concatenate([*used.values()]), minlength=len(words))
-    weight = np.log(len(used) / np.maximum(seen, 1)) ** 2  # rare words say more
+    weight = np.log(len(used) / np.maximum(seen, 1)) ** 3  # rare words say more
     norms = {row: np.sqrt(weight[mine].sum()) + 1e-9 for row, mine in used.items()}
 
     def alike(rows: np.ndarray) -> np.ndarray:
