@@ -479,6 +479,7 @@ def lra(
     from subquad.studies.lra import arena as harness
     from subquad.studies.lra import efficiency as speed
     from subquad.studies.lra import recipes
+    from subquad.studies.lra.plan import Arena
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
@@ -502,7 +503,7 @@ def lra(
             raise typer.Exit(130)
         return
     chosen = recipes.check_size(("deep" if pretrain else "small") if size is None else size)
-    arena = harness.Arena(
+    arena = Arena(
         tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=chosen, pretrain=pretrain,
         control=control, minutes=minutes, steps=steps, pretrain_steps=pretrain_steps, cap=cap, jobs=jobs,
         device=device, compile=compile, capture=capture, data=tuple(data or ()), settings=tuple(settings or ()),
