@@ -173,8 +173,8 @@ def test_data_can_be_made_ahead(tmp_path: Path) -> None:
     console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     prepare(arena(), tmp_path, console)
     assert "40 / 4 / 4 examples" in console.export_text()
+    chosen = arena(tasks=("retrieval",), data=(f"retrieval.folder={tmp_path}",), settings=())
     with pytest.raises(ValueError, match=r"new_aan_pairs.*is missing"):
-        chosen = arena(tasks=("retrieval",), data=(f"retrieval.folder={tmp_path}",), settings=())
         prepare(chosen, tmp_path, console)
 
 

@@ -119,7 +119,7 @@ def test_a_causal_model_predicts_the_next_input() -> None:
 def test_brightness_is_predicted_by_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     arrays = Labelled(random.integers(0, 256, (40, 1024)).astype(np.uint8), np.zeros(40, np.uint8))
-    monkeypatch.setattr(Image, "source", lambda self, split: arrays)
+    monkeypatch.setattr(Image, "source", lambda *_: arrays)
     task = Fill(of="image", settings={"pixels": "values"}, hidden=0.5, predict="brightness")
     model, batch = made(task), task.source("train").batch(np.arange(4), 0)
     with torch.no_grad():
@@ -178,8 +178,8 @@ def test_the_encoder_goes_on_to_the_task(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             train(inner, begun, fields, tmp_path / "wrong", device="cpu", console=quiet())
     assert not (tmp_path / "wrong").exists()
+    missing = steps(1, start=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"training\.start=.*accepted is a finished run"):
-        missing = steps(1, start=str(tmp_path / "nothing"))
         train(inner, missing, TINY, tmp_path / "wrong", device="cpu", console=quiet())
 
 

@@ -10,7 +10,7 @@ import os
 import queue
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +67,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         known = {job["name"]: job for job in todo}
         results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # failed: try again
         try:
-            missing = _prepare(todo, out, console) if prepare else {}
-            if prepare and not results.baselines:
-                results.baselines = _baselines(jobs, missing)
+            missing = _prepare(todo, out, console, results.baselines) if prepare else {}
             ready = [job for job in todo if job["name"] not in missing]
             failed = ({"name": name, "error": why} for name, why in missing.items())
             for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
@@ -92,7 +90,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
 def prepare(arena: Arena, out: Path, console: Console) -> None:
     """Make the data of the runs, on all cores, and keep it; raises if some cannot be made."""
     out.mkdir(parents=True, exist_ok=True)
-    missing = _prepare(plan(arena, out, None), out, console)
+    missing = _prepare(plan(arena, out, None), out, console, {})
     if missing:
         raise ValueError("; ".join(dict.fromkeys(missing.values())))
 
@@ -113,8 +111,11 @@ def look_at(arena: Arena, out: Path) -> list[Path]:
     return written
 
 
-def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:
-    """Prepare each data set once, before several processes need it; returns the runs without data, and why."""
+def _prepare(todo: Sequence[Json], out: Path, console: Console, baselines: dict[str, float]) -> dict[str, str]:
+    """Prepare each data set once, before several processes need it; returns the runs without data, and why.
+
+    `baselines`: what a bag of words scores on the stand-in for Retrieval is added, if it is not there yet.
+    """
     missing: dict[str, str] = {}
     for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
         begun = time.monotonic()
@@ -125,17 +126,13 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
             missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
+        if isinstance(task, Retrieval) and task.folder is None and "retrieval" not in baselines:
+            baselines["retrieval"] = bag_of_words(task)
+            console.print(f"{name}: a bag of words scores {baselines['retrieval']:.1f} %", highlight=False)
         if isinstance(task, Pathfinder) and task.folder is None:
             sheet(task, out / f"{name}.png")
             console.print(f"{name}: examples are in {out / name}.png", highlight=False, soft_wrap=True)
     return missing
-
-
-def _baselines(jobs: Sequence[Json], missing: Mapping[str, str]) -> dict[str, float]:
-    """What a bag of words scores on the stand-in for Retrieval, if the runs have it."""
-    retrieval = [job["data"] for job in jobs if job["task"] == Retrieval.name and job["name"] not in missing]
-    task = None if not retrieval else Retrieval.from_options(retrieval[0])
-    return {} if task is None or task.folder is not None else {"retrieval": bag_of_words(task)}
 
 
 def side_by_side(todo: Sequence[Json], arena: Arena, deadline: float | None) -> Iterator[Json]:

@@ -58,7 +58,7 @@ class Arena:
             refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run starts")
         for name in ("control", "pretrain_steps"):
             if getattr(self, name) is not None and not self.pretrain:
-                refuse(name, getattr(self, name), "none without pretrain, which it is about")
+                refuse(name, getattr(self, name), "none, or a value together with --pretrain")
         if self.control is not None and self.control not in self.mechanisms:
             refuse("control", self.control, f"a mechanism of this call: {', '.join(self.mechanisms)}")
         for setting in self.data:
