@@ -38,7 +38,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = "It was a dark night, and "  # what every stream begins with, and then its number
 SIZES: dict[str, Figures] = {
     "cpu": {
-        "model": {"dim": 256, "depth": 6, "heads": 8}, "streams": 200, "answer": 512, "rounds": 5, "seconds": 20.0,
+        "model": {"dim": 256, "depth": 6, "heads": 8}, "streams": 200, "answer": 512, "rounds": 12, "seconds": 8.0,
         "minutes": 5.0, "connections": 1000, "prefix": 16_384,
     },
     "cuda": {
@@ -58,14 +58,17 @@ class Server:
     def __init__(self, folder: Path, device: str, slots: int):
         words = ["serve", str(folder), "--port", "0", "--device", device, "--slots", str(slots), "--queue", "4096"]
         environment = {**os.environ, "COLUMNS": "200"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "subquad.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment,
-        )  # fmt: skip
+        log = folder.with_name("server.log")  # a line for each answer
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "subquad.cli", *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=environment,
+            )  # fmt: skip
         assert self.process.stdout is not None
         said = self.process.stdout.readline().split()
         if not said:
-            raise RuntimeError("the server did not start")
+            self.process.wait()
+            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
         self.host, _, port = said[-1].removeprefix("http://").rpartition(":")
         self.port = int(port)
         while True:

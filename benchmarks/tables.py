@@ -167,6 +167,13 @@ def training() -> str:
                     f"{run['seconds'] / 60:.1f} minutes",
                 )
             )
+    card = json.loads((ROOT / "checkpoints" / "novels_linear" / "card.json").read_text(encoding="utf-8"))
+    run = card["result"]
+    value, steps = (
+        f"{run['test'][run['metric']]:.3f} {run['metric']}",
+        f"{run['steps']:,} of {card['training']['steps']:,}",
+    )
+    rows.append(("novels", card["name"], value, "-", steps, f"{run['seconds'] / 60:.1f} minutes"))
     return table(("data", "model", "on test data", "the paper's", "steps made", "trained for"), rows)
 
 
@@ -267,6 +274,45 @@ def smollm2_cpu() -> str:
     ]
     after = [f"tokens a second after {row['prompt']:,}" for row in figures["decode"]]
     return table(("attention", "perplexity", f"forward, T = {read['tokens']:,}", *after), rows)
+
+
+def serving() -> str:
+    """`subquad serve` under load, on two CPU cores and, where it was measured, on a GPU."""
+    names = {"two CPU cores": "serve_http_cpu", "H200": "serve_http"}
+    found = {where: results(name) for where, name in names.items() if (ROOT / "results" / f"{name}.json").is_file()}
+    rows: dict[str, list[str]] = {}
+    for figures in found.values():
+        soak, first = figures["soak"], figures["first_tokens"]
+        alone = statistics.median(one["streams"]["tokens_per_second"] for one in figures["beside"]["rounds"])
+        model = figures["sizes"]["model"]
+        for what, value in (
+            ("model", f"{figures['parameters'] / 1e6:.1f}M weights, {model['depth']} layers of {model['dim']}"),
+            ("streams at once, for", f"{figures['sizes']['streams']:,}, {soak['minutes']:g} minutes"),
+            ("errors", f"{soak['errors']} in {soak['answers']:,} answers"),
+            (
+                "tokens a second, in events a second",
+                f"{soak['tokens_per_second']:,.0f}, {soak['events_per_second']:,.0f}",
+            ),
+            ("tokens a second of `Streams` alone", f"{alone:,.0f}"),
+            ("CPU time of a token over `Streams` alone", f"{figures['beside']['cpu_ratio']:.2f}"),
+            ("memory of the process, its growth a minute", _memory(soak)),
+            ("first token of a prompt, cold and cached", _first(first)),
+            (f"{figures['connections']['connections']:,} connections at once", _connections(figures["connections"])),
+        ):
+            rows.setdefault(what, []).append(value)
+    return table(("`subquad serve`", *found), ([what, *values] for what, values in rows.items()))
+
+
+def _memory(soak: Mapping[str, Any]) -> str:
+    return f"{soak['most'] / 1e6:,.0f} MB, {soak['growth_bytes_per_minute'] / 1e6:.1f} MB"
+
+
+def _first(first: Mapping[str, Any]) -> str:
+    return f"{first['prefix']:,} tokens: {1e3 * first['cold_seconds']:,.0f} and {1e3 * first['cached_seconds']:.0f} ms"
+
+
+def _connections(many: Mapping[str, Any]) -> str:
+    return f"{many['answers']:,} answers in {many['seconds']:.1f} s"
 
 
 def long_text() -> str:
@@ -376,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules_cpu": rules_cpu,
     "cpu": cpu,
     "smollm2_cpu": smollm2_cpu,
+    "serving": serving,
     "long_text": long_text,
     "arena": arena,
     "arena_budgets": arena_budgets,

@@ -24,6 +24,7 @@ def gradients(model: torch.nn.Module, y: Tensor) -> dict[str, Tensor]:
     [
         {},
         {"norm_position": "post", "final_norm": False},
+        {"norm_position": "post", "autocast": True},
         {"norm": "rms", "checkpoint": True, "activation": "relu"},
         {"final_norm": False, "activation": "swiglu"},
         {"taps": (1, 2), "rotary": True, "ff_chunks": 2},
@@ -37,12 +38,16 @@ def test_the_passes_of_a_gpu_give_the_same_model(
 ) -> None:
     """With the torch path of their operations, whose kernels have their own tests."""
     torch.manual_seed(0)
-    model = Transformer(**{"dim": 8, "heads": 2, "depth": 2, "mechanism": "linear", "causal": True, **fields}).double()
-    x, memory = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    fields = dict(fields)
+    autocast = fields.pop("autocast", False)
+    model = Transformer(**{"dim": 8, "heads": 2, "depth": 2, "mechanism": "linear", "causal": True, **fields})
+    model = model if autocast else model.double()
+    x, memory = (torch.randn(2, size, 8).to(model.dtype) for size in (6, 3))
     given = {"memory": memory} if "cross" in fields else {}
     if prefill and not model.config.causal:
         pytest.skip("it has no state")
 
+    @torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     def run() -> list[Tensor]:
         if not prefill:
             y = model(x, **given)

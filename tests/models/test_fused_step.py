@@ -9,6 +9,7 @@ from torch import nn
 from subquad import LanguageModel
 from subquad.models import fused_step
 from subquad.models.state import leaves, map_state
+from subquad.ops.feed_forward import feed_forward
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"mechanism": "linear", "positions": "rotary"},
@@ -58,6 +59,24 @@ def test_a_step_in_place_is_the_usual_step(kind: str, monkeypatch: pytest.Monkey
     compare(model, steps=5)
     assert calls.count("mix") == 5 * 3
     assert calls.count("feed") == 2 * 5 * 3  # also of the pure steps
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_many_rows_add_the_mixer_with_the_feed_forward(
+    norm: Any, norm_position: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(mechanism="linear", norm=norm, norm_position=norm_position, activation="gelu")
+    monkeypatch.setattr(fused_step, "pays", lambda *_: True)
+    given: list[Any] = []
+
+    def watch(*args: Any, **how: Any) -> Any:
+        given.append(how["mixed"])
+        return feed_forward(*args, **how)
+
+    monkeypatch.setattr(fused_step, "feed_forward", watch)
+    compare(model, steps=2)
+    assert len(given) == 2 * 3
 
 
 class Wrapped(nn.Linear):

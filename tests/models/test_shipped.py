@@ -85,6 +85,36 @@ def test_the_shipped_model_gives_its_own_images_high_probability() -> None:
     assert known / 1.5 < bits < known * 1.5  # eight images; uniform noise has 8 bits
 
 
+ENGLISH = (
+    "The old house stood at the end of the lane, and nobody had lived in it since the winter in which the captain was "
+    "lost at sea. His sister came every spring to open the windows, and to sit for an hour in the room that had been "
+    "his; and when she went away again she said to the gardener, as she had said the year before, that it would be "
+    "better to sell the place. But she did not sell it, and the gardener, who knew her well, had not thought she would."
+)
+
+
+def test_the_shipped_novels_model_knows_english() -> None:
+    folder = shipped.find("novels_linear")
+    card = shipped.card(folder)
+    model = LanguageModel.load(folder).float().eval()
+    text = torch.tensor([list(ENGLISH.encode())])
+    with torch.no_grad():
+        bits = [model.loss(tokens).item() / math.log(2) for tokens in (text, text.flip(1))]
+    assert bits[0] < 1.5 * card["result"]["test"]["bits/byte"]
+    assert bits[1] > 2 * bits[0]  # read from the back
+    written = run.invoke(app, ["generate", "novels_linear", "--prompt", "She said that", "--steps", "12"])
+    assert written.exit_code == 0, written.output
+    assert written.output.startswith("She said that")
+    assert len(written.output) > len("She said that") + 6
+
+
+def test_all_shipped_checkpoints_are_small() -> None:
+    files = list((shipped.find("novels_linear").parent).glob("*/model.safetensors"))
+    assert len(files) >= 2
+    assert max(path.stat().st_size for path in files) < 16_000_000
+    assert sum(path.stat().st_size for path in files) < 30_000_000
+
+
 def test_an_unfinished_or_too_large_model_is_not_released(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "LARGEST", 100)
     with pytest.raises(ValueError, match="at most 100"):

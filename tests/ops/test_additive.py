@@ -79,12 +79,22 @@ def test_only_the_counted_keys_are_read() -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_a_gpu_with_less_shared_memory_takes_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(additive_triton, "shared_memory", lambda _: 64 * 1024)
+    monkeypatch.setattr(additive_triton, "QUERIES", 32)
+    x, counts = torch.empty(1, 4, 1, 100), torch.full((1, 4), 4)
+    assert additive_triton.Call(x, x, x, counts, x[0, 0]).tile == {"BM": 16, "BN": 16}
+    agree(40, 40, 1, 8, 100, torch.arange(1, 41).expand(1, 40))
+
+
+@interpreted
 def test_what_the_kernels_cannot_do_is_refused() -> None:
     x, counts = torch.randn(1, 4, 1, 4), torch.full((1, 4), 4)
     for how, message in (({"dropout": 0.1}, "dropout=0.1"), ({}, "float64")):
         parts = [part if how else part.double() for part in (x, x, x)]
         with pytest.raises(ValueError, match=message):
-            additive_attention(parts[0], parts[1], parts[2], counts, x[0, 0], impl="triton", **how)  # type: ignore[arg-type]
+            additive_attention(parts[0], parts[1], parts[2], counts, x[0, 0], impl="triton", **how)
 
 
 @outside
@@ -105,10 +115,13 @@ KINDS = {
 
 
 @compiled
-@pytest.mark.parametrize(("name", "warps"), [("_forward", 4), ("_pairs", 4), ("_units", 8)])
-def test_compiles_for_hopper_and_two_units_share_a_reciprocal(name: str, warps: int) -> None:
-    kernel, constants = getattr(additive_triton, name), {"KEYS": True, "BX": 128, "BY": 32, "BU": 64, "BP": 32}
-    constants |= {"H": 8, "V": 64, "BV": 64, "BM": 64, "BN": 64, "FAST": True, "PRECISION": "tf32"}
+@pytest.mark.parametrize("V", [64, 256])
+@pytest.mark.parametrize("name", ["forward", "pairs", "units"])
+def test_compiles_for_hopper_and_two_units_share_a_reciprocal(name: str, V: int) -> None:
+    kernel, x = getattr(additive_triton, f"_{name}"), torch.empty(1, 1, 1, V, device="meta")
+    warps, stages, registers = additive_triton.Call(x, x, x, x, x).launches(name)
+    constants: dict[str, Any] = {"KEYS": True, "BX": 64, "BY": 32, "BU": 64, "BP": 32}
+    constants |= {"H": 8, "V": V, "BV": V, "BM": 64, "BN": 64, "FAST": True, "PRECISION": "tf32"}
     names = [p.name for p in kernel.params]
     constants = {n: value for n, value in constants.items() if n in names}
     signature = {n: "constexpr" if n in constants else KINDS.get(n, "i32") for n in names}
@@ -119,7 +132,8 @@ def test_compiles_for_hopper_and_two_units_share_a_reciprocal(name: str, warps: 
         if KINDS.get(n, "")[:1] == "*" or n in whole or n.endswith(("_batch", "_stride", "_head"))
     }
     source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    binary = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1})
-    assert binary.metadata.shared <= 48 * 1024
-    elements = (128 if name == "_units" else 64) * 64 // (32 * warps)
-    assert binary.asm["ptx"].count("rcp.approx.ftz.f32") == elements
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    binary = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert binary.metadata.shared <= additive_triton.SHARED
+    pairs = 64 * 64 // (32 * warps) * (additive_triton.UNROLL.value if name == "units" else 1)
+    assert binary.asm["ptx"].count("rcp.approx.ftz.f32") == pairs

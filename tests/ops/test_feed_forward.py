@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad import Transformer
 from subquad.models import blocks
-from subquad.ops.feed_forward import feed_forward, pays
+from subquad.ops.feed_forward import Mixed, feed_forward, pays
 from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
@@ -28,8 +28,23 @@ def draw(rows: int, width: int, inner: int, norm: str) -> list[Tensor | None]:
     return [None if part is None else part.to(torch.float16) for part in parts]
 
 
-def definition(parts: list[Tensor | None], activation: str, norm: str, pre: bool) -> Tensor:
+def mix(rows: int, width: int, norm: str, pre: bool) -> Mixed:
+    o, weight = torch.randn(rows, width), torch.randn(width, width) / 8
+    vectors = [torch.randn(width), torch.randn(width) + 1, torch.randn(width)]
+    o, weight, bias, gain, shift = (part.to(torch.float16) for part in (o, weight, *vectors))
+    return Mixed(o, weight, bias, None if pre else gain, shift if norm == "layer" and not pre else None)
+
+
+def definition(parts: list[Tensor | None], activation: str, norm: str, pre: bool, mixed: Mixed | None = None) -> Tensor:
     x, w1, b1, w2, b2, g, c = (None if part is None else part.double() for part in parts)
+    if mixed is not None:
+        o, w0, b0, g0, c0 = (None if part is None else part.double() for part in mixed)
+        assert o is not None
+        assert w0 is not None
+        x = x + F.linear(o, w0, b0)
+        if g0 is not None:
+            like = x.shape[-1:]
+            x = F.layer_norm(x, like, g0, c0, 1e-5) if norm == "layer" else F.rms_norm(x, like, g0, 1e-5)
     assert x is not None
     assert w1 is not None
     assert w2 is not None
@@ -53,9 +68,19 @@ def test_the_kernel_is_the_definition(activation: Any, norm: Any, pre: bool) -> 
 
 
 @interpreted
+@pytest.mark.parametrize(("activation", "norm", "pre"), OPTIONS[::3])
+def test_the_output_layer_of_a_mixer_comes_first(activation: Any, norm: Any, pre: bool) -> None:
+    parts, mixed = draw(150, 64, 64, norm), mix(150, 64, norm, pre)
+    how: dict[str, Any] = {"activation": activation, "norm": norm, "pre": pre, "mixed": mixed}
+    wanted = definition(parts, **how)
+    fused, plain = (feed_forward(*parts, **how, eps=1e-5, impl=impl).double() for impl in ("triton", "torch"))
+    assert (fused - wanted).abs().max() <= 2 * (plain - wanted).abs().max()
+
+
+@interpreted
 def test_the_operator_is_well_formed_and_refuses_what_it_cannot_do() -> None:
     parts = draw(3, 64, 64, "layer")
-    args = (*parts, 1e-5, "relu", "layer", False)
+    args = (*parts, *mix(3, 64, "layer", False), 1e-5, "relu", "layer", False)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.subquad.feed_forward.default, args, test_utils=tests)
     for wrong, message in ((draw(3, 48, 64, "layer"), "widths 48"), ([p.float() for p in parts], "float32")):
@@ -95,7 +120,7 @@ def test_compiles_for_hopper(width: int) -> None:
     kernels, fn = feed_forward_triton, feed_forward_triton.block
     constants = {
         "D": width, "F": 4 * width, "BM": kernels.ROWS, "BF": kernels.INNER, "GELU": width == 64, "RMS": False,
-        "BIAS": True, "PRE": width == 64, "DOT": tl.bfloat16,
+        "BIAS": True, "PRE": width == 64, "MIX": True, "AFTER": width == 256, "DOT": tl.bfloat16,
     }  # fmt: skip
     signature, constexprs = {}, {}
     for i, name in enumerate(fn.arg_names):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in list(CONFIGS):
-        monkeypatch.setitem(CONFIGS, key, Config(16, 4, 1, 1))
+        monkeypatch.setitem(CONFIGS, key, Config(16, 4, 1, 1, 255, 0))
 
 
 def draw(B: int, T: int, S: int, H: int, D: int, span: int) -> list[Tensor]:
@@ -92,7 +92,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 @outside
 def test_scratch_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relative_triton, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(relative_triton, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(relative_triton, "shared_memory", lambda _: 227 * 1024)
     sizes = []
     for T in (2**14, 2**20):
         q = torch.empty(1, T, 8, 64, dtype=torch.bfloat16, device="meta")
@@ -100,6 +101,16 @@ def test_scratch_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) 
         call = relative_triton.Call(q, q, q, r, r[0], r[0], None, None, 512, 0, 0.125)
         sizes.append([call.scratch(kernel).numel() for kernel in ("forward", "queries", "keys")])
     assert sizes[0] == sizes[1]
+
+
+@outside
+def test_a_gpu_with_less_shared_memory_takes_smaller_tiles() -> None:
+    for kernel in ("forward", "queries", "keys"):
+        for size in (128, 256, 512):
+            tiles = [relative_triton.fitting(CONFIGS[kernel, size], n * 1024).tile for n in (227, 99, 64, 48)]
+            assert tiles[0] == CONFIGS[kernel, size].tile
+            assert tiles == sorted(tiles, reverse=True)
+            assert tiles[-1] >= 16
 
 
 KINDS = {
@@ -124,7 +135,7 @@ def test_compiles_for_hopper_on_tensor_cores(name: str) -> None:
         if n in KINDS or n == "W" or n.endswith(("_batch", "_stride", "_head"))
     }
     source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
     binary = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "wgmma.mma_async" in binary.asm["ptx"]
-    assert binary.metadata.shared <= 100 * 1024
+    assert binary.metadata.shared <= config.shared

@@ -23,7 +23,11 @@ def by_of(rows: int | None, tokens: int, width: int) -> Turns:
 @pytest.mark.parametrize("way", [1, -1])
 @pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize(("heads", "width"), [(1, 2), (3, 6), (2, 64)])
-def test_turned_is_that_of_torch(heads: int, width: int, rows: int | None, way: int) -> None:
+@pytest.mark.parametrize("tile", [16, 2048])
+def test_turned_is_that_of_torch(
+    heads: int, width: int, rows: int | None, way: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subquad.ops.rotary_triton.TILE", tile)
     by = by_of(rows, 5, width)
     x = draw(2, 5, heads, 2 * width)[..., width:].requires_grad_()  # a part of a wider tensor
     grad = draw(2, heads, 5, width).transpose(1, 2)
@@ -35,7 +39,10 @@ def test_turned_is_that_of_torch(heads: int, width: int, rows: int | None, way: 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "keys", "values"), [(1, 2, 1), (3, 6, 5), (2, 16, 64)])
-def test_queries_keys_and_values_are_those_of_torch(heads: int, keys: int, values: int, dtype: torch.dtype) -> None:
+def test_queries_keys_and_values_are_those_of_torch(
+    heads: int, keys: int, values: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subquad.ops.rotary_triton.TILE", 64)
     by, total = by_of(None, 9, keys), heads * (2 * keys + values)
     qkv = draw(2, 9, total, dtype=dtype).requires_grad_()
     dq, dk = draw(2, 9, heads, keys, dtype=dtype), draw(2, heads, 9, keys, dtype=dtype).transpose(1, 2)

@@ -120,7 +120,7 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
 
     flags = ("NOISE", "GREEDY", "EXCLUDE", "PENALTY", "TEMPERATURE", "MINP", "LOGPROB", "EARLY")
     pointers: dict[str, Any] = {
-        **dict.fromkeys(("x", "raw", "w", "ring", "bias", "y"), "*bf16"), "rate": "fp64",
+        **dict.fromkeys(("x", "raw", "w", "ring", "bias", "y"), "*bf16"),
         **dict.fromkeys(("least", "half"), "fp32"),
         **dict.fromkeys(("seeds", "position", "stop", "token", "back", "p"), "*i64"),
         **dict.fromkeys(("penalty", "temperature", "min_p"), "*fp64"),
@@ -131,7 +131,7 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
         (sampling_triton.next_token, {"V": 8192, "BV": 8192, "STOP": 2, **dict.fromkeys(flags, True)}, 16),
         (short_conv_triton.shift, {"D": 256, "BD": 256, "L": 56, "J": 8, "BIAS": True}, 1),
         (sampling_triton.mixture, {"C": 10, "BC": 16, "BM": 32, "LAST": 255}, 4),
-        (turned_triton.angles, {"W": 32, "BW": 32}, 1),
+        (turned_triton.angles, {"RATE": -0.25, "W": 32, "BW": 32}, 1),
     ):
         signature, constexprs = {}, {}
         for i, name in enumerate(fn.arg_names):
@@ -139,5 +139,8 @@ def test_drawing_and_turning_compile_for_hopper() -> None:
             if name in constants:
                 constexprs[(i,)] = constants[name]
         source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
-        built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+        options = {"num_warps": warps, "launch_pdl": True, "maxnreg": sampling_triton.REGISTERS}
+        built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert built.asm["cubin"]
+        assert f".maxnreg {sampling_triton.REGISTERS}" in built.asm["ptx"]
+        assert warps * 32 * sampling_triton.REGISTERS <= 65536

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from subquad.models import LanguageModel
 from subquad.serve import answer, exchange, server
-from subquad.serve.request import Full
+from subquad.serve.metrics import Metrics
+from subquad.serve.request import Full, Update
 from subquad.serve.settings import ServeSettings
 from tests.serve.scripted import Scripted
 
@@ -379,6 +380,47 @@ def test_slow_readers_are_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -
     slow = asyncio.run(main())
     assert "too slowly" in slow.job.gone
     assert slow.job.behind <= 51
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_the_engine_does_not_run_away_from_the_event_loop(monkeypatch: pytest.MonkeyPatch, in_turn: bool) -> None:
+    """In turn it waits for its own updates, otherwise for those before; and not for ever if the loop is stuck."""
+
+    async def main() -> None:
+        monkeypatch.setattr(exchange, "LAG", 60.0)
+        between, taken = exchange.Exchange(Metrics(), in_turn), list[int]()
+        between.loop = asyncio.get_running_loop()
+        monkeypatch.setattr(between, "_take", lambda updates: taken.append(updates[0].number))
+
+        def deliver() -> list[int]:
+            seen = []
+            for number in range(5):
+                between.deliver([Update(number)])
+                seen.append(len(taken))
+            return seen
+
+        seen = await asyncio.to_thread(deliver)
+        assert seen == [1, 2, 3, 4, 5] if in_turn else all(number <= count for number, count in enumerate(seen))
+        await asyncio.sleep(0)
+        assert taken == list(range(5))
+        monkeypatch.setattr(exchange, "LAG", 0.01)
+        for number in range(3):
+            between.deliver([Update(number)])  # from the loop itself, which cannot take them
+        await asyncio.sleep(0)
+        assert len(taken) == 8
+
+    asyncio.run(main())
+
+
+def test_events_of_several_tokens_and_choices(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes within JOIN is one event for each choice."""
+    monkeypatch.setattr(exchange, "JOIN", 0.3)
+    events = list(client.completions.create(model="tiny", prompt="añb", max_tokens=60, n=2, stream=True))
+    assert len(events) < 20
+    for index in range(2):
+        choices = [choice for event in events for choice in event.choices if choice.index == index]
+        assert "".join(choice.text for choice in choices) == "añb" * 15
+        assert [token for choice in choices for token in choice.model_extra["tokens"]] == list("añb".encode()) * 15
 
 
 @st.composite

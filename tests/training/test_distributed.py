@@ -14,7 +14,7 @@ import torch.distributed as dist
 from subquad.tasks.pairs import Pairs
 from subquad.training import checkpoints
 from subquad.training import loop as loop_module
-from subquad.training.distributed import Ranks, blocks_of, join
+from subquad.training.distributed import Ranks, blocks_of, join, place_of
 from subquad.training.feed import pieces_of
 from tests.training.tiny import Tiny, assert_close_run, run, start
 
@@ -158,6 +158,11 @@ def test_blocks_are_sharded_one_by_one_if_possible() -> None:
 
 def test_one_process_needs_no_group() -> None:
     assert join("fsdp", "cpu") == Ranks(torch.device("cpu"))
+
+
+def test_a_gpu_is_one_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert [str(place_of(name)) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
 
 
 def test_impossible_numbers_of_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

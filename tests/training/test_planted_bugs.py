@@ -90,8 +90,8 @@ def test_a_resumed_run_that_repeats_a_batch_is_caught(tmp_path: Path, monkeypatc
 
 TWO = {
     "right": None,
-    "gradients that are averaged twice": Slip(Run._update, "ranks.world / (", "1.0 / ("),
-    "losses of one rank": Slip(Run._update, "ranks.sum(sums)", "sums.clone()"),
+    "gradients that are averaged twice": Slip(Run._take, "ranks.world / (", "1.0 / ("),
+    "losses of one rank": Slip(Run._take, "ranks.sum(sums)", "sums.clone()"),
 }
 
 

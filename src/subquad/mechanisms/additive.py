@@ -69,8 +69,8 @@ class Additive(Attention):
 
     def _attend_first(self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
         """Each query sees the first counts [B, T] keys."""
-        k, v, how = k.to(q.dtype), v.to(q.dtype), {"dropout": self._dropout(), "impl": self.options.impl}
-        return additive_attention(q, k, v, counts, self.score, **how)
+        k, v, dropout = k.to(q.dtype), v.to(q.dtype), self._dropout()
+        return additive_attention(q, k, v, counts, self.score, dropout=dropout, impl=self.options.impl)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         scores = (torch.tanh(q[:, :, None] + k[:, None]) * self.score).sum(-1).movedim(-1, 1)  # [B, H, T, S]

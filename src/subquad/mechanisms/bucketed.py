@@ -40,6 +40,7 @@ class Bucketed(Attention):
     options: KernelOptions
     out: nn.Linear
     apart: bool  # whether a token reads itself only if it sees nothing else
+    scale: float = 1.0  # of the scores
 
     def __init__(self, options: KernelOptions, strict: bool, lists: tuple[int, ...], chunk: int):
         """`lists`: buckets, or rounds and buckets. Without `strict`, chunks depend on the future: there is no state."""
@@ -81,7 +82,7 @@ class Bucketed(Attention):
 
     def _qkv(self, x: Tensor) -> QKV:
         q, k, v = self._project(x)
-        return q * q.shape[-1] ** 0.5, k, v
+        return q * (self.scale * q.shape[-1] ** 0.5), k, v
 
     def _init_state(self, batch: int, capacity: int | None) -> State:
         cache = self._zeros(batch, capacity or 64, self.options.heads, self.width)
@@ -114,7 +115,9 @@ class Bucketed(Attention):
         near = recall(Lists(lists.members.gather(-2, own), lists.total.gather(-1, asked)))  # [B, H, (rounds,) 1, 2C]
         near, visible, bias = self._seen(near, position)
         query, k, v = torch.zeros_like(near[..., :1]), keys.to(q.dtype), values.to(v.dtype)
-        o, _ = slot_attention(q, k, v, query, near, visible[..., None, :], bias, self._dropout())  # [B, H, 1, 1, V]
+        o, _ = slot_attention(
+            q * self.scale, k, v, query, near, visible[..., None, :], bias, self._dropout()
+        )  # [B, H, 1, 1, V]
         return self._merge(o[:, :, 0, 0]), State(keys, values, *lists, state.position + 1)
 
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -138,7 +141,7 @@ class Bucketed(Attention):
         keys, values = (with_room(cache, state.position, 1) for cache in (state.k, state.v))
         asked, bucket = (t.view(*q.shape[:2], -1) for t in (tokens.asked, tokens.bucket))
         lists = (t.view(*bucket.shape, *t.shape[-n:]) for t, n in ((state.members, 2), (state.total, 1)))
-        o = step(q, k, v, keys, values, *lists, asked, bucket, state.position, 1.0, self.apart)
+        o = step(q, k, v, keys, values, *lists, asked, bucket, state.position, self.scale, self.apart)
         return self._merge(o), State(keys, values, state.members, state.total, state.position + 1)
 
     def _by_list(self, position: Tensor) -> Tensor:

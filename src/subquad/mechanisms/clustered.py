@@ -15,7 +15,8 @@ Departures  The causal form is ours: in the published one groups depend on the f
             k-means starts from queries spread evenly over the row, and the planes are drawn once
 Verified    tests/mechanisms/test_clustered.py: full attention for topk = T (causal too), for a cluster per query, for
             equal queries (causal too), 1e-10. By hand, with copied q, k, v and groups: values and gradients equal those
-            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there
+            of fast-transformers' kernels to 7e-7, except that improved passes no gradient through m there. Kernels:
+            tests/ops/test_ordered.py, test_clusters_triton.py
 """
 
 import dataclasses
@@ -94,13 +95,11 @@ class Clustered(Attention):
         self.planes.copy_(torch.randn(self.planes.shape, generator=generator or self._generator()))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, key_lengths: Tensor | None) -> Tensor:
-        fused = choose(self.options.impl, "ordered_attention", q, self._unsupported(q)) == "triton"
+        fused = self._fused(q)
         if not self.options.causal:
             attend = self._by_kernels if fused else self._bidirectional
             return attend(q, k, v, lengths, key_lengths)
-        if fused:
-            return self._causal_by_kernels(q, k, v)
-        bits = sign_bits(q.transpose(1, 2), self.planes)  # [B, H, T, bits]
+        bits = half_bits(q.detach(), self.planes) if fused else sign_bits(q.transpose(1, 2), self.planes)
         if symbolic(q.shape[1]) or torch.compiler.is_dynamo_compiling():  # compiling the loop takes minutes
             settings = self.settings if self._dropout() else self.settings_without_dropout
             return _operator([q, k, v, bits], settings, self._dropout() > 0)
@@ -132,23 +131,25 @@ class Clustered(Attention):
         exact = self._over(top.masked_fill(best == -torch.inf, -1), q * self.scale, k, v, label)
         return (exact * _pick(mass, own) + _pick(rest, own)).to(v.dtype).transpose(1, 2)
 
+    def _fused(self, q: Tensor) -> bool:
+        return choose(self.options.impl, "ordered_attention", q, self._unsupported(q)) == "triton"
+
     def _unsupported(self, q: Tensor) -> str | None:
         if self._dropout():
             return "it has no dropout"
         if self.options.causal and torch.are_deterministic_algorithms_enabled():
             return "its sums of gradients are not in a fixed order, and torch's algorithms must be deterministic"
-        sizes = self.options.clusters, self.options.block, self.options.topk
+        sizes = self.options.clusters, self.options.block, self.options.topk, q.shape[3]
         if self.options.causal and max(sizes) > 128:
-            return f"it holds at most 128 clusters, tokens of a block and topk, got {sizes}"
+            return f"it holds at most 128 clusters, tokens of a block, topk and channels of a head, got {sizes}"
         return ordered.unsupported(q)
 
-    def _causal_by_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _causal_by_kernels(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor) -> Tensor:
         """`_causal`, in which a query fetches its group's best keys where they lie."""
         clusters, block = self.options.clusters, self.options.block
         own, mass = sparse_attention(q, k, v, Block(block), causal=True, scale=self.scale, return_lse=True)
         if q.shape[1] <= block:
             return own
-        bits = half_bits(q.detach(), self.planes)
         formed, label = running_groups(bits, clusters, self.options.iterations, block)
         sums = (cluster_sums(q[:, : of.shape[-1]], of, clusters) for of in formed)
         centroids = torch.stack([total / count[..., None].clamp(min=1) for total, count in sums]).to(q.dtype)
@@ -202,6 +203,10 @@ class Clustered(Attention):
         return give_back(o, slots.place)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, bits: Tensor) -> Tensor:
+        if self._fused(q):
+            if bits.dtype != torch.float16:  # made where the length was symbolic
+                bits = F.pad(bits.transpose(1, 2).to(torch.float16), (0, 16 - bits.shape[-1] % 16), value=1.0)
+            return self._causal_by_kernels(q, k, v, bits)
         size, block, dtype = q.shape[1], self.options.block, v.dtype
         q, k, v = (wide(F.pad(t, (0, 0, 0, 0, 0, -size % block))) for t in (q * self.scale, k, v))
         own, mass = self._own_block(q, k, v)  # [B, H, T, V] and [B, H, T]

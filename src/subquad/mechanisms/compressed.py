@@ -237,8 +237,8 @@ class Compressed(Attention):
         return o if self.nothing is None else torch.where(seen[..., None, None] > 0, o, self.nothing.to(o.dtype))
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q from position 0 on, in blocks of `stride`. Each place of a block is an ordinary causal attention over slots,
-        without a mask: one slot more from block to block. Nothing is copied for it: q, k and v are views."""
+        """q from position 0 on, in blocks of `stride`. Each place in a block is an ordinary causal attention over
+        slots, without a mask: one slot more from block to block. Nothing is copied for it: q, k and v are views."""
         (batch, size), slots, stride = q.shape[:2], k.shape[1], self.options.stride
         blocks = -(-size // stride)
         q = F.pad(q, (0, 0, 0, 0, 0, blocks * stride - size)) if size % stride else q

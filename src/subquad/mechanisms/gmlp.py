@@ -20,6 +20,7 @@ from subquad.mechanisms import base
 from subquad.mechanisms.base import AtLeast0, AtLeast1, Mixer, Traits
 from subquad.ops.layer_norm import LayerNorm
 from subquad.ops.lengths import first, visible_keys, zero_padding
+from subquad.ops.triangular import triangular_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,9 @@ class GMLP(Mixer):
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         u, v = F.gelu(self.into(x)).chunk(2, dim=-1)
         v = zero_padding(self.norm(v), lengths)
-        gate = torch.einsum("ts,bsd->btd", self._square(x.shape[1]), v) + first(self.bias, x.shape[1], 0)[:, None]
+        weight = self._square(x.shape[1])
+        gate = triangular_product(weight, v) if self.options.causal else torch.einsum("ts,bsd->btd", weight, v)
+        gate = gate + first(self.bias, x.shape[1], 0)[:, None]
         if self.qkv is not None and self.spread is not None:
             q, k, w = (t[:, None] for t in self.qkv(x).chunk(3, dim=-1))  # [B, 1, T, a]
             visible = None if self.options.causal else visible_keys(lengths, x.shape[1])
@@ -77,8 +80,8 @@ class GMLP(Mixer):
 
     def _pattern(self, x: Tensor) -> Tensor:
         """The matrix over positions, the same for every input and channel."""
-        return self._square(x.shape[1]).expand(x.shape[0], 1, -1, -1)
+        weight = self._square(x.shape[1])
+        return (weight.tril() if self.options.causal else weight).expand(x.shape[0], 1, -1, -1)
 
     def _square(self, size: int) -> Tensor:
-        weight = first(first(self.weight, size, 0), size)
-        return weight.tril() if self.options.causal else weight
+        return first(first(self.weight, size, 0), size)

@@ -16,7 +16,8 @@ Departures  Causal chunks follow the rank inside the bucket: in a sort of the wh
             and k, not what is hashed. No 1/√K, as in the authors' code, since |k| = 1
 Verified    tests/mechanisms/test_reformer.py: one bucket is full shared-QK attention with the self mask, 1e-10. By
             hand, in float64: strict_causal=False equals reformer-pytorch 1.4.4 (1e-8 with four rounds), the one-bucket
-            limit equals transformers 5.22 LSHSelfAttention to 3e-6, whose other cases mix buckets inside a chunk
+            limit equals transformers 5.22 LSHSelfAttention to 3e-6, whose other cases mix buckets inside a chunk.
+            Kernels: tests/ops/test_ordered.py, test_clusters_triton.py
 """
 
 import math

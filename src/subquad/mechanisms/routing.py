@@ -19,7 +19,8 @@ Departures  Causal by cluster and rank, because the w nearest of a whole sequenc
             positions turn q and k, not what is routed
 Verified    tests/mechanisms/test_routing.py: one cluster is full attention with normed q and k, 1e-10; k-means steps
             against the formula. By hand, in float64: the bidirectional form equals KmeansAttention of
-            routing-transformer 1.6.1 without padding, 1.1e-5; two gloo ranks moved to the same mean
+            routing-transformer 1.6.1 without padding, 1.1e-5; two gloo ranks moved to the same mean. Kernels:
+            tests/ops/test_ordered.py, test_clusters_triton.py
 """
 
 import math
@@ -139,7 +140,7 @@ class Routing(Bucketed):
         if not self._fused(v):
             with torch.no_grad(), uncast(x):
                 near = tuple(torch.einsum("hck,bthk->bhct", centroids.to(wide_type(x)), wide(t)) for t in normed)
-        return Routed(q * self.scale, k, v, tuple(normed), centroids, near)
+        return Routed(q, k, v, tuple(normed), centroids, near)
 
     @torch.no_grad()
     def _learn(self, routed: Routed, clusters: tuple[Tensor, ...]) -> None:
@@ -154,6 +155,7 @@ class Routing(Bucketed):
         q, k, v, _, _, near = routed
         if not near:
             return self._balanced_by_lists(routed, lengths)
+        q = q * self.scale
         (batch, size, heads), width = q.shape[:3], v.shape[-1]
         chosen = []
         # with so few tokens every centroid takes all of them, so the mean over centroids is the result of one
@@ -187,11 +189,9 @@ class Routing(Bucketed):
             centroids = centroids[:, :1]
         grid = torch.finfo(wide_type(q)).eps ** 0.5
         chosen = [balanced(t.detach(), centroids, window, grid, lengths) for t in normed]
-        order, causal = ordered.by_lists(chosen[0], chosen[-1]), self.options.causal
-        if self.shared:
-            rule = ordered.Rule(causal=causal, scale=self.scale)
-            return ordered.ordered_attention(k, None, v, order, rule, impl=self.options.impl)
-        return ordered.ordered_attention(q, k, v, order, ordered.Rule(causal=causal), impl=self.options.impl)
+        order = ordered.by_lists(chosen[0], chosen[-1])
+        rule = ordered.Rule(causal=self.options.causal, scale=self.scale)
+        return ordered.ordered_attention(q, None if self.shared else k, v, order, rule, impl=self.options.impl)
 
     def _nearest(self, routed: Routed, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         """The clusters of queries and keys, [B, H, T], -1 for padding."""
@@ -206,12 +206,13 @@ class Routing(Bucketed):
         clusters, window, impl = self.options.clusters, self.options.window, self.options.impl
         if self.shared:
             order = ordered.by_rank(cluster[:, :, None], clusters, window)
-            rule = ordered.Rule(causal=True, scale=self.scale)
-            return ordered.ordered_attention(k, None, v, order, rule, impl=impl)
-        order = ordered.by_asking(cluster[:, :, None], asked[:, :, None], clusters, window)
-        return ordered.ordered_attention(q, k, v, order, ordered.Rule(causal=True), impl=impl)
+        else:
+            order = ordered.by_asking(cluster[:, :, None], asked[:, :, None], clusters, window)
+        rule = ordered.Rule(causal=True, scale=self.scale)
+        return ordered.ordered_attention(q, None if self.shared else k, v, order, rule, impl=impl)
 
     def _attend_near(self, tokens: Tokens, lists: buckets.Lists | None = None, start: Tensor | None = None) -> Tensor:
+        tokens = tokens._replace(q=tokens.q * self.scale)
         q, k, v, asked, cluster = tokens
         size, clusters, window = q.shape[1], self.options.clusters, self.options.window
         if lists is None and not symbolic(size) and size**2 <= buckets.slot_pairs(size, clusters, window):

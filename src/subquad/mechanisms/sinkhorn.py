@@ -15,7 +15,8 @@ Departures  R from q̄·k̄, as in the sinkhorn_transformer package, where the p
             tokens. R ignores rotary
 Verified    tests/mechanisms/test_sinkhorn.py: R = I is block-local attention, R = a shift is attention to the own and
             the next block, 1e-9. sinkhorn_transformer 0.11.4: its balancing, its R before its ReLU and its attention
-            given our R and v = k (it sorts keys in place of values), 1e-7 in float32; its causal form not compared
+            given our R and v = k (it sorts keys in place of values), 1e-7 in float32; its causal form not compared.
+            Kernels, for whole blocks without lengths: tests/ops/test_ordered.py, test_clusters_triton.py
 """
 
 import math

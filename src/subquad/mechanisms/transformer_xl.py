@@ -4,7 +4,8 @@ Paper       Dai et al. 2019, "Transformer-XL: Attentive Language Models Beyond a
             arXiv:1901.02860, §3
 Definition  oₜ = Σₛ softmaxₛ(((qₜ + u)·kₛ + (qₜ + w)·W_r R_{t-s}) / √K) vₛ,  t - memory ≤ s ≤ t when causal,
             |t - s| ≤ memory otherwise; R is the sinusoid of a distance, u and w are learned per head
-Cost        train O(T·memory·D) time and O(T·memory·H) memory; decode O(memory·D) a token; state 2·memory·D
+Cost        train O(T·memory·D) time, O(T·D) memory in the kernels and O(T·memory·H) in plain torch; decode O(memory·D)
+            a token; state 2·memory·D
 Departures  every query sees exactly `memory` positions back, so that a sequence gives the same numbers whole, in
             segments and token by token (the paper's queries see one to two segments); the state keeps projected keys
             and values of the past, without gradient; u and w belong to the layer
@@ -123,9 +124,10 @@ class TransformerXL(Attention):
 
     def _attend_band(self, q: Tensor, k: Tensor, v: Tensor, offset: int = 0, ends: Ends | None = None) -> Tensor:
         """Attention of queries to keys that start `offset` before the first query."""
-        how = {"ends": ends, "dropout": self._dropout(), "impl": self.options.impl}
         r, before = self._relative(q), self.options.memory
-        return relative_attention(q, k, v, r, self.u, self.w, before=before, offset=offset, **how)
+        band = q, k, v, r, self.u, self.w
+        dropout, impl = self._dropout(), self.options.impl
+        return relative_attention(*band, before=before, offset=offset, ends=ends, dropout=dropout, impl=impl)
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         s, dim = torch.arange(q.shape[1], device=q.device), self.options.dim

@@ -37,14 +37,23 @@ class Waiting(NamedTuple):
     added: Tensor
 
 
+class Twice(NamedTuple):
+    """A stream after a post-norm, which on a GPU writes it for products too, in the type of autocast."""
+
+    x: Tensor
+    short: Tensor
+
+
 def paired(stream: Stream) -> bool:
     """Whether residuals are reversible."""
-    return len(stream) == 2 and not isinstance(stream, Waiting)
+    return len(stream) == 2 and not isinstance(stream, Waiting | Twice)
 
 
 def settled(stream: Stream) -> Stream:
-    """The stream with nothing left to add."""
-    return (stream.x + stream.added,) if isinstance(stream, Waiting) else stream
+    """The stream by itself, as a block takes it too."""
+    if isinstance(stream, Waiting):
+        return (stream.x + stream.added,)
+    return (stream.x,) if isinstance(stream, Twice) else stream
 
 
 class FeedForward(nn.Module):
@@ -116,6 +125,8 @@ class Residual(nn.Module):
 
         `products`: only products with weights read it, so that under autocast it may be of their type.
         """
+        if isinstance(stream, Twice) and products:
+            return (stream.x,), stream.short
         if self.post or paired(stream) or not fuses(stream[0], self.norm):
             stream = settled(stream)
             return stream, self.read(stream)
@@ -131,10 +142,14 @@ class Residual(nn.Module):
         return (x,), h
 
     def leave(self, stream: Stream, y: Tensor) -> Stream:
-        """`write`, or leave it to the next `enter`, which may be of another block."""
-        if self.post or paired(stream) or not fuses(y, self.norm):
+        """`write`, with what the next `enter` may use, which may be of another block."""
+        if paired(stream) or not fuses(y, self.norm):
             return self.write(stream, y)
-        return Waiting(stream[0], self._dropped(y))
+        y = self._dropped(y)
+        if not self.post:
+            return Waiting(stream[0], y)
+        x, short = self._add_norm(stream[0], y, autocasts(y.device))
+        return (x,) if short is x else Twice(x, short)
 
     def _dropped(self, y: Tensor) -> Tensor:
         return self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
@@ -231,7 +246,8 @@ class Block(nn.Module):
         if inplace and late is not None and self.cross is None and not paired(stream):
             fused = fused_step.mix(self, stream[0], state, turns, late)
             if fused is not None:
-                return self._feed((fused[0],)), fused[1]
+                x, state, fed = fused
+                return ((x,) if fed else self._feed((x,))), state
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:

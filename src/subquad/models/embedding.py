@@ -61,9 +61,11 @@ class Embedding(nn.Module):
         batch, size, _ = x.shape
         mask = keep(None if lengths is None else lengths.to(x.device), size)
         if self.positions is not None:
-            at = ranks.positions(size, inputs.device)  # [T]
-            if position is not None:
-                at = position[:, None] + at  # [B, T]
+            if position is not None and size == 1 and ranks.active() is None:
+                at = position[:, None]  # a step: two operations less
+            else:
+                at = ranks.positions(size, inputs.device)  # [T]
+                at = at if position is None else position[:, None] + at  # [B, T]
             if mask is not None:
                 at = at * mask  # padding may lie beyond the last position
             limit = self.positions.limit

@@ -11,23 +11,26 @@ from torch import Tensor, nn
 
 from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
+from subquad.ops.feed_forward import Mixed, feed_forward, pays
 from subquad.ops.rotary import Turns
 from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
 
 
-def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any] | None:
+def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any, bool] | None:
     """The stream x [B, D] after the mixer on its residual, and the state; None if this block cannot.
 
-    `late`: the positions that the caller still has to move are added to it.
+    The third result says whether x has passed the feed-forward too: with many rows one kernel does both. `late`: the
+    positions that the caller still has to move are added to it.
     """
     mixer, residual, taps = block.mixer, block.mixer_residual, block.taps
     if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
         return None  # the last: somebody replaced its step
     heads: Any = getattr(mixer, "heads", None)
     norm = norm_of(residual.norm, x.dtype)
-    if norm is None or type(heads) is not Heads or not (plain(heads.qkv) and plain(heads.out)) or watched(heads):
+    if norm is None or type(heads) is not Heads or watched(heads):
         return None
-    if (turns is None) != (mixer.turn_width is None):
+    into, out = heads.qkv, heads.out  # looked up once: attributes of modules are slow
+    if not (plain(into) and plain(out)) or (turns is None) != (mixer.turn_width is None):
         return None
     mixed, recent = block._parts(state, x)
     if not mixer.decodes(mixed):
@@ -41,25 +44,42 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
         h, recent = taps.decode(h, recent)
         before = None
         late.append(recent.position)
-    qkv = row_linear(h, heads.qkv.weight, heads.qkv.bias, norm=before)
-    o, mixed = mixer.decode(qkv, mixed, turns)
+    o, mixed = mixer.decode(row_linear(h, into.weight, into.bias, norm=before), mixed, turns)
     late.append(mixed.position)
-    x = row_linear(o, heads.out.weight, heads.out.bias, residual=x)
     if recent is not None:
         mixed = type(state)(mixed, recent)
-    return (normalise(x, norm) if residual.post else x), mixed
+    fed = _finish(block, x, o, out, norm)
+    if fed is not None:
+        return fed, mixed, True
+    x = row_linear(o, out.weight, out.bias, residual=x)
+    return (normalise(x, norm) if residual.post else x), mixed, False
+
+
+def _finish(block: Any, x: Tensor, o: Tensor, out: Any, norm: Norm) -> Tensor | None:
+    """The stream after the output layer of the mixer and the feed-forward in one kernel, where that is faster."""
+    ff, post = block.ff, block.mixer_residual.post
+    if ff.gated or not pays(x, ff.inner.weight) or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
+        return None
+    second = norm_of(block.ff_residual.norm, x.dtype)
+    if second is None or (second.kind, second.eps) != (norm.kind, norm.eps):
+        return None
+    mixed = Mixed(o, out.weight, out.bias, norm.weight if post else None, norm.bias if post else None)
+    return feed_forward(
+        x, ff.inner.weight, ff.inner.bias, ff.out.weight, ff.out.bias, second.weight, second.bias, eps=norm.eps,
+        activation=ff.activation, norm=norm.kind, pre=not post, mixed=mixed,
+    )  # fmt: skip
 
 
 def feed(x: Tensor, ff: Any, residual: Any) -> Tensor | None:
     """The stream x [B, D] after the feed-forward on its residual; None if it is built otherwise."""
-    norm = norm_of(residual.norm, x.dtype)
-    if norm is None or ff.training or not (plain(ff.inner) and plain(ff.out)) or watched(ff):
+    norm, inner, out = norm_of(residual.norm, x.dtype), ff.inner, ff.out
+    if norm is None or ff.training or not (plain(inner) and plain(out)) or watched(ff):
         return None
     before: Norm | None = None if residual.post else norm
     activation: Activation = "none" if ff.gated else ff.activation
-    h = row_linear(x, ff.inner.weight, ff.inner.bias, norm=before, activation=activation)
+    h = row_linear(x, inner.weight, inner.bias, norm=before, activation=activation)
     if ff.gated:
         gate, value = h.chunk(2, dim=-1)
         h = nn.functional.silu(gate) * value
-    x = row_linear(h, ff.out.weight, ff.out.bias, residual=x)
+    x = row_linear(h, out.weight, out.bias, residual=x)
     return normalise(x, norm) if residual.post else x

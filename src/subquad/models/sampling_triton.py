@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from subquad.ops.launch import EARLY, Plan, blocks_of, launch, tile_of
 
 BLOCK, WARPS = 8192, 16  # scores of a row at a time
+REGISTERS = 65536 // (32 * WARPS)  # a thread: with more, a program of that many warps does not fit a multiprocessor
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def draw_next(
     strides = (scores.stride(0), logits.stride(0), of_row, 0 if exclude is None else of_row * values)
     numbers = (*strides, 0 if seen is None else seen.stride(0))
     warps = min(WARPS, max(1, constants["BV"] // 256))
-    launch(next_token, tensors, Plan((batch,), numbers, constants, warps, early=EARLY))
+    launch(next_token, tensors, Plan((batch,), numbers, constants, warps, registers=REGISTERS, early=EARLY))
 
 
 @triton.jit

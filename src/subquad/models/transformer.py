@@ -224,8 +224,8 @@ class Transformer(Model):
         again = (self.config.checkpoint or self.config.reversible) and torch.is_grad_enabled()
         if not widths or (again and torch.compiler.is_compiling()):
             return {}  # torch cannot compile a function that is run again and that is given them; mixers make their own
-        if position is not None and x.shape[1] == 1:
-            at = position[:, None]
+        if position is not None and x.shape[1] == 1 and ranks.active() is None:
+            at = position[:, None]  # a step
         else:
             at = ranks.positions(x.shape[1], x.device)
             at = at if position is None else position[:, None] + at

@@ -46,8 +46,8 @@ def _unsupported(q: Tensor, v: Tensor, dropout: float) -> str | None:
         return f"it never holds the weights, so it cannot drop them, got dropout={dropout}"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it computes float32, bfloat16 and float16, not {q.dtype}"
-    if v.shape[3] > 256:
-        return f"it holds values of at most 256, got V={v.shape[3]}"
+    if v.shape[3] * q.dtype.itemsize > 512:
+        return f"it holds values of at most 256, or 128 in float32, got V={v.shape[3]} in {q.dtype}"
     return None
 
 
@@ -94,7 +94,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor) -> tu
 
 
 @_tiles.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     B, T, H, _ = q.shape
     return v.new_empty((B, T, H, v.shape[3])), q.new_empty((B * H, T), dtype=torch.float32)
 
@@ -110,18 +110,9 @@ def _tiles_backward(
 
 
 @_tiles_backward.register_fake
-def _(
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    counts: Tensor,
-    score: Tensor,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dscore = (t.new_empty(t.shape) for t in (q, k, v, score))
-    return dq, dk, dv, dscore
+def _(do: Tensor, o: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
+    q, k, v, _, score = inputs
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, score))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

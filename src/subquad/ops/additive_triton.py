@@ -15,24 +15,28 @@ Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, shared_memory, tile_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
+UNROLL = tl.constexpr(2)  # pairs of positions in one round of a loop
 ROOM = tl.constexpr(62.0)  # (1 + 2**62)² is finite in float32
 FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
-UNITS, POSITIONS, OTHERS = 64, 128, 32  # of a tile of units; the others are taken OTHERS at a time
+UNITS, POSITIONS, OTHERS = 64, 64, 32  # of a tile of units; the others are taken OTHERS at a time
 ROWS = 256  # queries of one piece of the backward
 PIECE = 256  # keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (8, 1, 128)}
+LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (4, 1, 168)}
+NARROW = 64  # wider values leave no registers to save
+SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
 # others, such as row0, are always multiples.
@@ -110,7 +114,8 @@ def _rows(x, at, ok, stride, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
     q, k, v, counts, score, eq, ek, large_q, large_k, o, lse,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, T, S, U, tiles, wide_q, wide_k, zero,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
+    T, S, U, tiles, wide_q, wide_k, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -184,10 +189,15 @@ def _pairs(
     top_k = _largest(large_k, n, wide_k, j0, BN, BP)
     vt = _rows(v + b * v_batch + h * v_head, j, j < S, v_stride, V, BV)
     grad = tl.zeros([BN, BV], tl.float32)
-    for i0 in tl.range(row0, tl.minimum(row0 + rows, T), BM):
+    for i0 in tl.range(row0, row0 + rows, BM):
         i = i0 + tl.arange(0, BM)
         count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
-        if tl.max(count, 0) > j0:
+        by_query_tile = by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :]
+        by_key_tile = by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :]
+        if tl.max(count, 0) <= j0:  # `_units` reads larger tiles, of which others may be seen
+            tl.store(by_query_tile, tl.zeros([BM, BN], by_query.dtype.element_ty))
+            tl.store(by_key_tile, tl.zeros([BN, BM], by_key.dtype.element_ty))
+        else:
             big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
             s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
             norm = tl.load(lse + n.to(tl.int64) * T + i, mask=i < T, other=float("inf"))
@@ -197,23 +207,12 @@ def _pairs(
             dp = tl.dot(dot, vt.T, input_precision=PRECISION)
             ds = p * (dp - tl.load(delta + n.to(tl.int64) * T + i, mask=i < T, other=0.0)[:, None])
             ds = ds.to(by_query.dtype.element_ty)
-            tl.store(by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :], ds)
-            tl.store(by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :], tl.trans(ds))
+            tl.store(by_query_tile, ds)
+            tl.store(by_key_tile, tl.trans(ds))
     d = tl.arange(0, BV)
     place = dv + (n.to(tl.int64) * S + j)[:, None] * V + d[None, :]
     ok = (j < S)[:, None] & (d < V)[None, :]
     tl.store(place, tl.load(place, mask=ok, other=0.0) + grad, mask=ok)
-
-
-@triton.jit
-def _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS: tl.constexpr):
-    """Gradients of the scores of positions p with the position `at` of the other side."""
-    if KEYS:
-        d = tl.load(ds + (at - row0) * wide_k + p).to(tl.float32)
-        return tl.where(p < tl.load(counts + at, mask=at < T, other=0), d, 0.0)
-    else:  # noqa: RET505
-        d = tl.load(ds + at * rows + p - row0).to(tl.float32)
-        return tl.where(at < count, d, 0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -226,8 +225,8 @@ def _units(
 ):  # fmt: skip
     """Σ ds·(1 - tanh²) over positions y, for a tile of units and positions x.
 
-    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1; adds to dx [N, units, wide_k]. Otherwise x are these
-    queries and y a piece of the keys; writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
+    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1: adds to dx [N, units, wide_k]. Otherwise x are
+    these queries and y a piece of the keys: writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
     [pieces, slices, tiles, units].
     """
     groups = tl.cdiv(U, BU)
@@ -239,7 +238,6 @@ def _units(
     h = n % H
     x += b * x_batch + h * x_head
     y += b * y_batch + h * y_head
-    ds += own.to(tl.int64) * rows * wide_k
     counts += b * T
     line = tl.arange(0, BU)
     u = u0 + line
@@ -258,6 +256,13 @@ def _units(
     count = tl.load(counts + p, mask=p < T, other=0).to(tl.int32)  # of x, if these are queries
     ex += (n.to(tl.int64) * groups * BU + u0) * wide_x
     ey += (n.to(tl.int64) * groups * BU + u0) * wide_y
+    ds += own.to(tl.int64) * rows * wide_k + p
+    step = wide_k
+    if KEYS:
+        ds -= row0 * wide_k
+    else:
+        ds -= row0
+        step = rows
     a = tl.load(ex + line[:, None] * wide_x + p[None, :])
     top_x = _largest(large_x, n, wide_x, p0, BX, BP)
     acc = tl.zeros([BU, BX], tl.float32)
@@ -279,7 +284,7 @@ def _units(
                     row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
                     raw = tl.where((u == unit)[:, None], row[None, :], raw)
                 for at in tl.range(y0, y0 + BY):
-                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
+                    d1 = tl.load(ds + at * step).to(tl.float32)
                     other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
                     x1 = 1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, ROOM))
                     t1 = 1.0 / x1 - 0.5
@@ -289,23 +294,25 @@ def _units(
                     if not KEYS:
                         first += w1
             else:
-                for at in tl.range(y0, y0 + BY, 2):
-                    d1 = _coefficients(ds, counts, count, at, p, row0, rows, wide_k, T, KEYS)
-                    d2 = _coefficients(ds, counts, count, at + 1, p, row0, rows, wide_k, T, KEYS)
-                    two = tl.load(ey + (line * wide_y + tl.multiple_of(at, 2))[:, None] + tl.arange(0, 2)[None, :])
-                    b1, b2 = tl.split(two)
-                    x1 = a * b1[:, None] + 1.0
-                    x2 = a * b2[:, None] + 1.0
-                    r = _inverse(x1 * x2, FAST)
-                    t1 = x2 * r - 0.5  # -tanh/2
-                    t2 = x1 * r - 0.5
-                    w1 = d1[None, :] * t1
-                    w2 = d2[None, :] * t2
-                    acc += w1 * t1
-                    acc += w2 * t2
-                    total += d1 + d2
-                    if not KEYS:
-                        first += w1 + w2
+                for begin in tl.range(y0, y0 + BY, 2 * UNROLL):
+                    for more in tl.static_range(UNROLL):
+                        at = tl.multiple_of(begin, 2) + 2 * more
+                        d1 = tl.load(ds + at * step).to(tl.float32)
+                        d2 = tl.load(ds + (at + 1) * step).to(tl.float32)
+                        two = tl.load(ey + (line * wide_y + at)[:, None] + tl.arange(0, 2)[None, :])
+                        b1, b2 = tl.split(two)
+                        x1 = a * b1[:, None] + 1.0
+                        x2 = a * b2[:, None] + 1.0
+                        r = _inverse(x1 * x2, FAST)
+                        t1 = x2 * r - 0.5  # -tanh/2
+                        t2 = x1 * r - 0.5
+                        w1 = d1[None, :] * t1
+                        w2 = d2[None, :] * t2
+                        acc += w1 * t1
+                        acc += w2 * t2
+                        total += d1 + d2
+                        if not KEYS:
+                            first += w1 + w2
     grad = total[None, :] - 4.0 * acc
     if KEYS:
         place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
@@ -331,6 +338,15 @@ def _delta(
     tl.store(delta + n.to(tl.int64) * T + i, tl.sum(x * y, 1), mask=i < T)
 
 
+class Powers(NamedTuple):
+    """What the units read of q or k."""
+
+    x: Tensor  # [B, T, H, U], q or k itself, for exponents that are too large
+    powers: Tensor  # [N, units, wide], exp(2x)
+    largest: Tensor  # [N, wide / OTHERS], the largest exponent of some positions
+    wide: int  # a multiple of the rows of every tile
+
+
 class Call(NamedTuple):
     """One call of the operator."""
 
@@ -344,24 +360,38 @@ class Call(NamedTuple):
     def constants(self) -> dict[str, object]:
         V = self.v.shape[3]
         precision = "tf32x3" if self.q.dtype == torch.float32 else "tf32"
-        tiles = {"BU": UNITS, "BM": QUERIES, "BN": KEYS, "BP": OTHERS}
+        tiles = {"BU": UNITS, **self.tile, "BP": OTHERS}
         return {"H": self.q.shape[2], "V": V, "BV": tile_of(V), **tiles, "FAST": FAST, "PRECISION": precision}
 
-    def powers(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Powers [N, U, wide] of q or k, the largest exponents [N, tiles], and `wide`, a multiple of all tiles."""
-        B, size, H, U = x.shape
-        wide = blocks_of(size, ROWS) * ROWS
-        powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
-        largest = torch.empty(B * H, wide // OTHERS, device=x.device)
-        plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
-        launch(_powers, (x, powers, largest), plan)
-        return powers, largest, wide
+    @property
+    def tile(self) -> dict[str, int]:
+        """Rows of a tile of scores; fewer on a GPU with little shared memory."""
+        wide = tile_of(self.v.shape[3]) * self.v.element_size() > 4 * NARROW
+        half = 2 if wide and shared_memory(self.v.device) < SHARED else 1
+        return {"BM": QUERIES // half, "BN": KEYS // half}
+
+    def launches(self, kernel: str) -> tuple[int, int, int]:
+        """Warps, stages, registers."""
+        warps, stages, registers = LAUNCHES[kernel]
+        return warps, stages, registers if self.v.shape[3] <= NARROW else 255
+
+    def powers(self) -> tuple[Powers, Powers]:
+        return _power(self.q), _power(self.k)
 
     def weights(self) -> Tensor:
         """What the kernels multiply 1/(1 + E) by, [H, units]: in base 2, and 0 for units that do not exist."""
-        room = blocks_of(self.score.shape[1], UNITS) * UNITS
         score = self.score.float() * -TWICE.value
-        return torch.nn.functional.pad(score, (0, room - score.shape[1])).contiguous()
+        return F.pad(score, (0, blocks_of(score.shape[1], UNITS) * UNITS - score.shape[1])).contiguous()
+
+
+def _power(x: Tensor) -> Powers:
+    B, size, H, U = x.shape
+    wide = blocks_of(size, ROWS) * ROWS
+    powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
+    largest = torch.empty(B * H, wide // OTHERS, device=x.device)
+    plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
+    launch(_powers, (x, powers, largest), plan)
+    return Powers(x, powers, largest, wide)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -374,63 +404,94 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     (B, T, H, U), S = q.shape, k.shape[1]
     o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
     lse = torch.empty(B * H, T, device=q.device)
-    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
-    tiles = blocks_of(T, QUERIES)
-    plan = Plan(
-        (tiles * B * H,), (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0), x.constants, *LAUNCHES["forward"]
-    )
+    (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = x.powers()
+    tiles = blocks_of(T, x.tile["BM"])
+    numbers = (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0)
+    plan = Plan((tiles * B * H,), numbers, x.constants, *x.launches("forward"))
     launch(_forward, (q, k, v, counts, x.weights(), eq, ek, large_q, large_k, o, lse), plan)
     return o, lse
 
 
 def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the score."""
-    q, k, v, counts, score = x
-    (B, T, H, U), (S, V), device = q.shape, (k.shape[1], v.shape[3]), q.device
-    N, constants, weights = B * H, x.constants, x.weights()
-    (eq, large_q, wide_q), (ek, large_k, wide_k) = x.powers(q), x.powers(k)
+    (B, T, H, U), (S, V), device = x.q.shape, (x.k.shape[1], x.v.shape[3]), x.q.device
+    N, constants = B * H, x.constants
     delta = torch.empty_like(lse)
-    numbers = (*_strides(do), T)
-    small = {name: constants[name] for name in ("H", "V", "BV", "BM")}
-    launch(_delta, (o, do, delta), Plan((blocks_of(T, QUERIES), N), numbers, small))
-    dq, dk = torch.empty_like(eq), torch.zeros_like(ek)
+    few = {name: constants[name] for name in ("H", "V", "BV", "BM")}
+    launch(_delta, (o, do, delta), Plan((blocks_of(T, x.tile["BM"]), N), (*_strides(do), T), few))
+    queries, keys = x.powers()
+    piece = Piece(x, queries, keys, do, lse, delta, x.weights())
+    dq, dk = torch.empty_like(queries.powers), torch.zeros_like(keys.powers)
     dv = torch.zeros(N, S, V, device=device)
-    rows = ROWS
-    slices = max(1, min(N, HELD // (rows * wide_k)))
-    by_query, by_key = (torch.empty(slices * rows * wide_k, device=device, dtype=v.dtype) for _ in range(2))
-    groups, pieces, across = blocks_of(U, UNITS), blocks_of(S, PIECE), rows // POSITIONS
-    part = torch.empty(pieces, slices, groups * UNITS, rows, device=device)
-    dscore = torch.zeros(N, groups * UNITS, device=device)
-    share = torch.empty(pieces, slices, across, groups * UNITS, device=device)
-    units = {"H": H, "BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS, "FAST": FAST}
+    dscore = torch.zeros(dq.shape[:2], device=device)
+    slices = max(1, min(N, HELD // (ROWS * keys.wide)))
+    held = [torch.empty(slices * ROWS * keys.wide, device=device, dtype=x.v.dtype) for _ in range(2)]
     for slice0 in range(0, N, slices):
-        here = min(slices, N - slice0)
-        for row0 in range(0, T, rows):
-            tiles = blocks_of(S, KEYS)
-            numbers = (*_strides(q, k, v, do), T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, 0.0)
-            tensors = (q, k, v, do, counts, weights, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key)
-            launch(_pairs, tensors, Plan((tiles * here,), numbers, constants, *LAUNCHES["pairs"]))
-            tiles = blocks_of(S, POSITIONS)
-            numbers = (*_strides(k, q), T, S, S, T, U, tiles, wide_q, wide_k, row0, rows, slice0, PIECE)
-            tensors = (k, q, counts, ek, eq, large_k, large_q, by_query, dk, share)
-            launch(
-                _units, tensors, Plan((groups * tiles * here,), numbers, {"KEYS": True, **units}, *LAUNCHES["units"])
-            )
-            numbers = (*_strides(q, k), T, S, T, S, U, across, wide_q, wide_k, row0, rows, slice0, PIECE)
-            tensors = (q, k, counts, eq, ek, large_q, large_k, by_key, part, share)
-            plan = Plan((groups * across * here, pieces), numbers, {"KEYS": False, **units}, *LAUNCHES["units"])
-            launch(_units, tensors, plan)
-            size = pieces * here
-            done = part.flatten()[: size * groups * UNITS * rows].view(pieces, here, -1, rows)
-            dq[slice0 : slice0 + here, :, row0 : row0 + rows] = done.sum(0)
-            done = share.flatten()[: size * across * groups * UNITS].view(pieces, here, across, -1).sum((0, 2))
-            dscore[slice0 : slice0 + here] += done
-    score = score.float()[:, :, None]
+        own = slice(slice0, min(slice0 + slices, N))
+        for row0 in range(0, T, ROWS):
+            by_query, by_key = piece.pairs(own, row0, held, dv)
+            piece.of_keys(own, row0, by_query, dk)
+            dq[own, :, row0 : row0 + ROWS], share = piece.of_queries(own, row0, by_key)
+            dscore[own] += share
+    score = x.score.float()[:, :, None]
 
     def of_tokens(grad: Tensor, size: int) -> Tensor:
         """[N, units, wide] -> [B, size, H, U]"""
         grad = grad.unflatten(0, (B, H))[:, :, :U, :size] * score
-        return grad.permute(0, 3, 1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+        return grad.permute(0, 3, 1, 2).to(x.q.dtype, memory_format=torch.contiguous_format)
 
-    dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format)
+    dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(x.v.dtype, memory_format=torch.contiguous_format)
     return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)
+
+
+class Piece(NamedTuple):
+    """The backward of ROWS queries of some sequences: what its kernels read."""
+
+    x: Call
+    queries: Powers
+    keys: Powers
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+    weights: Tensor
+
+    def pairs(self, own: slice, row0: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
+        """The gradients of the scores, by queries and by keys; adds to dv."""
+        (q, k, v, counts, _), count = self.x, own.stop - own.start
+        T, S, U = q.shape[1], k.shape[1], q.shape[3]
+        tiles = blocks_of(S, POSITIONS) * POSITIONS // self.x.tile["BN"]  # what `_units` reads must have been written
+        (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
+        numbers = (*_strides(q, k, v, self.do), T, S, U, tiles, wide_q, wide_k, row0, ROWS, own.start, 0.0)
+        read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
+        plan = Plan((tiles * count,), numbers, self.x.constants, *self.x.launches("pairs"))
+        launch(_pairs, (*read, dv, *held), plan)
+        return held
+
+    def of_keys(self, own: slice, row0: int, by_query: Tensor, dk: Tensor) -> None:
+        """Adds the gradients of the keys, not yet times the score, to dk [N, units, wide]."""
+        tiles = blocks_of(self.x.k.shape[1], POSITIONS)
+        self._units(own, row0, (self.keys, self.queries), tiles, 1, (by_query, dk, dk))
+
+    def of_queries(self, own: slice, row0: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the queries [slices, units, ROWS], not yet times the score, and what they give to the
+        gradient of the score, [slices, units]."""
+        pieces, tiles, count = blocks_of(self.x.k.shape[1], PIECE), ROWS // POSITIONS, own.stop - own.start
+        units = self.queries.powers.shape[1]
+        parts = self.weights.new_empty(pieces, count, units, ROWS)
+        shares = self.weights.new_empty(pieces, count, tiles, units)
+        self._units(own, row0, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
+        return parts.sum(0), shares.sum((0, 2))
+
+    def _units(
+        self, own: slice, row0: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
+    ) -> None:
+        (x, ex, large_x, _), (y, ey, large_y, _) = sides
+        _, T, H, U = self.x.q.shape
+        wides = self.queries.wide, self.keys.wide
+        sizes = (T, self.x.k.shape[1], x.shape[1], y.shape[1], U, tiles)
+        numbers = (*_strides(x, y), *sizes, *wides, row0, ROWS, own.start, PIECE)
+        tile = {"BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS}
+        constants = {"KEYS": sides[0] is self.keys, "H": H, **tile, "FAST": FAST}
+        grid = (blocks_of(U, UNITS) * tiles * (own.stop - own.start), pieces)
+        plan = Plan(grid, numbers, constants, *LAUNCHES["units"])
+        launch(_units, (x, y, self.x.counts, ex, ey, large_x, large_y, *rest), plan)

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import Plan, launch, tile_of
+from subquad.ops.sparse.kernels import LOG2E
 
-LOG2E = 1.4426950408889634
-MEMBERS = 128  # of a list at a time
+MEMBERS = 64  # of a list at a time
 
 
 @triton.jit
@@ -48,15 +48,15 @@ def step_kernel(
     m = tl.full((), float("-inf"), tl.float32)
     z = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((BD,), tl.float32)
-    itself = False
-    for r in tl.static_range(R):
+    itself = place < 0
+    for r in tl.range(0, R):
         mine, same, lo, hi = _reach(total, asked, bucket, first + r, lists, members_row, C)
         itself = itself | same
         for f in tl.range(lo, hi, BN):
             rank = f + tl.arange(0, BN)
             p = tl.load(members + mine + rank % (2 * C), mask=rank < hi, other=-1)
             ok = p >= 0
-            for e in tl.static_range(r):  # those that an earlier round sees as well
+            for e in tl.range(0, r):  # those that an earlier round sees as well
                 other, _, start, stop = _reach(total, asked, bucket, first + e, lists, members_row, C)
                 for g in tl.range(start, stop, BN):
                     rank = g + tl.arange(0, BN)
@@ -88,7 +88,7 @@ def step_kernel(
         acc = acc * fade + w * value.to(tl.float32)
     tl.store(o + (b * H + h) * D + d, (acc / tl.where(z > 0, z, 1.0)).to(o.dtype.element_ty), mask=here)
     tl.debug_barrier()  # all have read the lists
-    for r in tl.static_range(R):
+    for r in tl.range(0, R):
         own = tl.load(bucket + first + r).to(tl.int64)
         rank = tl.load(total + (first + r) * lists + own)
         tl.debug_barrier()
@@ -108,10 +108,10 @@ def step(
     lists, both = members.shape[-2:]  # `admit` leaves a gap after the lists of a round
     numbers = (
         *(n for x in (q, k, v) for n in x.stride()[:2]), *keys.stride()[:2], *values.stride()[:2], lists,
-        members.stride(1) // rounds, scale * LOG2E,
+        members.stride(1) // rounds, scale * LOG2E.value,
     )  # fmt: skip
     wide = tile_of(width)
-    block = max(16, min(MEMBERS, tile_of(both), 8192 // wide))
+    block = max(16, min(MEMBERS, tile_of(both), 4096 // wide))
     constants = {"H": heads, "R": rounds, "C": both // 2, "APART": apart, "D": width, "BD": wide, "BN": block}
     tensors = (q, k, v, keys, values, members, total, asked.contiguous(), bucket.contiguous(), position, o)
     launch(step_kernel, tensors, Plan((batch * heads,), numbers, constants, warps=4, stages=2))

@@ -158,15 +158,7 @@ _operator = torch.library.custom_op("subquad::cached_attention", _attend, mutate
 
 
 @_operator.register_fake
-def _(
-    q_t: Tensor,
-    k: Tensor,
-    v: Tensor,
-    count: Tensor,
-    scale: float,
-    score: Tensor | None,
-    fused: bool,  # noqa: ARG001
-) -> Tensor:
+def _(q_t: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:  # noqa: ARG001
     return q_t.new_empty(*q_t.shape[:2], v.shape[-1])
 
 

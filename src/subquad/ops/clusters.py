@@ -153,15 +153,20 @@ def hamming_clusters(
     return centroids, nearest_bits(bits, centroids)
 
 
-@torch.no_grad()
+@torch.library.custom_op("subquad::half_bits", mutates_args=())
 def half_bits(x: Tensor, planes: Tensor) -> Tensor:
-    """`sign_bits` of x [B, T, H, K] in half precision, [B, T, H, M], with more bits that are the same for all."""
-    planes = F.pad(planes, (0, 0, 0, 16 - len(planes) % 16))
-    if planes.dtype != x.dtype:
-        x, planes = wide(x), wide(planes)
-    with uncast(x):
-        side = F.linear(x, planes[:, :-1], planes[:, -1])  # a product rounded to 16 bits keeps its sign
-    return torch.where(side >= 0, 1.0, -1.0).to(torch.float16)
+    """`sign_bits` of x [B, T, H, K] in half precision, [B, T, H, M], with 1 to 16 more bits that are the same for all.
+
+    Only on a GPU, in Triton.
+    """
+    from subquad.ops import clusters_triton
+
+    return clusters_triton.half_bits(x, F.pad(planes, (0, 0, 0, 16 - len(planes) % 16)))
+
+
+@half_bits.register_fake
+def _(x: Tensor, planes: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:3], len(planes) // 16 * 16 + 16), dtype=torch.float16)
 
 
 @torch.no_grad()

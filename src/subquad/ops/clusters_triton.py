@@ -80,6 +80,40 @@ def sums_kernel(
     tl.store(count + row * N + n, many, mask=n < N)
 
 
+@triton.jit(do_not_specialize=["T"])
+def signs_kernel(
+    x, planes, into, x_batch, x_head, T, x_stride: tl.constexpr, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """1 or -1: the side of x [B, T, H, D] of each of the planes [M, D + 1], whose last column is added."""
+    tiles = tl.cdiv(T, BT)
+    i = tl.program_id(0) % tiles * BT + tl.arange(0, BT)
+    h = tl.program_id(0) // tiles % H
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    m = tl.program_id(1) * 16 + tl.arange(0, 16)
+    xt = _rows(x + b * x_batch + h * x_head, i, i < T, x_stride, D, BD).to(planes.dtype.element_ty)
+    side = tl.dot(xt, _rows(planes, m, m < M, D + 1, D, BD).T, input_precision=PRECISION)
+    side += tl.load(planes + m * (D + 1) + D).to(tl.float32)[None, :]
+    at = ((b * T + i[:, None]) * H + h) * M + m[None, :]
+    tl.store(into + at, tl.where(side >= 0, 1.0, -1.0).to(tl.float16), mask=(i < T)[:, None])
+
+
+def half_bits(x: Tensor, planes: Tensor) -> Tensor:
+    """x [B, T, H, K], planes [M, K + 1] with M a multiple of 16 -> [B, T, H, M]"""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    same = x.dtype == planes.dtype
+    planes = (planes if same else planes.to(torch.promote_types(x.dtype, planes.dtype))).contiguous()
+    (batch, size, heads, width), number = x.shape, len(planes)
+    into = torch.empty(batch, size, heads, number, dtype=torch.float16, device=x.device)
+    constants = {
+        "x_stride": x.stride(1), "H": heads, "M": number, "D": width, "BD": tile_of(width), "BT": TOKENS,
+        "PRECISION": _precision(planes.dtype),
+    }  # fmt: skip
+    grid = (blocks_of(size, TOKENS) * batch * heads, number // 16)
+    launch(signs_kernel, (x, planes, into), Plan(grid, (x.stride(0), x.stride(2), size), constants))
+    return into
+
+
 def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 

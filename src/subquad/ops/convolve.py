@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, exporting
 from subquad.ops.lengths import first, padding
 
 BLOCK = 64  # tokens that the torch path computes at once
@@ -14,7 +14,7 @@ BLOCK = 64  # tokens that the torch path computes at once
 
 def convolve(v: Tensor, kernel: Tensor, *, impl: Impl = "auto") -> Tensor:
     """Σ_j kernel_j v_{t+j-half} for each head: v [B, T, H, V], kernel [H, width], an odd width -> [B, T, H, V]."""
-    if impl == "auto" and torch.compiler.is_exporting():
+    if impl == "auto" and exporting():
         return _convolve(v, kernel)
     if choose(impl, "convolve", v, _unsupported(v, kernel)) == "torch":
         return _convolve(v, kernel)

@@ -16,31 +16,41 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
+def _store(grads, x, id, real, top, log, n, v, V):
+    g = tl.exp((x - top) - log) - tl.where(v == id, 1.0, 0.0)
+    tl.store(grads + n * V + v, tl.where(real, g, 0.0).to(grads.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
 def losses_of(
     logits, ids, counted, losses, grads, V, BV: tl.constexpr, ONE: tl.constexpr, GRADS: tl.constexpr
 ):  # fmt: skip
     """-log softmax(l)[id] of each token, and softmax(l) - [v = id]; 0 for tokens that do not count."""
     n = tl.program_id(0).to(tl.int64)
     v = tl.arange(0, BV)
-    m, s = tl.full((BV,), LOWEST, tl.float32), tl.zeros((BV,), tl.float32)
-    x = m
-    for v0 in range(0, 1 if ONE else V, BV):
-        x = tl.load(logits + n * V + v0 + v, mask=v0 + v < V, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(m, x)
-        s = s * tl.exp(m - new) + tl.exp(x - new)
-        m = new
-    top = tl.max(m, 0)
-    log = tl.log(tl.sum(s * tl.exp(m - top), 0))
     id = tl.load(ids + n)
     real = tl.load(counted + n) != 0
     own = tl.load(logits + n * V + id).to(tl.float32)
+    if ONE:
+        x = tl.load(logits + n * V + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(tl.max(x, 0), LOWEST)
+        log = tl.log(tl.sum(tl.exp(x - top), 0))
+    else:
+        m, s = tl.full((BV,), LOWEST, tl.float32), tl.zeros((BV,), tl.float32)
+        for v0 in range(0, V, BV):
+            x = tl.load(logits + n * V + v0 + v, mask=v0 + v < V, other=-float("inf")).to(tl.float32)
+            new = tl.maximum(m, x)
+            s = s * tl.exp(m - new) + tl.exp(x - new)
+            m = new
+        top = tl.max(m, 0)
+        log = tl.log(tl.sum(s * tl.exp(m - top), 0))
     tl.store(losses + n, tl.where(real, (top - own) + log, 0.0))
-    if GRADS:
-        for v0 in range(0, 1 if ONE else V, BV):
-            if not ONE:
-                x = tl.load(logits + n * V + v0 + v, mask=v0 + v < V, other=-float("inf")).to(tl.float32)
-            g = tl.exp((x - top) - log) - tl.where(v0 + v == id, 1.0, 0.0)
-            tl.store(grads + n * V + v0 + v, tl.where(real, g, 0.0).to(grads.dtype.element_ty), mask=v0 + v < V)
+    if GRADS and ONE:
+        _store(grads, x, id, real, top, log, n, v, V)
+    elif GRADS:
+        for v0 in range(0, V, BV):
+            x = tl.load(logits + n * V + v0 + v, mask=v0 + v < V, other=-float("inf")).to(tl.float32)
+            _store(grads, x, id, real, top, log, n, v0 + v, V)
 
 
 def losses_and_gradients(logits: Tensor, ids: Tensor, counted: Tensor, grads: Tensor | None) -> Tensor:

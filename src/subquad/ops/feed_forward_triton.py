@@ -30,17 +30,32 @@ def _normed(h, g, c, eps, D: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr
 
 @triton.jit
 def block(
-    x, w1, b1, w2, b2, g, c, y, R, eps,
+    x, w1, b1, w2, b2, g, c, o, w0, b0, g0, c0, y, R, eps,
     D: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
-    GELU: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, PRE: tl.constexpr, DOT: tl.constexpr,
+    GELU: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, PRE: tl.constexpr, MIX: tl.constexpr,
+    AFTER: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x + W₂ act(W₁x + b₁) + b₂), or with PRE the norm before W₁."""
+    """y = norm(x + W₂ act(W₁x + b₁) + b₂), or with PRE the norm before W₁.
+
+    MIX: x is first x + W₀o + b₀, with AFTER normed by g0 and c0. It waits in y until it is added.
+    """
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, D)
     f = tl.arange(0, BF)
     tile = r.to(tl.int64)[:, None] * D + d[None, :]
     there = (r < R)[:, None]
     h = tl.load(x + tile, mask=there, other=0.0)
+    if MIX:
+        acc = h.to(tl.float32) + tl.load(b0 + d).to(tl.float32)[None, :]
+        for f0 in range(0, D, BF):
+            part = tl.load(o + r.to(tl.int64)[:, None] * D + (f0 + f)[None, :], mask=there, other=0.0).to(DOT)
+            third = tl.load(w0 + d[:, None] * D + (f0 + f)[None, :]).to(DOT)  # [D, BF]
+            acc = tl.dot(part, tl.trans(third), acc)
+        if AFTER:
+            acc = _normed(acc, g0, c0, eps, D, RMS, BIAS)
+        h = acc.to(x.dtype.element_ty)
+        tl.store(y + tile, h, mask=there)
+        tl.debug_barrier()  # other threads of this program read it
     if PRE:
         h = _normed(h.to(tl.float32), g, c, eps, D, RMS, BIAS)
     h = h.to(DOT)
@@ -54,7 +69,8 @@ def block(
             u = tl.maximum(u, 0.0)
         second = tl.load(w2 + d[:, None] * F + (f0 + f)[None, :]).to(DOT)  # [D, BF]
         acc = tl.dot(u.to(DOT), tl.trans(second), acc)
-    acc += tl.load(x + tile, mask=there, other=0.0).to(tl.float32) + tl.load(b2 + d).to(tl.float32)[None, :]
+    acc += tl.load((y if MIX else x) + tile, mask=there, other=0.0).to(tl.float32)
+    acc += tl.load(b2 + d).to(tl.float32)[None, :]
     if not PRE:
         acc = _normed(acc, g, c, eps, D, RMS, BIAS)
     tl.store(y + tile, acc.to(y.dtype.element_ty), mask=there)
@@ -62,6 +78,7 @@ def block(
 
 def feed_forward(
     x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, weight: Tensor, bias: Tensor | None,
+    o: Tensor | None, w_mix: Tensor | None, b_mix: Tensor | None, mix_weight: Tensor | None, mix_bias: Tensor | None,
     eps: float, activation: str, norm: str, pre: bool,
 ) -> Tensor:  # fmt: skip
     rows, width = x.shape
@@ -69,8 +86,10 @@ def feed_forward(
     half = tl.float16 if x.dtype is torch.float16 else tl.bfloat16
     constants = {
         "D": width, "F": w_in.shape[0], "BM": ROWS, "BF": INNER, "GELU": activation == "gelu", "RMS": norm == "rms",
-        "BIAS": bias is not None, "PRE": pre, "DOT": tl.float32 if INTERPRETED else half,
+        "BIAS": bias is not None, "PRE": pre, "MIX": o is not None, "AFTER": mix_weight is not None,
+        "DOT": tl.float32 if INTERPRETED else half,
     }  # fmt: skip
-    tensors = (x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, y)
+    more = (x if t is None else t.contiguous() for t in (o, w_mix, b_mix, mix_weight, mix_bias))
+    tensors = (x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, *more, y)
     launch(block, tensors, Plan((blocks_of(rows, ROWS),), (rows, eps), constants, WARPS, STAGES))
     return y

@@ -57,10 +57,11 @@ def _forward(*given: Any) -> tuple[Tensor, ...]:
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, label: Tensor, levels: Tensor, block: int, topk: int, *_: float  # noqa: ARG001
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    shape, exact = (len(q), q.shape[2], len(levels), centroids.shape[3]), {"dtype": torch.float32}
+    (batch, size, heads, width), exact = q.shape, torch.float32
+    shape = batch, heads, len(levels), centroids.shape[3]
     lists = q.new_empty((*shape, max(topk, 1)), dtype=torch.int32)
-    lse, norm = q.new_empty(shape, **exact), q.new_empty((len(q), *q.shape[2:0:-1]), **exact)
-    return v.new_empty(q.shape), q.new_empty(q.shape[:3], **exact), v.new_empty((*shape, q.shape[3])), lse, lists, norm
+    lse, norm = q.new_empty(shape, dtype=exact), q.new_empty((batch, heads, size), dtype=exact)
+    return v.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=exact), v.new_empty((*shape, width)), lse, lists, norm
 
 
 def _back(*given: Any) -> tuple[Tensor, ...]:

@@ -6,16 +6,16 @@ The scan backward goes from the last block to the first: what all later queries 
 All exponentials are in base 2. N groups, M blocks, P places of a list.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import Plan, launch, tile_of
-from subquad.ops.sparse.kernels import _rows, _store
+from subquad.ops.sparse.kernels import LN2, LOG2E, _rows, _store
 
-LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
 CHANGING = ["T", "M", "first", "stop"]
 
 
@@ -276,7 +276,7 @@ def scan_back(
     _store(dc + row * N * D, n, n < N, gc, D, D, BD)
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int, topk: int) -> dict[str, object]:
+def _constants(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int, topk: int) -> dict[str, Any]:
     heads, width = q.shape[2:]
     return {
         "q_stride": q.stride(1), "k_stride": k.stride(1), "v_stride": v.stride(1), "H": heads, "N": groups,
@@ -286,9 +286,10 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int, topk: i
     }  # fmt: skip
 
 
-def _plan(kernel: object, grid: tuple[int, ...], numbers: tuple[object, ...], constants: dict[str, object]) -> Plan:
-    names = kernel.arg_names  # type: ignore[attr-defined]
-    return Plan(grid, numbers, {name: value for name, value in constants.items() if name in names})
+def _plan(kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> Plan:
+    names = kernel.arg_names
+    warps = 4 if kernel is scan and max(constants["BD"], constants["BN"], constants["BB"]) <= 64 else 8
+    return Plan(grid, numbers, {name: value for name, value in constants.items() if name in names}, warps)
 
 
 def read(
@@ -306,11 +307,11 @@ def read(
     lists = torch.empty(*shape, max(topk, 1), dtype=torch.int32, device=device)
     strides = (k.stride(0), k.stride(2), v.stride(0), v.stride(2))
     if blocks > 1:
-        plan = _plan(scan, (count, batch * heads), (*strides, scale * LOG2E, blocks), constants)
+        plan = _plan(scan, (count, batch * heads), (*strides, scale * LOG2E.value, blocks), constants)
         launch(scan, (centroids, k, v, o, lse, lists), plan)
     before, total = v.new_empty(batch, size, heads, width), torch.empty(batch, size, heads, device=device)
     norm = torch.empty(batch, heads, size, device=device)
-    numbers = (q.stride(0), q.stride(2), *strides, scale * LOG2E, size, blocks)
+    numbers = (q.stride(0), q.stride(2), *strides, scale * LOG2E.value, size, blocks)
     launch(
         pick,
         (q, centroids, k, v, o, lse, lists, label, levels, before, total, norm),
@@ -332,7 +333,7 @@ def read_back(
     dlists, dmass = torch.empty_like(o) if topk else o, torch.empty_like(lse)
     dc = torch.zeros(centroids.shape, device=q.device)
     strides = (k.stride(0), k.stride(2), v.stride(0), v.stride(2))
-    numbers = (q.stride(0), q.stride(2), *strides, scale * LOG2E, size, blocks)
+    numbers = (q.stride(0), q.stride(2), *strides, scale * LOG2E.value, size, blocks)
     launch(
         pick_back,
         (
@@ -343,6 +344,6 @@ def read_back(
     )  # fmt: skip
     for level in range(count if blocks > 1 else 0):
         first, stop = 1 << level, min(2 << level, blocks)
-        plan = _plan(scan_back, (batch * heads,), (*strides, scale * LOG2E, size, blocks, first, stop), constants)
+        plan = _plan(scan_back, (batch * heads,), (*strides, scale * LOG2E.value, size, blocks, first, stop), constants)
         launch(scan_back, (centroids[level], k, v, o, lse, dgroup, dmass, dlists, dk, dv, dc[level]), plan)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dc.to(centroids.dtype)

@@ -38,5 +38,5 @@ def traced() -> bool:
 
 
 def exporting() -> bool:
-    """Whether a program is being exported. Up to torch 2.12 its own function is true in all that is compiled."""
+    """Whether a program is being exported. torch 2.11's own function is also true while one is compiled (#176347)."""
     return torch.compiler._is_exporting_flag

@@ -8,6 +8,7 @@ with other versions every call is `kernel[grid](...)`.
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -102,3 +103,17 @@ def tile_of(width: int) -> int:
 def blocks_of(size: int, block: int) -> int:
     """How many blocks cover the size. (Triton's cdiv is slow.)"""
     return -(-size // block)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a program can take."""
+    if INTERPRETED:
+        return 2**20
+    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return size
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -282,7 +282,7 @@ SCHEMA = (
     "Tensor keys, bool ahead, bool causal, bool apart, bool unit, bool once, "
     "float scale"
 )
-INPUTS = 9
+INPUTS = SCHEMA.count("Tensor")
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,11 +293,12 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_shapes(q: Tensor, k: Tensor | None, v: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
-    batch, size, heads, width = q.shape
-    lists = rest[1] is None and not Rule(*rest[INPUTS - 4 :]).once
+    (batch, size, heads, width), rule, codes = q.shape, Rule(*rest[INPUTS - 4 :]), rest[1]
+    lists = codes is None and not rule.once
+    low = (codes is None or codes.shape[-1] == 1) and not rule.apart and v.dtype != torch.float32
     places = query.shape[1] if lists else size
-    own = q.new_empty(batch, places, heads, width) if lists else q.new_empty(0)
-    return q.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
+    own = v.new_empty((lists + low, batch, places, heads, width))
+    return v.new_empty(q.shape), q.new_empty((batch, heads, places), dtype=torch.float32), own
 
 
 def _gradients(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
-from subquad.ops.sparse.kernels import _rows, _store
+from subquad.ops.sparse.kernels import LN2, LOG2E, _rows, _store
 
-LOG2E = 1.4426950408889634
 EPS = tl.constexpr(1e-6)  # of the length of a key, as in torch.nn.functional.normalize
 
 # Arguments that change with the length. Triton must not compile another kernel if they are 1 or a multiple of 16.
@@ -47,10 +46,18 @@ def _masked(
     return s
 
 
-@triton.jit
-def _one_over_length(rows):
-    rows = rows.to(tl.float32)
-    return 1 / tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), EPS)
+@triton.jit(do_not_specialize=["T"])
+def one_over_lengths(
+    x, into, x_batch, x_head, T, x_stride: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """1/|x| of every row: x [B, T, H, D] -> [B, H, T]."""
+    h = tl.program_id(1) % H
+    b = (tl.program_id(1) // H).to(tl.int64)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = _rows(x + b * x_batch + h * x_head, i, i < T, x_stride, D, BD).to(tl.float32)
+    length = tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), EPS)
+    tl.store(into + (b * H + h) * T + i, 1 / length, mask=i < T)
 
 
 @triton.jit
@@ -71,14 +78,15 @@ def _tile(table, g, tiles):
 
 @triton.jit(do_not_specialize=CHANGING)
 def forward(
-    q, k, v, query, key, query_code, key_code, table, o, lse,
+    q, k, v, query, key, query_code, key_code, lengths, table, o, low, lse,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, scale, T, S, P, places, tiles, round0, row,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr,
     H: tl.constexpr, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr,
-    APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, LOW: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile of queries in one round: o [R, B, row, H, D] and lse [R, B, H, row], by token or by place."""
+    """Softmax of one tile of queries in one round: o [R, B, row, H, D] and lse [R, B, H, row], by token or by place.
+    LOW: also what the type of o cannot hold of it."""
     b, h, r, g = _program(tiles, H, R, round0)
     start, stop, lo, hi = _tile(table, g, tiles)
     q += b * q_batch + h * q_head
@@ -86,6 +94,7 @@ def forward(
     v += b * v_batch + h * v_head
     query_code += (b * H + h) * T * R
     key_code += (b * H + h) * S * R
+    lengths += (b * H + h) * S
     a = start + tl.arange(0, BM)
     here = a < stop
     i = tl.load(query + g * P + a, mask=here, other=0)
@@ -103,7 +112,7 @@ def forward(
         kt = _rows(k, j, ok, k_stride, D, BD)
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
         if UNIT:
-            s = s * _one_over_length(kt)[None, :]
+            s = s * tl.load(lengths + j)[None, :]
         s = _masked(
             s, i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
         )  # fmt: skip
@@ -121,7 +130,11 @@ def forward(
     batches = tl.num_programs(0) // tiles // H
     o += ((r * batches + b) * row * H + h) * D
     lse += ((r * batches + b) * H + h) * row
-    _store(o, at, here, tl.where(some[:, None], acc / z[:, None], 0.0), H * D, D, BD)
+    acc = tl.where(some[:, None], acc / z[:, None], 0.0)
+    _store(o, at, here, acc, H * D, D, BD)
+    if LOW:
+        low += (b * row * H + h) * D
+        _store(low, at, here, acc - acc.to(o.dtype.element_ty).to(tl.float32), H * D, D, BD)
     tl.store(lse + at, tl.where(some, m + tl.log2(z), float("-inf")), mask=here)
 
 
@@ -159,12 +172,12 @@ def merge(
 
 @triton.jit(do_not_specialize=CHANGING)
 def dq_of(
-    q, k, v, query, key, query_code, key_code, table, o, do, lse, delta, share, before, into,
+    q, k, v, query, key, query_code, key_code, lengths, table, o, low, do, lse, delta, share, before, into,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, do_batch, do_head, scale, T, S, P, places, tiles, round0, row,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, do_stride: tl.constexpr,
     H: tl.constexpr, R: tl.constexpr, CODES: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr,
-    APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, UNIT: tl.constexpr, LISTS: tl.constexpr, LOW: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries from one round. The first also writes delta = Σ do·o, which the other passes read; the
     others add to `before`. LISTS: a place has `share` of its token's do."""
@@ -175,6 +188,7 @@ def dq_of(
     v += b * v_batch + h * v_head
     query_code += (b * H + h) * T * R
     key_code += (b * H + h) * S * R
+    lengths += (b * H + h) * S
     a = start + tl.arange(0, BM)
     here = a < stop
     i = tl.load(query + g * P + a, mask=here, other=0)
@@ -184,12 +198,16 @@ def dq_of(
     qt = _rows(q, i, alive, q_stride, D, BD)
     dot = _rows(do + b * do_batch + h * do_head, i, alive, do_stride, D, BD)
     if LISTS:
-        dot = (dot.to(tl.float32) * tl.load(share + (b * H + h) * T + i, mask=alive, other=0.0)[:, None]).to(dot.dtype)
+        part = tl.load(share + (b * H + h) * T + i, mask=alive, other=0.0)
     norm = tl.load(lse + (b * H + h) * row + at, mask=alive, other=float("-inf"))
     norm = tl.where(norm == float("-inf"), float("inf"), norm)
     if round0 == 0:
-        ot = _rows(o + (b * row * H + h) * D, at, alive, H * D, D, BD)
-        d = tl.sum(ot.to(tl.float32) * dot.to(tl.float32), 1)
+        ot = _rows(o + (b * row * H + h) * D, at, alive, H * D, D, BD).to(tl.float32)
+        if LOW:  # of one key with most of the weight, dp - delta is the difference of almost equal numbers
+            ot += _rows(low + (b * row * H + h) * D, at, alive, H * D, D, BD).to(tl.float32)
+        d = tl.sum(ot * dot.to(tl.float32), 1)
+        if LISTS:
+            d = d * part
         tl.store(delta + (b * H + h) * row + at, d, mask=here)
     else:
         d = tl.load(delta + (b * H + h) * row + at, mask=alive, other=0.0)
@@ -203,17 +221,19 @@ def dq_of(
         vt = _rows(v, j, ok, v_stride, D, BD)
         s = tl.dot(qt, kt.T, input_precision=PRECISION) * scale
         if UNIT:
-            length = _one_over_length(kt)
+            length = tl.load(lengths + j)
             s = s * length[None, :]
         s = _masked(
             s, i[:, None], j[None, :], ok[None, :], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
         )  # fmt: skip
         dp = tl.dot(dot, vt.T, input_precision=PRECISION)
+        if LISTS:
+            dp = dp * part[:, None]
         ds = tl.exp2(s - norm[:, None]) * (dp - d[:, None])
         if UNIT:
             ds = ds * length[None, :]
         grad = tl.dot(ds.to(kt.dtype), kt, grad, input_precision=PRECISION)
-    grad = grad * (scale * 0.6931471805599453)
+    grad = grad * (scale * LN2)
     place = (b * row * H + h) * D
     grad += _rows(before + place, at, here & (round0 > 0), H * D, D, BD).to(tl.float32)
     _store(into + place, at, here, grad, H * D, D, BD)
@@ -221,7 +241,8 @@ def dq_of(
 
 @triton.jit(do_not_specialize=CHANGING)
 def dkv_of(
-    q, k, v, query, key, query_code, key_code, table, do, lse, delta, share, k_before, k_into, v_before, v_into,
+    q, k, v, query, key, query_code, key_code, lengths, table, do, lse, delta, share, k_before, k_into, v_before,
+    v_into,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, do_batch, do_head, scale, T, S, P, places, tiles, round0, row,
     k_row, k_add,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, do_stride: tl.constexpr,
@@ -239,6 +260,7 @@ def dkv_of(
     do += b * do_batch + h * do_head
     query_code += (b * H + h) * T * R
     key_code += (b * H + h) * S * R
+    lengths += (b * H + h) * S
     lse += (b * H + h) * row
     delta += (b * H + h) * row
     c = start + tl.arange(0, BN)
@@ -252,7 +274,7 @@ def dkv_of(
     gv = tl.zeros([BN, BD], tl.float32)
     factor = scale
     if UNIT:
-        length = _one_over_length(kt)
+        length = tl.load(lengths + j)
     for f in tl.range(lo, hi, BM):
         a = f + tl.arange(0, BM)
         i = tl.load(query + g * P + a, mask=a < hi, other=-1)
@@ -263,7 +285,6 @@ def dkv_of(
         dot = _rows(do, i, alive, do_stride, D, BD)
         if LISTS:
             part = tl.load(share + (b * H + h) * T + i, mask=alive, other=0.0)
-            dot = (dot.to(tl.float32) * part[:, None]).to(dot.dtype)
         norm = tl.load(lse + at, mask=alive, other=float("-inf"))
         norm = tl.where(norm == float("-inf"), float("inf"), norm)
         d = tl.load(delta + at, mask=alive, other=0.0)
@@ -274,11 +295,15 @@ def dkv_of(
             s, i[None, :], j[:, None], ok[:, None], S - T, query_code, key_code, r, R, CODES, AHEAD, CAUSAL, APART
         )  # fmt: skip
         w = tl.exp2(s - norm[None, :])
-        gv = tl.dot(w.to(dot.dtype), dot, gv, input_precision=PRECISION)
         dp = tl.dot(vt, dot.T, input_precision=PRECISION)
+        if LISTS:
+            dp = dp * part[None, :]
         ds = w * (dp - d[None, :])
+        if LISTS:
+            w = w * part[None, :]
+        gv = tl.dot(w.to(dot.dtype), dot, gv, input_precision=PRECISION)
         gk = tl.dot(ds.to(qt.dtype), qt, gk, input_precision=PRECISION)
-    gk = gk * (scale * 0.6931471805599453)
+    gk = gk * (scale * LN2)
     if UNIT:  # the gradient of k/|k|
         unit = kt.to(tl.float32) * length[:, None]
         along = tl.where(length < 1 / EPS, tl.sum(gk * unit, 1), 0.0)
@@ -334,7 +359,7 @@ def config(row: int, tile: int, device: int | None) -> Config:
 
 def fitting(row: int, tile: int, room: int) -> Config:
     """What fits into so many bytes of shared memory."""
-    inner, warps, stages = (tile, 4, 2) if row <= 256 else (tile // 2, 8, 2)
+    inner, warps, stages = tile if row <= 256 else tile // 2, 4 if row <= 128 else 8, 2
     # a tile of both kinds, the rows of the other side, once for each stage and once for a product, and the scores
     while row * (2 * tile + (2 * stages + 1) * inner) + 8 * tile * inner > room and (stages, inner) != (1, 16):
         stages, inner = (1, inner) if stages > 1 else (1, inner // 2)
@@ -347,6 +372,7 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    lengths: Tensor  # [B, H, S], 1/|k|, if keys count as vectors of length 1
     order: Any
     rule: Any
     tile: int
@@ -359,6 +385,11 @@ class Call(NamedTuple):
     def lists(self) -> bool:
         """Whether results are by place, because a token may stand at several."""
         return not self.codes and not self.rule.once
+
+    @property
+    def low(self) -> bool:
+        """Whether results are kept with more digits than their type has, for backward."""
+        return self.rounds == 1 and not self.rule.apart and self.v.dtype != torch.float32
 
     @property
     def rounds(self) -> int:
@@ -374,7 +405,7 @@ class Call(NamedTuple):
         spare = query  # never read
         return (
             self.q, self.k, self.v, query, key, spare if query_code is None else query_code,
-            spare if key_code is None else key_code,
+            spare if key_code is None else key_code, self.lengths,
         )  # fmt: skip
 
     def plan(self, tiles: int, strides: tuple[Tensor, ...], rounds: tuple[int, int], *more: int) -> Plan:
@@ -386,7 +417,7 @@ class Call(NamedTuple):
         names = ("q_stride", "k_stride", "v_stride", "do_stride")
         by_keys = bool(more)
         numbers = (
-            *(n for t in strides for n in (t.stride(0), t.stride(2))), self.rule.scale * LOG2E, size,
+            *(n for t in strides for n in (t.stride(0), t.stride(2))), self.rule.scale * LOG2E.value, size,
             self.k.shape[1], self.order.query.shape[1], self.order.key.shape[1], tiles, rounds[0], self.row, *more,
         )  # fmt: skip
         return Plan(
@@ -396,7 +427,7 @@ class Call(NamedTuple):
                 "H": heads, "R": self.rounds, "CODES": self.codes, "AHEAD": int(self.rule.ahead),
                 "CAUSAL": self.rule.causal, "APART": self.rule.apart, "UNIT": self.rule.unit, "LISTS": self.lists,
                 "D": width, "BD": wide, "BM": how.inner if by_keys else self.tile,
-                "BN": self.tile if by_keys else how.inner,
+                "BN": self.tile if by_keys else how.inner, **({} if by_keys else {"LOW": self.low}),
                 # three tensor core products make a full float32 product
                 "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
             },
@@ -409,27 +440,36 @@ def _call(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> Call
 
     q, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, v))
     k = q if k is None else k if k.stride(-1) == 1 else k.contiguous()
-    return Call(q, k, v, order, rule, TILE)
+    lengths = order.key  # never read
+    if rule.unit:
+        batch, size, heads, width = k.shape
+        lengths = torch.empty(batch, heads, size, device=k.device)
+        wide = tile_of(width)
+        constants = {"x_stride": k.stride(1), "H": heads, "D": width, "BD": wide, "BM": max(16, 4096 // wide)}
+        plan = Plan((blocks_of(size, constants["BM"]), batch * heads), (k.stride(0), k.stride(2), size), constants)
+        launch(one_over_lengths, (k, lengths), plan)
+    return Call(q, k, v, lengths, order, rule, TILE)
 
 
 def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, T, H, D]; the log-sum-exp in base 2, and the results of places if tokens stand at several."""
+    """o [B, T, H, D] and the log-sum-exp in base 2. For backward the results of places, if tokens stand at several, and
+    the low digits of results: [0 to 2, B, T, H, D]."""
     call = _call(q, k, v, order, rule)
     batch, size, heads, width = call.q.shape
     rounds, row, tiles = call.rounds, call.row, order.queries.shape[1]
-    part = q.new_empty(rounds, batch, row, heads, width)
+    own = v.new_empty(call.lists + call.low, batch, row, heads, width)
+    part = own[:1] if call.lists else v.new_empty(rounds, batch, row, heads, width)
     part_lse = torch.empty(rounds, batch, heads, row, device=q.device)
     plan = call.plan(tiles, (call.q, call.k, call.v), (0, rounds))
-    launch(forward, (*call.tensors(), order.queries, part, part_lse), plan)
-    none = q.new_empty(0)
+    launch(forward, (*call.tensors(), order.queries, part, own[-1] if call.low else part, part_lse), plan)
     if call.lists:
-        o = q.new_empty(batch, size, heads, width)
+        o = v.new_empty(batch, size, heads, width)
         back = _places(order.query.view(batch, heads, -1), size)
         _collect(part[0], back, _share(part_lse[0], back), o)
-        return o, part_lse[0], part[0]
+        return o, part_lse[0], own
     if rounds == 1 and not rule.apart:
-        return part[0], part_lse[0], none
-    o, lse = q.new_empty(batch, size, heads, width), part_lse.new_empty(batch, heads, size)
+        return part[0], part_lse[0], own
+    o, lse = v.new_empty(batch, size, heads, width), part_lse.new_empty(batch, heads, size)
     wide = tile_of(width)
     constants = {"v_stride": call.v.stride(1), "H": heads, "R": rounds, "APART": rule.apart, "D": width, "BD": wide}
     tile = max(16, 4096 // wide)
@@ -437,7 +477,7 @@ def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tup
         (blocks_of(size, tile), batch * heads), (call.v.stride(0), call.v.stride(2), size), {**constants, "BM": tile}
     )
     launch(merge, (part, part_lse, call.v, o, lse), plan)
-    return o, lse, none
+    return o, lse, own
 
 
 def gradients(
@@ -448,19 +488,19 @@ def gradients(
     (batch, size, heads, width), row, rounds = call.q.shape, call.row, call.rounds
     delta, share, back = torch.empty_like(lse), lse, (lse, lse)
     if call.lists:
-        o, back = own, _places(order.query.view(batch, heads, -1), size)
+        o, back = own[0], _places(order.query.view(batch, heads, -1), size)
         share = _share(lse, back)
     k_row = order.key.shape[1] if call.lists else call.k.shape[1]
 
-    def room(rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
+    def room(like: Tensor, rows: int, passes: int) -> tuple[Tensor, Tensor | None]:
         """Where the last pass writes, and where those before it add up, in float32."""
-        last = q.new_empty(batch, rows, heads, width)
+        last = like.new_empty(batch, rows, heads, width)
         return last, last.new_empty(last.shape, dtype=torch.float32) if passes > 1 else None
 
     together = shared and not call.lists
-    dq, q_sum = room(row, 2 * rounds if together else rounds)
-    dk, k_sum = (dq, q_sum) if together else room(k_row, rounds)
-    dv, v_sum = room(k_row, rounds)
+    dq, q_sum = room(q, row, 2 * rounds if together else rounds)
+    dk, k_sum = (dq, q_sum) if together else room(call.k, k_row, rounds)
+    dv, v_sum = room(v, k_row, rounds)
     if rule.once:  # some keys stand nowhere
         dk.zero_(), dv.zero_()
     both = (call.q, call.k, call.v, do)
@@ -470,7 +510,18 @@ def gradients(
         plan = call.plan(order.queries.shape[1], both, (r, 1))
         launch(
             dq_of,
-            (*call.tensors(), order.queries, o, do, lse, delta, share, dq if q_sum is None else q_sum, q_into),
+            (
+                *call.tensors(),
+                order.queries,
+                o,
+                own[-1] if call.low else o,
+                do,
+                lse,
+                delta,
+                share,
+                dq if q_sum is None else q_sum,
+                q_into,
+            ),
             plan,
         )
         k_before, v_before = (x if y is None else y for x, y in ((dk, k_sum), (dv, v_sum)))
@@ -480,7 +531,7 @@ def gradients(
     if call.lists:
         dq = _collect(dq, back, None, torch.empty_like(call.q))
         back = _places(order.key.view(batch, heads, -1), call.k.shape[1])
-        dk, dv = (_collect(x, back, None, q.new_empty(*call.k.shape[:3], width)) for x in (dk, dv))
+        dk, dv = (_collect(x, back, None, x.new_empty(*call.k.shape[:3], width)) for x in (dk, dv))
         if shared:
             dq = dq + dk
     return dq, q.new_empty(0) if shared else dk, dv

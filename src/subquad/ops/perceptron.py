@@ -40,7 +40,7 @@ def keeps_less(x: Tensor, *layers: nn.Module) -> bool:
     if x.device.type != "cuda" or not torch.is_grad_enabled() or traced():
         return False
     for layer in layers:
-        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        if type(layer) is not nn.Linear or layer.bias is None or layer._forward_hooks or layer._forward_pre_hooks:
             return False
         if layer._backward_hooks or layer._backward_pre_hooks:
             return False
@@ -70,8 +70,11 @@ class _Perceptron(torch.autograd.Function):
 
         with uncast(x):
             rows, first, second = x.flatten(0, -2).to(kind), w_in.to(kind), w_out.to(kind)
-            h = F.linear(rows, first, b_in.to(kind))
-            a = h.relu_() if relu else perceptron_triton.gelu(h)
+            if relu:
+                a = h = torch._addmm_activation(b_in.to(kind), rows, first.mT)  # relu is the product's last step
+            else:
+                h = F.linear(rows, first, b_in.to(kind))
+                a = perceptron_triton.gelu(h)
             y = F.linear(a, second, b_out.to(kind))
         ctx.save_for_backward(rows, h, first, second)
         ctx.relu, ctx.like = relu, [t.dtype for t in (x, w_in, b_in, w_out, b_out)]
@@ -85,10 +88,12 @@ class _Perceptron(torch.autograd.Function):
         rows, h, first, second = ctx.saved_tensors
         dy = grad.flatten(0, -2).to(h.dtype)
         of_x, of_w_in, of_b_in, of_w_out, of_b_out = ctx.like
+        for_x, for_w_in, _, for_w_out, for_b_out, *_ = ctx.needs_input_grad
         dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu)
-        dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if ctx.needs_input_grad[0] else None
-        dw_out, dw_in = _product(dy.mT, a, of_w_out), _product(dh.mT, rows, of_w_in)
-        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out), None, None
+        dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if for_x else None
+        dw_in = _product(dh.mT, rows, of_w_in) if for_w_in else None
+        dw_out = _product(dy.mT, a, of_w_out) if for_w_out else None
+        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out) if for_b_out else None, None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention over a band, with scores that depend on the distance as in Transformer-XL (arXiv:1901.02860, §3.3).
 
-oₜ = Σⱼ softmaxⱼ(((qₜ + u)·kⱼ + (qₜ + w)·r_{j-t}) · scale) vⱼ over the keys from `before` positions back to `after` ahead.
+oₜ = Σⱼ softmaxⱼ(((qₜ + u)·kⱼ + (qₜ + w)·r_{j-t})·scale) vⱼ over the keys from `before` positions back to `after` ahead.
 """
 
 import math
@@ -108,9 +108,9 @@ def _blocks(
 def _call(tensors: Sequence[Tensor], low: Tensor | None, high: Tensor | None, *numbers: Any) -> Any:
     from subquad.ops.relative_triton import Call
 
-    q, k, v, *others = tensors
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    return Call(q, k, v, *(t.contiguous() for t in others), low, high, *numbers)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in tensors[:3])
+    r, u, w = (t.contiguous() for t in tensors[3:])
+    return Call(q, k, v, r, u, w, low, high, *numbers)
 
 
 def _forward(

@@ -6,10 +6,9 @@ through memory: each program writes the products to its own scratch with rows of
 There are only as many programs as the GPU holds at once, each with many tiles, so the scratch stays in the cache and
 does not grow with the length. The gradients of scores go the same way back.
 
-Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), SPAN the last entry, B rows of
-a tile.
+Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), span the last entry, B rows
+of a tile.
 """
-# Triton's comparisons and masks read better on one line
 
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import Plan, blocks_of, launch, multiprocessors, shared_memory, tile_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -33,20 +32,23 @@ class Config(NamedTuple):
     warps: int
     stages: int
     resident: int  # programs that a multiprocessor holds at once
+    registers: int  # the most per thread, so that this many programs fit
+    shared: int  # bytes of shared memory that a program takes
 
 
 # by kernel and the bytes of a row of one head, at least 128
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(64, 4, 2, 3),
-    ("forward", 256): Config(64, 4, 2, 2),
-    ("forward", 512): Config(32, 4, 1, 2),
-    ("queries", 128): Config(64, 4, 2, 2),
-    ("queries", 256): Config(64, 8, 1, 1),
-    ("queries", 512): Config(32, 4, 1, 1),
-    ("keys", 128): Config(64, 4, 2, 2),
-    ("keys", 256): Config(64, 8, 1, 1),
-    ("keys", 512): Config(32, 4, 1, 1),
+    ("forward", 128): Config(64, 4, 2, 3, 168, 49152),
+    ("forward", 256): Config(64, 4, 2, 2, 255, 114688),
+    ("forward", 512): Config(32, 4, 1, 2, 255, 49152),
+    ("queries", 128): Config(64, 4, 2, 2, 255, 65536),
+    ("queries", 256): Config(64, 8, 1, 1, 255, 98304),
+    ("queries", 512): Config(32, 4, 1, 2, 255, 81920),
+    ("keys", 128): Config(64, 4, 2, 2, 255, 57856),
+    ("keys", 256): Config(64, 8, 1, 1, 255, 131072),
+    ("keys", 512): Config(32, 4, 1, 2, 255, 98304),
 }
+SMALL = 32, 16  # tiles for GPUs with less shared memory, of which a program then takes about a half and a quarter
 
 
 @triton.jit
@@ -329,7 +331,8 @@ class Call(NamedTuple):
         return len(self.r) - 1
 
     def config(self, kernel: str) -> Config:
-        return CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
+        best = CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
+        return fitting(best, shared_memory(self.q.device))
 
     def scratch(self, kernel: str) -> Tensor:
         """The scratch of every program of a kernel, [programs, tile·W]."""
@@ -351,11 +354,17 @@ class Call(NamedTuple):
             # three tensor core products make a full float32 product
             "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
-        return Plan((programs,), numbers, constants, config.warps, config.stages)
+        return Plan((programs,), numbers, constants, config.warps, config.stages, config.registers)
 
 
-def multiprocessors(device: torch.device) -> int:
-    return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+def fitting(best: Config, shared: int) -> Config:
+    """The configuration, or the largest one after it that takes at most this many bytes of shared memory."""
+    for tile in SMALL:
+        if best.shared <= shared:
+            break
+        if tile < best.tile:
+            best = Config(tile, 4, 1, 1, 255, best.shared // 2)
+    return best
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class Norm(NamedTuple):
     weight: Tensor  # [K]
     bias: Tensor | None  # [K]
     eps: float
-    kind: str  # "layer" or "rms"
+    kind: Literal["layer", "rms"]
 
 
 def norm_of(module: nn.Module, dtype: torch.dtype) -> Norm | None:
@@ -61,7 +61,9 @@ def row_linear(
     impl: Impl = "auto",
 ) -> Tensor:
     """x [B, K], weight [N, K], bias [N], residual [B, N] -> [B, N]. The fused path has no gradients."""
-    if choose(impl, "row_linear", x, _unsupported(x, weight, residual)) == "torch":
+    # reasons are looked for on a GPU only: there are as many calls as layers of the model, for each token
+    on_cpu = impl == "auto" and x.device.type != "cuda"
+    if on_cpu or choose(impl, "row_linear", x, _unsupported(x, weight, residual)) == "torch":
         h = F.linear(x if norm is None else normalise(x, norm), weight, bias)
         if activation != "none":
             h = F.relu(h) if activation == "relu" else F.gelu(h)

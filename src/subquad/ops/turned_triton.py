@@ -33,11 +33,11 @@ def row_stride(cos: Tensor | None) -> int:
 
 
 @triton.jit
-def angles(p, cos, sin, rate, W: tl.constexpr, BW: tl.constexpr):
-    """The turns of one position, in float64 until an angle is less than a whole turn."""
+def angles(p, cos, sin, RATE: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+    """The turns of one position, in float64. RATE is a constant because a number would be passed as float32."""
     j = tl.arange(0, BW)
     at = tl.load(p + tl.program_id(0)).to(tl.float64)
-    angle = at * tl.exp(j.to(tl.float64) * rate)
+    angle = at * tl.exp(j.to(tl.float64) * RATE)
     angle -= tl.floor(angle / TWO_PI) * TWO_PI
     row = tl.program_id(0).to(tl.int64) * W
     tl.store(cos + row + j, tl.cos(angle).to(tl.float32), mask=j < W)
@@ -49,6 +49,7 @@ def turns(positions: Tensor, width: int, base: float) -> Turns:
     rows, half = positions.shape[0], width // 2
     both = torch.empty(2, rows, 1, 1, half, device=positions.device)
     # the rate of pair j is base^(-2j/D)
-    plan = Plan((rows,), (-2 * math.log(base) / width,), {"W": half, "BW": tile_of(half)}, warps=1)
+    constants = {"RATE": -2 * math.log(base) / width, "W": half, "BW": tile_of(half)}
+    plan = Plan((rows,), (), constants, warps=1)
     launch(angles, (positions.contiguous(), both[0], both[1]), plan)
     return Turns(both[0], both[1])

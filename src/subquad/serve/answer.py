@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -262,8 +262,8 @@ class Events:
 
     def _events(self) -> str:
         answer, inbox = self.answer, self.job.take()
-        if len(inbox) == 1 and answer.plain and inbox[0][1].end is None:
-            events = self._quick(*inbox[0])
+        if answer.plain and all(update.end is None for _, update in inbox):  # almost always
+            events = self._quick(inbox)
         else:
             try:
                 events = "".join(self._joined(inbox))
@@ -278,12 +278,20 @@ class Events:
             events += f'{self.head}],"usage":{to_json(answer.usage()).decode()}}}\n\n'
         return f"{events}data: [DONE]\n\n"
 
-    def _quick(self, number: int, update: Update) -> str:
-        """What `_joined` gives for an update that holds nothing but new tokens: almost every one."""
-        drawn = update.drawn
+    def _quick(self, inbox: list[tuple[int, Update]]) -> str:
+        """What `_joined` gives for updates that hold nothing but new tokens."""
+        if len(inbox) == 1:
+            ((number, update),) = inbox
+            return self._tokens(number, update.drawn)
+        joined: dict[int, list[Drawn]] = {}
+        for number, update in inbox:
+            joined.setdefault(number, []).extend(update.drawn)
+        return "".join([self._tokens(number, drawn) for number, drawn in joined.items()])
+
+    def _tokens(self, number: int, drawn: Sequence[Drawn]) -> str:
+        text = _quoted(self.answer.choices[number].quick(drawn))
         tokens = drawn[0].token if len(drawn) == 1 else ",".join([str(one.token) for one in drawn])
-        text = self.answer.choices[number].quick(drawn)
-        return f"{self.begins[number]}{_quoted(text)}{self.between}{tokens}{self.ends}"
+        return f"{self.begins[number]}{text}{self.between}{tokens}{self.ends}"
 
     def _joined(self, inbox: list[tuple[int, Update]]) -> Iterable[str]:
         """One event for each choice of which something can be given."""

@@ -335,14 +335,8 @@ class Engine:
                     except Exception as own:
                         updates.append(self._end(job, "error", error=describe(own)))
                         group = [other for other in group if other is not part]
-            for job, _ in group:
-                if job.read < job.needed:
-                    self.reading.append(job)
-                    continue
-                try:
-                    self._place(job)
-                except Exception as error:
-                    updates.append(self._end(job, "error", error=describe(error)))
+            self.reading.extend(job for job, _ in group if job.read < job.needed)
+            updates += self._place([job for job, _ in group if job.read == job.needed])
             self._admit()  # a prompt that is done leaves its seat
         return updates
 
@@ -452,27 +446,53 @@ class Engine:
             logprob = logprob if token < self.values else None  # the model cannot draw it, such as a start token
             job.prompt.append(Drawn(token, logprob, tuple(zip(tokens, values, strict=True))))
 
-    def _place(self, job: _Job) -> None:
-        """Start the stream of a prompt that has been read."""
-        request = job.request
-        penalty = request.sampling.repetition_penalty != 1
-        (job.id,) = self.streams.admit(
-            [[request.prompt[-1]]],
-            state=job.state,
-            seed=[request.seed],
-            before=[request.prompt[:-1]] if penalty and job.state is not None else None,
-            sampling=request.sampling,
-            stop=request.stop,
-            top=request.logprobs or 0,
+    def _place(self, jobs: list[_Job]) -> list[Update]:
+        """Start the streams of prompts that have been read: of those that are alike in one call."""
+        alike: dict[Any, list[_Job]] = {}
+        for job in jobs:
+            request = job.request
+            before = request.sampling.repetition_penalty != 1 and job.state is not None
+            alike.setdefault((request.stop, request.logprobs or 0, before, job.state is None), []).append(job)
+        updates: list[Update] = []
+        for same in alike.values():
+            try:
+                self._start_streams(same)
+            except Exception as error:
+                if len(same) == 1:
+                    updates.append(self._end(same[0], "error", error=describe(error)))
+                    continue
+                logger.exception("starting %d streams together failed, so each is started alone", len(same))
+                for job in same:
+                    updates += self._place([job])
+        return updates
+
+    def _start_streams(self, jobs: list[_Job]) -> None:
+        """Streams of the same stop tokens and number of log-probabilities."""
+        requests = [job.request for job in jobs]
+        first, states = requests[0], [job.state for job in jobs if job.state is not None]
+        state = states[0] if states else None
+        if len(states) > 1:
+            states = [self.rooms.fit(one, self.capacity) for one in states]
+            state = map_state(lambda *parts: torch.cat(parts), *states)
+        penalty = any(request.sampling.repetition_penalty != 1 for request in requests)
+        ids = self.streams.admit(
+            [[request.prompt[-1]] for request in requests],
+            state=state,
+            seed=[request.seed for request in requests],
+            before=[request.prompt[:-1] for request in requests] if penalty and state is not None else None,
+            sampling=[request.sampling for request in requests],
+            stop=first.stop,
+            top=first.logprobs or 0,
         )
-        job.state = None
-        if request.prompt_logprobs:
-            job.prompt.insert(0, Drawn(request.prompt[0]))
-        if self.drafter is not None:
-            job.text, job.draft = list(request.prompt), Draft(request.sampling, request.seed)
-        self.drawing[job.id] = job
-        self.counts["prompt_tokens"] += len(request.prompt)
-        self.counts["cached_tokens"] += job.cached
+        for id, job, request in zip(ids, jobs, requests, strict=True):
+            job.id, job.state = id, None
+            if request.prompt_logprobs:
+                job.prompt.insert(0, Drawn(request.prompt[0]))
+            if self.drafter is not None:
+                job.text, job.draft = list(request.prompt), Draft(request.sampling, request.seed)
+            self.drawing[id] = job
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["cached_tokens"] += job.cached
 
     def _draw(self) -> list[Update]:
         drafted: dict[int, tuple[Drawn, ...]] = {}

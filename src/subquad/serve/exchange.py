@@ -11,6 +11,7 @@ from subquad.serve.metrics import Metrics
 from subquad.serve.request import Request, Update
 
 JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
+LAG = 1.0  # seconds for which the engine waits for a loop that has much else to do
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
 
 
@@ -82,7 +83,7 @@ class Exchange:
 
     in_turn  the engine goes on when its updates are taken. On a CPU the two threads would get into each other's way:
              every operation of one hands the interpreter over to the other, which costs more than the wait. On a GPU
-             the next step runs meanwhile
+             the next step runs meanwhile, and only its updates wait
     """
 
     engine: Engine
@@ -95,13 +96,15 @@ class Exchange:
         self.timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.taken = threading.Event()
+        self.taken.set()
 
     def deliver(self, updates: list[Update]) -> None:
         if self.loop is not None and updates:
+            self.taken.wait(LAG)
             self.taken.clear()
             self.loop.call_soon_threadsafe(self._receive, updates)
             if self.in_turn:
-                self.taken.wait(JOIN)  # no longer, if the loop has much else to do
+                self.taken.wait(LAG)
 
     def _receive(self, updates: list[Update]) -> None:
         try:

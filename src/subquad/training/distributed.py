@@ -155,10 +155,9 @@ def join(parallel: str, device: str, sequence: int | None = None) -> Ranks:
         processes = f"{world} process" + "es" * (world > 1)
         accepted = "a number that divides that of the processes, which torchrun starts"
         raise ValueError(f"training.sequence={sequence} cannot work in {processes}: accepted is {accepted}")
-    place = torch.device(device)
     if world == 1:
-        place = torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
-        return Ranks(place, sequence=sequence)
+        return Ranks(place_of(device), sequence=sequence)
+    place = torch.device(device)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if place.type == "cuda":
         if local >= torch.cuda.device_count():
@@ -178,6 +177,11 @@ def join(parallel: str, device: str, sequence: int | None = None) -> Ranks:
         mesh = init_device_mesh(place.type, shape, mesh_dim_names=("data", "sequence"))
     kind = "ddp" if parallel == "auto" else parallel
     return Ranks(place, kind, dist.get_rank(), world, started, base, sequence, mesh)
+
+
+def place_of(device: str) -> torch.device:
+    """The device; "cuda" is this thread's GPU by its number, since another thread may have another one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def attempt() -> int:

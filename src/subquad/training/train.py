@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -16,7 +15,7 @@ from subquad.disk import blaming
 from subquad.machine import available
 from subquad.training import checkpoints
 from subquad.training.config import RunConfig, TrainingConfig
-from subquad.training.distributed import Ranks, join
+from subquad.training.distributed import Ranks, join, place_of
 from subquad.training.folder import CONFIG, RESULT, Folder
 from subquad.training.log import Log, LossCurve
 from subquad.training.loop import Result, Run, Stopped
@@ -113,7 +112,7 @@ def learn(
     if training.sequence is not None:
         refuse("sequence", training.sequence, "None: this process trains alone")
     config = RunConfig(task=task.name, model=fields, training=training)
-    run = Run(task, config, None, Ranks(torch.device(available(device))))
+    run = Run(task, config, None, Ranks(place_of(available(device))))
     log = LossCurve(watch)
     result = run.go(log, Signals(log))
     measures = run.measure("test", examples)

@@ -66,7 +66,8 @@ def linear_attention_step_in_place(
     s.addcmul_(k[..., None], v_t[..., None, :].to(s.dtype))
     z.add_(k)
     with uncast(q):
-        o = (q[..., None, :] @ s)[..., 0, :]  # [B, H, V]
+        # bmm itself: a product with @ takes twice as long on a CPU
+        o = torch.bmm(q.flatten(0, 1)[:, None], s.flatten(0, 1)).view(v_t.shape)  # [B, H, V]
     if spec.normalize:
         o = o / chunked.divisor_of((q * z).sum(-1, keepdim=True), spec.signed, spec.eps)
     return chunked.saturate(o, v_t.dtype).to(v_t.dtype)

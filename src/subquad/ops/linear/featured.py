@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subquad import ranks
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, exporting
 from subquad.ops.lengths import keep
 from subquad.ops.linear.operators import operator
 from subquad.ops.prefix import running_max
@@ -92,7 +92,7 @@ def featured_attention(x: Inputs, spec: Spec, state: bool = False) -> Result:
 
 def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor, directions: Tensor) -> bool:
     """Whether the kernels can take this call; otherwise features go through memory into `linear_attention`."""
-    if ranks.active() is not None or torch.compiler.is_exporting() or directions.requires_grad:
+    if ranks.active() is not None or exporting() or directions.requires_grad:
         return False
     if q.dtype == torch.float64 or not q.dtype == k.dtype == v.dtype or max(q.shape[-1], v.shape[-1]) > 256:
         return False

@@ -396,8 +396,6 @@ def read(
             a = a * tl.exp(tl.minimum(own[None, :] - unit[:, None], 0.0))
         if not EVEN:
             a = tl.where((i < left)[None, :], a, 0.0)
-        vx = load_rows(v + b * vb + h.to(tl.int64) * vh, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
-        num += tl.dot(a.to(DOT), vx, input_precision=PREC, out_dtype=ACC)
         d += tl.sum(a, 1)
     low = load_column(least + at, 0, left, H, C, ACC, 1.0)
     if SIGNED:
@@ -408,7 +406,11 @@ def read(
         d = tl.where(i < left, d, 1.0)
     d = 1.0 / d
     tl.store(inv + at + i * H, d, mask=i < left)
-    store_rows(o + (b * T * H + h) * V, num * d[:, None], t, left, H * V, 0, V, C, BV, EVEN)
+    num = num * d[:, None]
+    if CAUSAL:  # weights are divided before they are rounded: that of a key which has all of it is exactly 1
+        vx = load_rows(v + b * vb + h.to(tl.int64) * vh, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
+        num += tl.dot((a * d[:, None]).to(DOT), vx, input_precision=PREC, out_dtype=ACC)
+    store_rows(o + (b * T * H + h) * V, num, t, left, H * V, 0, V, C, BV, EVEN)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad import ranks
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, exporting
 from subquad.ops.linear.operators import operator
 from subquad.ops.linear.spec import arguments
 from subquad.ops.precision import wide_type
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can take this call."""
-    if ranks.active() is not None or torch.compiler.is_exporting():
+    if ranks.active() is not None or exporting():
         return False
     if q.dtype == torch.float64 or not q.dtype == k.dtype == v.dtype or max(q.shape[-1], v.shape[-1]) > 256:
         return False

@@ -107,7 +107,10 @@
     const image = model.subquad.image;
     $("start").textContent = image ? "Draw" : chatting() ? "Send" : "Write";
     $("result-title").textContent = image ? "What the model draws" : chatting() ? "Chat" : "What the model writes";
-    if (model.subquad.writes === "text") $("prompt-label").textContent = chatting() ? "Your message" : "Text to continue";
+    if (model.subquad.writes === "text") {
+      $("prompt-label").textContent = chatting() ? "Your message" : "Text to continue";
+      prompt.placeholder = chatting() ? "" : "It was a dark night, and";
+    }
     clear();
   }
 
