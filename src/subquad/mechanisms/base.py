@@ -181,11 +181,11 @@ class Mixer(nn.Module):
     def share_with(self, first: "Mixer") -> None:
         """Share parameters with the first layer of this kind in a stack; by default nothing is shared."""
 
-    def decodes(self, state: State) -> bool:
+    def _decodes(self, state: State) -> bool:
         """Whether `decode` can take a token from this state. A subclass that changes a step does not inherit it."""
         return False
 
-    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+    def _decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         """The part of a step in place that is between the projections of `Heads`: qkv [B, ·] of one token -> [B, D].
 
         q and k are not turned yet. `position` is not moved: the caller does that, for all layers at once.

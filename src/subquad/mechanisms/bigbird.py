@@ -140,7 +140,7 @@ class Bigbird(Patterned):
         y, new = super()._step(x, self._count(state, 1), inplace)
         return y, new._replace(position=state.position.add_(1) if inplace else state.position + 1)
 
-    def decodes(self, state: SparseState) -> bool:
+    def _decodes(self, state: SparseState) -> bool:
         return type(self) is Bigbird and self.options.construction == "itc" and not self.options.rotary
 
     def _count(self, state: SparseState, sign: int) -> SparseState:

@@ -183,10 +183,10 @@ class Compressed(Attention):
             new = State(*(t.clone() if t is old else t for t, old in zip(new, state, strict=True)))
         return self._merge(self._attend_to_slots(q, k, v, new, moves=True)), new
 
-    def decodes(self, state: State) -> bool:
+    def _decodes(self, state: State) -> bool:
         return type(self) is Compressed and not self._dropout()
 
-    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+    def _decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         both, v = self.heads.cut(qkv)
         q, k = both.chunk(2, dim=1)
         state = self._with_room(state)

@@ -145,15 +145,15 @@ class Linear(Kernelised):
         qkv = self.heads.qkv(x)
         width = self.heads.all_keys // self.heads.heads
         turns = self._turns_at(qkv[:, None], state.position, width) if self.options.rotary else None
-        o, state = self.decode(qkv, state, turns)
+        o, state = self._decode(qkv, state, turns)
         state.position.add_(1)
         return self.heads.out(o), state
 
-    def decodes(self, state: State | Deferred) -> bool:
+    def _decodes(self, state: State | Deferred) -> bool:
         named = isinstance(self.options.feature_map, str) and self.options.feature_map in FUSED
         return named and type(self) is Linear
 
-    def decode(self, qkv: Tensor, state: Any, turns: Turns | None) -> tuple[Tensor, Any]:
+    def _decode(self, qkv: Tensor, state: Any, turns: Turns | None) -> tuple[Tensor, Any]:
         both, v = self.heads.cut(qkv)
         spec = Spec(True, str(self.options.feature_map), self.map.signed, eps=self.options.eps)
         queue = state.queue if isinstance(state, Deferred) else None

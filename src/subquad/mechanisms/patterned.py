@@ -119,10 +119,10 @@ class Patterned(Attention):
     def _step_inplace(self, x: Tensor, state: SparseState) -> tuple[Tensor, SparseState]:
         return self._step(x, state, inplace=True)
 
-    def decodes(self, state: SparseState) -> bool:
+    def _decodes(self, state: SparseState) -> bool:
         return type(self)._step is Patterned._step
 
-    def decode(self, qkv: Tensor, state: SparseState, turns: Turns | None) -> tuple[Tensor, SparseState]:
+    def _decode(self, qkv: Tensor, state: SparseState, turns: Turns | None) -> tuple[Tensor, SparseState]:
         both, v = self.heads.cut(qkv)
         q, k = both.chunk(2, dim=1)
         o, state = self.cache._step(q, k, v, state, self.scale, True, self.options.impl, moves=False, by=turns)

@@ -131,10 +131,10 @@ class Softmax(Attention):
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
 
-    def decodes(self, state: State) -> bool:
+    def _decodes(self, state: State) -> bool:
         return type(self) is Softmax and not self._dropout()
 
-    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+    def _decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         both, v_t = self.heads.cut(qkv)
         q_t, k_t = both.chunk(2, dim=1)
         o, k, v = cached_attention_step(q_t, k_t, v_t, state.k, state.v, state.position, turns, scale=self.scale)

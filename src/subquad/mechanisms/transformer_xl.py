@@ -105,10 +105,10 @@ class TransformerXL(Attention):
     def _step_inplace(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         return self._step(x, state, inplace=True)
 
-    def decodes(self, state: State) -> bool:
+    def _decodes(self, state: State) -> bool:
         return type(self) is TransformerXL and not self._dropout() and not torch.is_grad_enabled()
 
-    def decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
+    def _decode(self, qkv: Tensor, state: State, turns: Turns | None) -> tuple[Tensor, State]:
         both, v = self.heads.cut(qkv)
         q, k = both.chunk(2, dim=1)
         bias = self.u, self.w, self._relative(q)

@@ -1,6 +1,6 @@
 """A decoding step of a block in few operations, in place.
 
-Between the products with the weights stands what a mechanism does with q, k and v of one token (`Mixer.decode`). What
+Between the products with the weights stands what a mechanism does with q, k and v of one token (`Mixer._decode`). What
 surrounds them, such as norms, residual and activation, becomes a part of the products (ops/row_linear.py). Positions
 move for all layers at once, at the end of the step. Blocks that are built otherwise take their usual step.
 """
@@ -33,7 +33,7 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
     if not (plain(into) and plain(out)) or (turns is None) != (mixer.turn_width is None):
         return None
     mixed, recent = block._parts(state, x)
-    if not mixer.decodes(mixed):
+    if not mixer._decodes(mixed):
         return None
     if isinstance(mixed, mixer.state_type or object):
         check_state(mixer, mixed, x.shape[0])
@@ -44,7 +44,7 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
         h, recent = taps.decode(h, recent)
         before = None
         late.append(recent.position)
-    o, mixed = mixer.decode(row_linear(h, into.weight, into.bias, norm=before), mixed, turns)
+    o, mixed = mixer._decode(row_linear(h, into.weight, into.bias, norm=before), mixed, turns)
     late.append(mixed.position)
     if recent is not None:
         mixed = type(state)(mixed, recent)
